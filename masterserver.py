@@ -31,12 +31,12 @@ Licence: MIT, see the end of README.md.
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import configparser
 import difflib
 import errno
 import functools
-import gzip
 import hashlib
 import heapq
 import html
@@ -53,6 +53,7 @@ import re
 import selectors
 import signal
 import socket
+import sqlite3
 import string
 import struct
 import sys
@@ -119,6 +120,10 @@ PAGE_ROWS = 2000                    # rows on one page; a search finds the other
 # =====================================================================================================================
 
 
+Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
+Pattern = Any                       # re.Pattern[str], which Python 3.8 cannot subscript
+
+
 class SettingsError(Exception):
     """A setting that cannot be used; the text names file, key and the nearest right name."""
 
@@ -162,6 +167,19 @@ def read_address(text: str) -> str:
         return str(ipaddress.ip_address(text.strip().strip("[]")))
     except ValueError:
         raise ValueError("%r is not an IP address" % text.strip()) from None
+
+
+THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
+
+
+def is_unicast(address: str) -> bool:
+    """An IP address that a game server can have."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return not (parsed.is_multicast or parsed.is_unspecified or str(parsed) == "255.255.255.255"
+                or parsed.version == 4 and parsed in THIS_NETWORK)
 
 
 def read_unicast(text: str) -> str:
@@ -227,8 +245,16 @@ def read_rate(text: str) -> Tuple[float, float]:
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
 
 
-def read_version(text: str) -> int:
-    return iceball_version_number(text.strip())
+def read_iceball_version(text: str) -> int:
+    """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits, written w.x[.y][letter][-z] (PROTOCOLS, section 1)."""
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7f])?(?:-(\d+))?", text)
+    if not match:
+        raise ValueError("a version such as 0.2.1-37 is wanted")
+    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
+    a = ord(match.group(4)) - 96 if match.group(4) else 0
+    if w > 31 or x > 31 or y > 127 or z > 1023:
+        raise ValueError("a part of %s is too large" % text)
+    return w << 27 | x << 22 | y << 15 | a << 10 | z
 
 
 class Setting(NamedTuple):
@@ -251,6 +277,9 @@ SETTINGS = (
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
     Setting("server", "public_address", "", read_unicast,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
+    Setting("server", "database", "masterserver.db", read_text,
+            "What outlives a restart: the list and the history of player counts (SQLite). A path, from the folder of this file on; "
+            "empty: nothing is kept."),
     Setting("server", "refuse_names", "", read_list(read_pattern, "\n"),
             "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
@@ -259,7 +288,7 @@ SETTINGS = (
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
     Setting("iceball", "port", "27790", read_port, "UDP port for announcements."),
-    Setting("iceball", "version", "0.2.1-37", read_version,
+    Setting("iceball", "version", "0.2.1-37", read_iceball_version,
             "The current version of the game: players with an older one are told of an update.", live=True),
     Setting("iceball", "accept_versions", "", read_list(read_text),
             "Versions that may be listed, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all.", live=True),
@@ -313,7 +342,9 @@ class Settings:
 
     def __init__(self, values: Optional[Mapping[str, str]] = None) -> None:
         """`values`: texts by name as for --set; anything wrong raises SettingsError."""
-        self.path = ""
+        self.path = ""              # of the ini, if one was read
+        self.folder: Optional[str] = None       # where relative paths begin; None: settings made by a program, which keeps nothing unasked
+        self.given: Set[str] = set()
         self.values: Dict[str, Any] = {s.name: s.read(s.default) if s.key else {} for s in SETTINGS}
         for name, text in (values or {}).items():
             section, _, key = name.partition(".")
@@ -330,6 +361,7 @@ class Settings:
         row = rows.get(key) or rows.get("")
         if row is None:
             raise SettingsError("%s: [%s] has no key %s%s" % (where, section, key, nearest(key, rows)))
+        self.given.add(row.name)
         try:
             if row.key:
                 self.values[row.name] = row.read(text)
@@ -355,6 +387,7 @@ class Settings:
         if not found and not missing_ok:
             raise SettingsError("%s: cannot be read; is the name right?" % path)
         self.path = path if found else ""
+        self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
                 self.put(section, "", "", path)
@@ -367,6 +400,13 @@ class Settings:
                 raise SettingsError("--set %s: section.key=value is wanted" % item)
             self.put(section, key.strip(), text.strip(), "--set")
         return self
+
+    def file(self, name: str) -> str:
+        """The path that a setting names, from the ini's folder on; "" if there is none."""
+        path = self.values[name]
+        if not path or self.folder is None and name not in self.given:
+            return ""
+        return os.path.join(self.folder or "", path)
 
     def different(self, other: Settings) -> List[Setting]:
         return [s for s in SETTINGS if self.values[s.name] != other.values[s.name]]
@@ -397,10 +437,9 @@ def config_text() -> str:
 # limiter. Nothing here does I/O.
 # =====================================================================================================================
 
-Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
-Pattern = Any                       # re.Pattern[str], which Python 3.8 cannot subscript
 Peer = Tuple[Any, ...]              # as the socket gives it: (address, port) or (address, port, flow, scope)
 Replies = List[Tuple[bytes, Peer]]
+Key = Tuple[str, str, int]          # a server's identity: game, address, port
 
 
 class Malformed(Exception):
@@ -434,13 +473,7 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
 
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
-    for cut in range(1, 4):         # a lead byte within the last three whose character needs more than is there
-        lead = raw[-cut] if cut <= len(raw) else 0
-        if lead >= 0xC0:
-            if cut < (2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):
-                raw = raw[:-cut]
-            break
-    return clean(raw.decode("utf-8", "replace"), characters)
+    return clean(codecs.getincrementaldecoder("utf-8")("replace").decode(raw), characters)
 
 
 def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
@@ -476,18 +509,6 @@ def is_local(address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
-
-
-def is_unicast(address: str) -> bool:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return not (parsed.is_multicast or parsed.is_unspecified or str(parsed) == "255.255.255.255"
-                or parsed.version == 4 and parsed in THIS_NETWORK)
-
-
-THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
 
 
 def in_networks(address: str, networks: Iterable[Network]) -> bool:
@@ -540,23 +561,24 @@ EXEMPT, BLOCKED = float("-inf"), float("inf")
 
 
 class Limiter:
-    """Token buckets by source in a bounded table: `rate` a second, `burst` at once.
+    """Token buckets by source in a bounded table.
 
     A bucket is one number, the time at which it will be full again (the "generic cell rate algorithm"). An unknown source has a full
     bucket, so a full table forgets the least recently used one and refuses nobody. `verdict(address)` says once, when a source
     is first seen, whether it is EXEMPT or BLOCKED; else 0.
     """
 
-    def __init__(self, rate: float, burst: float, verdict: Callable[[str], float] = lambda address: 0.0,
+    def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0,
                  sources: int = LIMITER_SOURCES) -> None:
+        """`rate`: tokens a second, tokens at once."""
         self.verdict = verdict
         self.sources = sources
         self.table: collections.OrderedDict[str, float] = collections.OrderedDict()
-        self.set_rate(rate, burst)
+        self.set_rate(rate)
 
-    def set_rate(self, rate: float, burst: float) -> None:
-        self.cost_s = 1.0 / rate
-        self.depth_s = (burst + 0.001) / rate       # a thousandth of a token, so that sums of fractions come out exact
+    def set_rate(self, rate: Tuple[float, float]) -> None:
+        self.cost_s = 1.0 / rate[0]
+        self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
     def allow(self, address: str, now: float) -> bool:
@@ -572,8 +594,8 @@ class Limiter:
                 if len(table) >= self.sources:
                     table.popitem(last=False)
                 full_at = table[address] = self.verdict(address.partition("/")[0])
-                if full_at == EXEMPT:
-                    return True
+            if full_at == EXEMPT:
+                return True
         table.move_to_end(address)
         full_at = (full_at if full_at > now else now) + self.cost_s
         if full_at - now > self.depth_s:
@@ -588,8 +610,12 @@ class Tally:
     __slots__ = ("received", "sent", "bytes_in", "bytes_out", "malformed", "limited", "unsent", "errors", "connections")
 
     def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+        self.received = self.sent = self.bytes_in = self.bytes_out = 0
+        self.malformed = 0          # packets or connections that were not what the document says
+        self.limited = 0            # turned away by a limit
+        self.unsent = 0             # replies that the system would not take
+        self.errors = 0             # faults of this program
+        self.connections = 0
 
     def items(self) -> List[Tuple[str, int]]:
         return [(name, getattr(self, name)) for name in self.__slots__]
@@ -688,7 +714,7 @@ class Server:
         self.packet = b""                                   # the announcement heard last, for protocols that repeat it
 
     @property
-    def key(self) -> Tuple[str, str, int]:
+    def key(self) -> Key:
         return self.game, self.address, self.port
 
     def set_rank(self) -> None:
@@ -732,7 +758,7 @@ class Registry:
         # What storage has not been told yet
         self.seen: Set[Server] = set()
         self.altered: Set[Server] = set()
-        self.left: Set[Tuple[str, str, int]] = set()
+        self.left: Set[Key] = set()
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
@@ -920,7 +946,378 @@ def rank_of(server: Server) -> Tuple[Any, ...]:
 
 # =====================================================================================================================
 # 6  Storage
+#
+# The registry and the history of player counts in one SQLite file. It knows sqlite3 and the name of its file, no
+# server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come in, rows go out, and the
+# caller sees to it that one call is made at a time. A file that is damaged is renamed and a new one begun. Any other
+# trouble (a full disk, a locked file) is left in `trouble` and raised as sqlite3.Error; the next call opens the file
+# again and tries anew.
 # =====================================================================================================================
+
+MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
+WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY    # the longest of each, so that a whole one is always there
+
+# How history is kept: step -> (seconds a block covers, seconds it is kept). A block is one row of the table, a sample 2
+# bytes in the block of minutes and 4 (mean and peak) in the others: 120, 384 and 672 bytes. A WITHOUT ROWID table moves
+# what exceeds 1,002 bytes to a page of its own, which would waste most of it: hence a week of hours and not a
+# fortnight.
+BLOCKS = {MINUTE: (HOUR, DAY), QUARTER: (DAY, MONTH), HOUR: (WEEK, YEAR)}
+SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH), "year": (HOUR, YEAR)}
+SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1 = n players
+SPARKLINE_HOURS = 24
+
+KNOWN_SERVERS = 60_000      # rows in `server`: the 50,000 that can be listed, and those that left most recently
+STORAGE_BUSY_SECONDS = 2    # how long SQLite waits for another program's lock; we save about as often
+WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
+
+# The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
+# rewrites a few pages. `server` keeps everyone seen within a year; its numbers are never given out twice
+# (AUTOINCREMENT), so that blocks of a server removed early belong to nobody and age away. Blocks sort by time first:
+# one sample of all servers lies together, and so does what is to be thinned. There is no NOT NULL: no row from outside
+# breaks a constraint, and one that breaks means damage.
+SCHEMA_VERSION = 1          # PRAGMA user_version: the tables, and what the bytes in a block mean
+SCHEMA = (
+    "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT, port INTEGER,"
+    " first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
+    "CREATE TABLE listed (server INTEGER PRIMARY KEY, expires REAL, last_seen REAL)",
+    "CREATE TABLE block (step INTEGER, start INTEGER, server INTEGER, samples BLOB,"
+    " PRIMARY KEY (step, start, server)) WITHOUT ROWID",
+)
+SERVER_ID = "(SELECT id FROM server WHERE game = ? AND address = ? AND port = ?)"
+
+ListedRow = Tuple[str, str, int, float, float, float, str]         # key, expires, first seen, last seen, fields as JSON
+
+
+class Series(NamedTuple):
+    """Player counts from `start` on, one every `step` seconds; None where the server or the master was away."""
+    start: int
+    step: int
+    means: List[Optional[int]]
+    peaks: List[Optional[int]]
+
+
+class Remembered(NamedTuple):
+    """What is remembered of a server, listed or gone: wall-clock seconds, and its last fields as JSON."""
+    first_seen: float
+    last_seen: float
+    fields: str
+
+
+def roll_up(samples: Sequence[int]) -> bytes:
+    """Mean and peak of the samples that are not gaps, as 4 bytes; 0 and 0 where all are gaps."""
+    here = [sample for sample in samples if sample]
+    return struct.pack("<HH", (sum(here) + len(here) // 2) // len(here), max(here)) if here else bytes(4)
+
+
+def is_damage(error: Exception) -> bool:
+    """Is the file itself broken? Locks, full disks and the like are OperationalErrors; damage is the bare base class
+    (SQLITE_CORRUPT, SQLITE_NOTADB), a broken constraint, or text that is not UTF-8, in a row or in SQLite's message.
+    https://www.sqlite.org/rescode.html"""
+    return (type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError)
+            or str(error).startswith("Could not decode to UTF-8"))
+
+
+def typed(rows: Iterable[Tuple[Any, ...]], *kinds: type) -> List[Any]:
+    """The rows, if their values are of these types: SQLite keeps anything in any column, and noise may look like it."""
+    found = list(rows)
+    if any(tuple(map(type, row)) != kinds for row in found):
+        raise sqlite3.DatabaseError("a value of the wrong type")
+    return found
+
+
+class Storage:
+    """One SQLite file. Every method may raise sqlite3.Error, and any of them may be called again after that.
+
+    `trouble` is the last error in words, "" once something has been written since. `set_aside` is where the last
+    damaged file went, "" if there was none. `renewed` moves whenever the file is another one than before (first opened,
+    begun anew, replaced from outside): what was saved earlier is not in it, so save the whole registry again.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.trouble = ""
+        self.set_aside = ""
+        self.renewed = 0
+        self._db: Optional[sqlite3.Connection] = None
+        self._file: Optional[Tuple[int, int]] = None    # device and inode of the file that was opened last
+        self._wall = 0.0                                # of the last call that knew it: names the files set aside
+        self._sampled = 0                               # the minute of the last sample
+
+    def open(self, wall: float) -> None:
+        """Open the file or create it. Raises only where neither is possible; later calls try again by themselves."""
+        self._wall = wall
+        self._run(lambda db: None, "BEGIN")
+
+    def close(self) -> None:
+        """Close the file; a transaction that is open is rolled back."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    # -- the registry
+
+    def load(self, wall: float) -> List[ListedRow]:
+        """The servers listed and not expired at `wall`, as save() took them, with the time each was first seen ever.
+        If the clock was put back meanwhile, `expires` may lie further ahead than any server lives."""
+        self._wall = wall
+        return self._run(lambda db: typed(db.execute(
+            "SELECT game, address, port, expires, first_seen, listed.last_seen, fields FROM listed JOIN server"
+            " ON id = server WHERE expires > ? ORDER BY server", (wall,)),
+            str, str, int, float, float, float, str), "BEGIN")
+
+    def save(self, listed: Sequence[ListedRow], seen: Sequence[Tuple[float, float, str, str, int]],
+             gone: Sequence[Key]) -> None:
+        """Write one batch in one transaction: rows new or changed, (last seen, expires, key) of servers only heard
+        from, and keys no longer listed. A key stands in one of the three. On return the rows outlive the process."""
+        def work(db: sqlite3.Connection) -> None:
+            for key in gone:
+                self._leave(db, "server = " + SERVER_ID, key)
+            db.executemany(
+                "INSERT INTO server (game, address, port, first_seen, last_seen, fields) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (game, address, port) DO UPDATE SET fields = excluded.fields"
+                " WHERE fields IS NOT excluded.fields",
+                [row[:3] + row[4:] for row in listed])
+            db.executemany("INSERT OR REPLACE INTO listed VALUES (" + SERVER_ID + ", ?, ?)",
+                           [row[:4] + (row[5],) for row in listed])
+            db.executemany("UPDATE listed SET last_seen = ?, expires = ? WHERE server = " + SERVER_ID, seen)
+            if listed:
+                self._forget(db)
+        if listed or seen or gone:
+            self._run(work)
+
+    def known(self, game: str, address: str, port: int) -> Optional[Remembered]:
+        """What is remembered of a server, also of one that left within the year; None if nothing is."""
+        rows = self._run(lambda db: typed(db.execute(
+            "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields FROM server LEFT JOIN listed"
+            " ON id = server WHERE id = " + SERVER_ID, (game, address, port)), float, float, str), "BEGIN")
+        return Remembered(*rows[0]) if rows else None
+
+    # -- history
+
+    def sample(self, wall: float, players: Sequence[Tuple[str, str, int, int, int]]
+               ) -> Optional[Dict[Key, List[Optional[int]]]]:
+        """Once a minute: (game, address, port, players, most players) of every listed server; address "" and port 0 are
+        the total of a game. Returns recent() when a quarter hour has ended, otherwise None. A second sample of the same
+        minute takes the place of the first."""
+        self._wall = wall
+        minute = int(wall) // MINUTE * MINUTE
+
+        def work(db: sqlite3.Connection) -> bool:
+            # Whichever way the clock went: a quarter hour other than that of the last sample means that one has ended.
+            turned = minute // QUARTER != self._sampled // QUARTER
+            if turned:
+                self._roll_up(db, self._sampled // HOUR * HOUR)
+            # Thin once an hour, but not right after a leap of the clock: it may be a mistake, and cost a year of
+            # history.
+            if minute // HOUR != self._sampled // HOUR and 0 < minute - self._sampled <= 2 * HOUR:
+                self._thin(db, minute)
+            db.executemany("INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen, fields)"
+                           " VALUES (?, ?, ?, ?, ?, '{}')", [row[:3] + (wall, wall) for row in players])
+            for *key, count, _ in players:
+                [(server,)] = db.execute("SELECT " + SERVER_ID, key)
+                self._put(db, MINUTE, minute, server, struct.pack("<H", max(0, min(count, SAMPLE_MAX)) + 1))
+            return turned
+        turned = self._run(work)
+        self._sampled = minute
+        return self.recent(wall) if turned else None
+
+    def history(self, game: str, address: str, port: int, span: str, wall: float) -> Series:
+        """The last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or 'year' (8,784 hours) of a
+        server, or with "" and 0 of a game. Of minutes the peak is the mean. Raises KeyError for another span."""
+        step, length = SPANS[span]
+        end = self._end(step, wall)
+        start = end - length
+        covers = BLOCKS[step][0]
+        first = start // covers * covers
+
+        def work(db: sqlite3.Connection) -> List[int]:
+            [(server,)] = db.execute("SELECT " + SERVER_ID, (game, address, port))
+            data = b"".join(self._block(db, step, block, server) for block in range(first, end, covers))
+            return list(struct.unpack("<%dH" % (len(data) // 2), data))
+        values = [value - 1 if value else None for value in self._run(work, "BEGIN")]
+        width = self._width(step) // 2
+        values = values[(start - first) // step * width:(end - first) // step * width]
+        return Series(start, step, values[::width], values[width - 1::width])
+
+    def recent(self, wall: float) -> Dict[Key, List[Optional[int]]]:
+        """The hourly means of the last 24 hours, for every server and game that has any."""
+        end = self._end(HOUR, wall)
+        start = end - SPARKLINE_HOURS * HOUR
+        first = start // WEEK * WEEK
+
+        def work(db: sqlite3.Connection) -> Dict[Key, List[Optional[int]]]:
+            found: Dict[Key, List[Optional[int]]] = {}
+            for game, address, port, block, samples in db.execute(
+                    "SELECT game, address, port, start, samples FROM block JOIN server ON id = server"
+                    " WHERE step = ? AND start IN (?, ?)", (HOUR, first, first + WEEK)):
+                self._check(HOUR, samples)
+                lower, upper = max(start, block), min(end, block + WEEK)
+                if lower < upper and any(samples[(lower - block) // HOUR * 4:(upper - block) // HOUR * 4]):
+                    means = found.setdefault((game, address, port), [None] * SPARKLINE_HOURS)
+                    for hour in range(lower, upper, HOUR):
+                        value, = struct.unpack_from("<H", samples, (hour - block) // HOUR * 4)
+                        means[(hour - start) // HOUR] = value - 1 if value else None
+            return found
+        return self._run(work, "BEGIN")
+
+    @staticmethod
+    def _end(step: int, wall: float) -> int:
+        """Where a series ends, so that it never closes with a gap which the next sample fills. The running minute may
+        not be sampled yet; the others are rolled up by the first sample of the next quarter hour, within a minute."""
+        late = MINUTE if step == MINUTE else QUARTER + MINUTE
+        return (int(wall) - late) // step * step + step
+
+    @staticmethod
+    def _width(step: int) -> int:
+        return 2 if step == MINUTE else 4
+
+    def _check(self, step: int, samples: Any) -> bytes:
+        if not isinstance(samples, bytes) or len(samples) != BLOCKS[step][0] // step * self._width(step):
+            raise sqlite3.DatabaseError("a block of history has the wrong size")
+        return samples
+
+    def _block(self, db: sqlite3.Connection, step: int, start: int, server: Optional[int]) -> bytes:
+        rows = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
+                          (step, start, server)).fetchall()
+        return self._check(step, rows[0][0]) if rows else bytes(BLOCKS[step][0] // step * self._width(step))
+
+    def _put(self, db: sqlite3.Connection, step: int, at: int, server: int, new: bytes) -> None:
+        """Write the samples from the time `at` on, all of them in one block."""
+        start = at // BLOCKS[step][0] * BLOCKS[step][0]
+        samples = self._block(db, step, start, server)
+        offset = (at - start) // step * self._width(step)
+        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
+                   (step, start, server, samples[:offset] + new + samples[offset + len(new):]))
+
+    def _roll_up(self, db: sqlite3.Connection, hour: int) -> None:
+        """Make the quarter hours and the hour out of the minutes so far; to do it again changes nothing."""
+        for server, samples in db.execute("SELECT server, samples FROM block WHERE step = ? AND start = ?",
+                                          (MINUTE, hour)).fetchall():
+            minutes = struct.unpack("<60H", self._check(MINUTE, samples))
+            self._put(db, QUARTER, hour, server, b"".join(roll_up(minutes[at:at + 15]) for at in range(0, 60, 15)))
+            self._put(db, HOUR, hour, server, roll_up(minutes))
+
+    def _thin(self, db: sqlite3.Connection, wall: float) -> None:
+        for step, (covers, kept) in BLOCKS.items():
+            # An hour more, as a series ends up to 16 minutes ago.
+            db.execute("DELETE FROM block WHERE step = ? AND start < ?", (step, wall - kept - covers - HOUR))
+        # What was listed when the process was killed, expired while it was down and never came back. No server lives a
+        # day unheard.
+        self._leave(db, "expires < ?", (wall - DAY,))
+        # A week more: by then the last block of hours is gone too. The totals stay, one row a game.
+        db.execute("DELETE FROM server WHERE last_seen < ? AND address != '' AND id NOT IN (SELECT server FROM listed)",
+                   (wall - YEAR - WEEK - HOUR,))
+
+    # -- the file
+
+    @staticmethod
+    def _leave(db: sqlite3.Connection, which: str, values: Sequence[Any]) -> None:
+        db.execute("UPDATE server SET last_seen = (SELECT last_seen FROM listed WHERE server = id)"
+                   " WHERE id IN (SELECT server FROM listed WHERE " + which + ")", values)
+        db.execute("DELETE FROM listed WHERE " + which, values)
+
+    @staticmethod
+    def _forget(db: sqlite3.Connection) -> None:
+        """Drop those gone longest when there are too many: 5 % at once, as finding them means to sort all."""
+        [(count,)] = db.execute("SELECT count(*) FROM server")
+        if count > KNOWN_SERVERS:
+            db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
+                       " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen LIMIT ?)",
+                       (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,))
+
+    def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str = "BEGIN IMMEDIATE") -> Any:
+        """Do `work` in a transaction; if the file turns out to be damaged, once more in a new one."""
+        try:
+            try:
+                return self._attempt(work, begin)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not is_damage(error):
+                    raise
+                self._move_aside()
+                return self._attempt(work, begin)
+        except (sqlite3.Error, OSError) as error:
+            self.trouble = str(error)
+            if isinstance(error, OSError):
+                raise sqlite3.OperationalError(str(error)) from error
+            raise
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], Any], begin: str) -> Any:
+        try:
+            db = self._connection()
+            db.execute(begin)
+            result = work(db)
+            db.execute("COMMIT")
+        except BaseException:
+            # Closing rolls back, and a file that was read-only or broken at first is looked at afresh next time.
+            self.close()
+            raise
+        if begin == "BEGIN IMMEDIATE":  # reading from a full disk succeeds, and is no sign of its end
+            self.trouble = ""
+        return result
+
+    def _connection(self) -> sqlite3.Connection:
+        # SQLite goes on writing to a file that was deleted or replaced under it, without a word, and leaves a log that
+        # would ruin the next one.
+        if self._db is not None and self._identity() != self._file:
+            self.close()
+            self._file = None
+            for suffix in ("-wal", "-shm"):
+                if os.path.lexists(self.path + suffix):
+                    os.remove(self.path + suffix)
+        if self._db is None:
+            self._db = self._connect()
+            self._prepare(self._db)
+            if self._identity() != self._file:
+                self._file = self._identity()
+                self.renewed += 1
+        return self._db
+
+    def _identity(self) -> Optional[Tuple[int, int]]:
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, timeout=STORAGE_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
+        [(version,)] = db.execute("PRAGMA user_version")
+        if not tables and not version:
+            db.execute("BEGIN IMMEDIATE")
+            for statement in SCHEMA:
+                db.execute(statement)
+            db.execute("PRAGMA user_version = %d" % SCHEMA_VERSION)
+            db.execute("COMMIT")
+            self._file = None
+        elif version != SCHEMA_VERSION or not tables.issuperset(SCHEMA):
+            raise sqlite3.DatabaseError("the tables are not those of this program")
+        try:
+            # With the log and NORMAL a commit is a write without fsync: it outlives the process, and a power cut costs
+            # the last seconds and never the file.
+            db.execute("PRAGMA journal_mode = WAL").fetchall()
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA journal_size_limit = %d" % WAL_BYTES).fetchall()
+        except sqlite3.OperationalError:
+            pass    # file systems without shared memory: SQLite's default is slower and as safe
+        [(newest,)] = db.execute("SELECT max(start) FROM block WHERE step = ?", (MINUTE,))
+        self._sampled = newest or 0
+
+    def _move_aside(self) -> None:
+        stamp = datetime.fromtimestamp(self._wall, timezone.utc).strftime("%Y%m%d-%H%M%S")
+        name = free = "%s.damaged-%s" % (self.path, stamp)
+        number = 1
+        while os.path.lexists(free):
+            number += 1
+            free = "%s-%d" % (name, number)
+        # The file itself last: were we stopped on the way, a log must not be left for the new file to read.
+        for suffix in ("-wal", "-shm", "-journal", ""):
+            if os.path.lexists(self.path + suffix):
+                os.replace(self.path + suffix, free + suffix)
+        self.set_aside = free
+        self._file = None
 
 
 # =====================================================================================================================
@@ -933,6 +1330,7 @@ def rank_of(server: Server) -> Tuple[Any, ...]:
 class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
+    game = ""                       # whose servers it lists
     ipv4_only = True                # its lists carry 4-byte addresses
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -941,6 +1339,12 @@ class UdpProtocol:
     def tick(self, now: float) -> Replies:
         """Once a second: polls, retries, expiry of what the protocol itself remembers."""
         return []
+
+    def restored(self, server: Server) -> None:
+        """A server of this game is listed again after a restart, unconfirmed: whoever polls it begins now."""
+
+    def read(self, settings: Settings) -> None:
+        """The settings, at start and after a reload."""
 
 
 class Session:
@@ -973,6 +1377,7 @@ class Session:
 class TcpProtocol:
     """One TCP port: makes a session for each connection."""
 
+    game = ""
     ipv4_only = False
     speaks_first = True             # False: the client does, and the kernel may hold a connection back until it has
 
@@ -981,6 +1386,12 @@ class TcpProtocol:
 
     def tick(self, now: float) -> None:
         """Once a second."""
+
+    def restored(self, server: Server) -> None:
+        """As in UdpProtocol."""
+
+    def read(self, settings: Settings) -> None:
+        """As in UdpProtocol."""
 
 
 # --- Poller ----------------------------------------------------------------------------------------------------------
@@ -1132,6 +1543,9 @@ class Core(NamedTuple):
     registry: Registry
     poller: Poller
     resolve: Callable[[str, Callable[[str, float], None]], None]        # (host, done): done(address or "", now) follows later
+    storage: Optional[Storage] = None       # only for jobs in the worker
+    tallies: Mapping[str, Tally] = {}       # by protocol
+    health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
@@ -1172,21 +1586,9 @@ class Known:
 # --- Iceball ---------------------------------------------------------------------------------------------------------
 
 def iceball_version_text(number: int) -> str:
-    """8421413 -> "0.2.1-37": w.5 x.5 y.7 a.5 z.10 from high to low bits (PROTOCOLS, section 1)."""
+    """8421413 -> "0.2.1-37": the way back from read_iceball_version."""
     w, x, y, a, z = number >> 27, number >> 22 & 31, number >> 15 & 127, number >> 10 & 31, number & 1023
     return "%d.%d%s%s%s" % (w, x, ".%d" % y if y else "", chr(96 + a) if a else "", "-%d" % z if z else "")
-
-
-def iceball_version_number(text: str) -> int:
-    """The way back; ValueError if it is none."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7f])?(?:-(\d+))?", text)
-    if not match:
-        raise ValueError("a version such as 0.2.1-37 is wanted")
-    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
-    a = ord(match.group(4)) - 96 if match.group(4) else 0
-    if w > 31 or x > 31 or y > 127 or z > 1023:
-        raise ValueError("a part of %s is too large" % text)
-    return w << 27 | x << 22 | y << 15 | a << 10 | z
 
 
 ICEBALL_HBVERSION = 2
@@ -1210,6 +1612,8 @@ class Iceball(UdpProtocol):
     first draft, told by the first byte.
     """
 
+    game = "iceball"
+
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.cookie = Cookie(random.SystemRandom().getrandbits(128).to_bytes(16, "little"))
@@ -1218,7 +1622,7 @@ class Iceball(UdpProtocol):
         self.known: Dict[Tuple[str, bytes], Server] = {}        # (source address, whole datagram) of each listed server
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
-        self.reproaches = Limiter(*ICEBALL_REPROACHES)
+        self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
@@ -1361,7 +1765,7 @@ class IceballDraft:
         self.sessions: Dict[Peer, Tuple[int, Server]] = {}
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
-        self.guesses = Limiter(*DRAFT_GUESSES)
+        self.guesses = Limiter(DRAFT_GUESSES)
         self.registry.watchers.append(self.watch)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -1559,7 +1963,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers with the empty line; raises HttpError. Without one: for an answer to no request."""
         self.rfile = io.BytesIO(head)
-        self.wfile = io.BytesIO()
+        self.wfile = self.out = io.BytesIO()
         self.close_connection = True
         if not head:
             return
@@ -1620,7 +2024,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD" and answer.status != 304:
             self.wfile.write(answer.body)
-        return self.wfile.getvalue()
+        return self.out.getvalue()
 
     def matches(self, etag: str) -> bool:
         wanted = self.headers.get("If-None-Match", "") if self.command in ("GET", "HEAD") else ""
@@ -1842,7 +2246,7 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
-        self.limiter = Limiter(*core.settings["limits.requests"], verdict=core.registry.rules.verdict)
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
@@ -1985,6 +2389,9 @@ PROTOCOLS = (
 WINDOWS = os.name == "nt"
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+RELOAD_LOOK_S = 3.0                 # how often the ini is looked at
 
 
 class StartError(Exception):
@@ -2284,6 +2691,129 @@ class Worker:
             self.thread.join(timeout)
 
 
+SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
+RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
+LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
+
+
+class Keeper:
+    """Carries the registry to storage and back. What touches the disk runs in the worker; a batch is under way at a time."""
+
+    def __init__(self, storage: Storage, registry: Registry, worker: Worker, health: Dict[str, str]) -> None:
+        self.storage, self.registry, self.worker, self.health = storage, registry, worker, health
+        self.busy = False
+        self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
+        self.renewed = 0
+        self.saved_at = self.minute = 0.0
+        self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
+
+    def restore(self, now: float, wall: float) -> List[Server]:
+        """List what was listed before the restart. Raises sqlite3.Error if the file can neither be read nor made."""
+        self.storage.open(wall)
+        servers = []
+        for row in self.storage.load(wall):
+            server = restored_server(row, now, wall)
+            try:
+                self.registry.admit(server.game, server.address, server.port, server.source, server.name)
+            except Refused:
+                self.registry.left.add(server.key)
+                continue
+            self.registry.insert(server, {})
+            servers.append(server)
+        self.recent = self.storage.recent(wall)
+        self.registry.altered.clear()
+        self.renewed = self.storage.renewed
+        if self.storage.set_aside:
+            log.warning("the database was damaged; it is now %s, and a new one has begun", self.storage.set_aside)
+        return servers
+
+    def tick(self, now: float, wall: float) -> None:
+        """Hand over what has changed, and once a minute the player counts."""
+        if self.busy or now - self.saved_at < SAVE_S:
+            return
+        self.saved_at = now
+        registry = self.registry
+        if self.whole:
+            registry.altered.update(registry.in_order())
+        seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
+        registry.seen, registry.altered, registry.left = set(), set(), set()
+        players = registry.in_order() if wall // 60 != self.minute else None
+        self.minute = wall // 60
+        if seen or altered or left or players is not None:
+            self.busy = True
+            self.worker.submit(functools.partial(self.write, seen, altered, left, players, wall - now, wall),
+                               functools.partial(self.written, left))
+
+    def write(self, seen: Set[Server], altered: Set[Server], left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
+              ) -> Optional[Dict[Key, List[Optional[int]]]]:
+        """In the worker. A server that changes meanwhile is in the next batch again."""
+        self.storage.save([stored_row(server, epoch) for server in altered],
+                          [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key) for server in seen],
+                          list(left))
+        if players is None:
+            return None
+        rows = [(*server.key, server.players, server.max_players) for server in players if server.responding]
+        rows += [(game, "", 0, census[1], 0) for game, census in list(self.registry.census.items())]
+        return self.storage.sample(wall, rows)
+
+    def written(self, left: Set[Key], result: Any, now: float) -> None:
+        self.busy = False
+        failed = isinstance(result, Exception)
+        self.whole = failed or self.storage.renewed != self.renewed
+        self.renewed = self.storage.renewed
+        trouble = str(result) if failed else ""
+        if failed and len(self.registry.left) < KNOWN_SERVERS:
+            self.registry.left |= {key for key in left if self.registry.get(*key) is None}
+        if trouble != self.health.get("database", ""):
+            if trouble:
+                log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
+                self.health["database"] = trouble
+            else:
+                log.info("the list is kept again")
+                del self.health["database"]
+        if result and not failed:
+            self.recent = result
+
+    def close(self, now: float, wall: float) -> None:
+        """The last batch, once the worker has stopped."""
+        try:
+            if not self.busy:
+                registry = self.registry
+                altered = set(registry.in_order()) if self.whole else registry.altered
+                self.write(registry.seen - altered, altered, registry.left, None, wall - now, wall)
+        except sqlite3.Error as error:
+            log.error("the list could not be kept at the end: %s", error)
+        self.storage.close()
+
+
+def stored_row(server: Server, epoch: float) -> ListedRow:
+    fields: Dict[str, Any] = {name: getattr(server, name) for name in STORED}
+    fields["lasting"] = server.lifetime == float("inf")
+    return (*server.key, server.last_seen + min(server.lifetime, LASTING_S) + epoch, server.first_seen + epoch, server.last_seen + epoch,
+            json.dumps(fields, ensure_ascii=False))
+
+
+def restored_server(row: ListedRow, now: float, wall: float) -> Server:
+    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types."""
+    game, address, port, expires, first_seen, last_seen, text = row
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {}
+    server = Server(game, address, port, address, now, 0.0)
+    for name in STORED:
+        value, usual = fields.get(name), getattr(server, name)
+        if type(value) is type(usual) or name == "playing" and type(value) is int:
+            setattr(server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+    server.unconfirmed = True
+    server.first_seen = now - max(0.0, wall - first_seen)
+    server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
+    server.lifetime = expires - last_seen if not fields.get("lasting") else now + RESTORED_S - server.last_seen
+    return server
+
+
 class MasterServer:
     """The running program. `run()` serves in this thread, `start()` in one of its own; either until `stop()`.
 
@@ -2292,13 +2822,20 @@ class MasterServer:
     """
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
-                 on_event: Optional[Callable[[str, Server], None]] = None) -> None:
+                 on_event: Optional[Callable[[str, Server], None]] = None, reload: Optional[Callable[[], Settings]] = None) -> None:
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve)
         self.tallies: Dict[str, Tally] = {}
+        self.health: Dict[str, str] = {}
+        database = self.settings.file("server.database")
+        self.storage = Storage(database) if database else None
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, self.storage, self.tallies, self.health)
+        self.read_again = reload
+        self.reload_asked = False
+        self.ini_stamp = self.stamp()
+        self.ini_looked_at = 0.0
         self.listeners: List[Listener] = []
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
@@ -2315,11 +2852,11 @@ class MasterServer:
         self.disk = Worker("disk", self.wake)
         self.names = Worker("names", self.wake)
         self.loop_delay_s = 0.0             # the longest that a ready socket waited, since the last look
-        self.registry.watchers.append(self.log_event)
+        self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watchers.append(on_event)
-        self.datagram_limiter = Limiter(*self.settings["limits.datagrams"], verdict=self.rules.verdict)
-        self.connection_limiter = Limiter(*self.settings["limits.connections"], verdict=self.rules.verdict)
+        self.datagram_limiter = Limiter(self.settings["limits.datagrams"], self.rules.verdict)
+        self.connection_limiter = Limiter(self.settings["limits.connections"], self.rules.verdict)
 
     # Sockets
 
@@ -2338,9 +2875,31 @@ class MasterServer:
                     for port in ports:
                         if port is not None:
                             self.open(row, protocol, port)
+            self.restore()
         except BaseException:
             self.close()
             raise
+
+    def restore(self) -> None:
+        now = time.monotonic()
+        try:
+            restored = self.keeper.restore(now, time.time()) if self.keeper else []
+        except sqlite3.Error as error:
+            assert self.keeper is not None
+            trouble = "the database %s cannot be used: %s" % (self.keeper.storage.path, error)
+            if "server.database" in self.settings.given:
+                raise StartError("%s. Change [server] database, or leave it empty." % trouble) from None
+            log.warning("%s; the list will not outlive a restart", trouble)
+            self.health["database"] = str(error)
+            self.keeper.whole = True
+            restored = []
+        for server in restored:
+            for protocol in self.protocols:
+                if protocol.game == server.game:
+                    protocol.restored(server)
+        if restored:
+            log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
+        self.registry.watchers.append(self.log_event)
 
     def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
         tally = self.tallies.setdefault(row.name, Tally())
@@ -2460,7 +3019,18 @@ class MasterServer:
                 self.guarded(protocol.tick, now)
         for connection in list(self.connections):
             connection.tick(now)
-        self.save(now)
+        if self.keeper:
+            self.keeper.tick(now, now + epoch)
+        else:
+            self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
+        if now - self.ini_looked_at >= RELOAD_LOOK_S:
+            self.ini_looked_at = now
+            stamp = self.stamp()
+            self.reload_asked = self.reload_asked or stamp != self.ini_stamp
+            self.ini_stamp = stamp
+        if self.reload_asked:
+            self.reload_asked = False
+            self.reload()
 
     def guarded(self, tick: Callable[[float], None], now: float) -> None:
         try:
@@ -2468,8 +3038,47 @@ class MasterServer:
         except Exception:
             log.exception("an error of the program in the tick of %s", tick)
 
-    def save(self, now: float) -> None:
-        self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
+    def stamp(self) -> Any:
+        """What changes when the ini does."""
+        try:
+            found = os.stat(self.settings.path) if self.settings.path else None
+        except OSError:
+            return None
+        return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def reload(self) -> None:
+        """Read the settings again. With any error the old ones stay in force, whole."""
+        if self.read_again is None:
+            return
+        notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
+        try:
+            new = self.read_again()
+        except SettingsError as error:
+            log.error("the old settings stay in force: %s", error)
+        else:
+            different = self.settings.different(new)
+            for row in different:
+                if row.live:
+                    self.settings.values[row.name] = new.values[row.name]
+                else:
+                    log.warning("[%s] %s has changed; that takes a restart", row.section, row.key)
+            if any(row.live for row in different):
+                self.apply()
+            log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
+        notify("READY=1")
+
+    def apply(self) -> None:
+        """Let the live settings take effect."""
+        settings = self.settings
+        self.rules.read(settings)
+        self.datagram_limiter.set_rate(settings["limits.datagrams"])
+        self.connection_limiter.set_rate(settings["limits.connections"])
+        self.poller.read(settings)
+        for protocol in self.protocols:
+            protocol.read(settings)
+        self.registry.apply_rules()
+        if "server.log_level" in settings.given:
+            log.setLevel(settings["server.log_level"].upper())
 
     def wake(self) -> None:
         """Make select() return; from any thread."""
@@ -2513,7 +3122,10 @@ class MasterServer:
         for source in self.endpoints:
             source.sock.close()
         self.disk.stop(5.0)
+        self.disk.deliver(now)
         self.names.stop(0.0)
+        if self.keeper:
+            self.keeper.close(now, time.time())
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()
@@ -2530,10 +3142,21 @@ class MasterServer:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
 
 
+def notify(state: str) -> None:
+    """Tell systemd (sd_notify(3)) how we are, if it asked to know."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path and hasattr(socket, "AF_UNIX"):
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
+        except OSError as error:
+            log.debug("systemd cannot be told: %s", error)
+
+
 def resolved(host: str) -> str:
     """The first address of a host, IPv4 if it has one; raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    return canonical(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    return canonical(str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]))
 
 
 def bound_socket(family: int, transport: str, address: str, port: int) -> socket.socket:
@@ -2568,6 +3191,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+SWITCH_S = 0.001                    # the event loop gets the interpreter back from the worker within this (Python's default is 5 ms)
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -2628,7 +3252,10 @@ def summary(server: MasterServer) -> str:
 
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
-    server = MasterServer(settings)
+    sys.setswitchinterval(SWITCH_S)
+    server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: server.stop())
@@ -2639,6 +3266,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         log.info("%s", summary(server))
         if arguments.ready_file:
             write_ready_file(arguments.ready_file, server.listeners)
+        notify("READY=1")
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
