@@ -37,6 +37,7 @@ import configparser
 import difflib
 import errno
 import functools
+import gzip
 import hashlib
 import heapq
 import html
@@ -46,6 +47,7 @@ import ipaddress
 import json
 import logging
 import logging.handlers
+import math
 import os
 import queue
 import random
@@ -59,8 +61,9 @@ import struct
 import sys
 import threading
 import time
+import types
 import urllib.parse
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 __version__ = "1.0"
@@ -172,6 +175,7 @@ def read_address(text: str) -> str:
 THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
 
 
+@functools.lru_cache(maxsize=1024)              # asked for every new server, and addresses come again
 def is_unicast(address: str) -> bool:
     """An IP address that a game server can have."""
     try:
@@ -287,6 +291,12 @@ SETTINGS = (
     Setting("server", "log_file", "", read_text, "A file for the log, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
+    Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
+    Setting("http", "intro", "", read_text, "A sentence or two at the top of the page.", live=True),
+    Setting("http", "template", "", read_text, "A file with your own list page; its placeholders stand at LIST_PAGE in the program.", live=True),
+    Setting("http", "stylesheet", "", read_text, "A file with your own style.css.", live=True),
+    Setting("http", "trusted_proxies", "", read_list(read_network),
+            "Networks of reverse proxies whose X-Forwarded-For header is believed.", live=True),
     Setting("iceball", "port", "27790", read_port, "UDP port for announcements."),
     Setting("iceball", "version", "0.2.1-37", read_iceball_version,
             "The current version of the game: players with an older one are told of an update.", live=True),
@@ -337,6 +347,10 @@ SETTINGS = (
 )
 
 
+# Settings that name a text file, which is read with the settings and again when it changes
+TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
+
+
 class Settings:
     """Values by name: `settings["iceball.port"]`, and for a section of data a dict: `settings["official"]`."""
 
@@ -345,6 +359,7 @@ class Settings:
         self.path = ""              # of the ini, if one was read
         self.folder: Optional[str] = None       # where relative paths begin; None: settings made by a program, which keeps nothing unasked
         self.given: Set[str] = set()
+        self.texts: Dict[str, str] = {}         # of the files that settings in TEXT_FILES name, read by the event loop
         self.values: Dict[str, Any] = {s.name: s.read(s.default) if s.key else {} for s in SETTINGS}
         for name, text in (values or {}).items():
             section, _, key = name.partition(".")
@@ -409,7 +424,8 @@ class Settings:
         return os.path.join(self.folder or "", path)
 
     def different(self, other: Settings) -> List[Setting]:
-        return [s for s in SETTINGS if self.values[s.name] != other.values[s.name]]
+        """The settings that differ, in themselves or in the file they name."""
+        return [s for s in SETTINGS if self.values[s.name] != other.values[s.name] or self.texts.get(s.name) != other.texts.get(s.name)]
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -473,6 +489,8 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
 
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
+    if raw.isascii():
+        return clean(raw.decode("ascii"), characters)
     return clean(codecs.getincrementaldecoder("utf-8")("replace").decode(raw), characters)
 
 
@@ -629,7 +647,7 @@ class Tally:
 # =====================================================================================================================
 
 class Refused(Exception):
-    """A server that is not to be listed: `outcome` as in Heard, and the reason in words."""
+    """A server that is not to be listed: `outcome` is a key of OUTCOMES (section 9), and the reason in words."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -672,6 +690,8 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
+        if not self.bans and not self.blocks:
+            return ""
         for network, reason in list(self.bans.items()) + list(self.blocks.items()):
             if any(in_networks(address, (network,)) for address in addresses):
                 return reason or "no reason given"
@@ -710,7 +730,7 @@ class Server:
         self.details: Dict[str, str] = NO_DETAILS
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
-        self.parts: Optional[Dict[str, bytes]] = None       # its part of each list, as rendered last
+        self.parts: Optional[Dict[str, Any]] = None       # its part of each list, as rendered last
         self.packet = b""                                   # the announcement heard last, for protocols that repeat it
 
     @property
@@ -729,16 +749,6 @@ STORED = ("name", "mode", "map", "version", "players", "max_players", "playing",
           "responding", "details", "source")
 
 
-class Heard(NamedTuple):
-    """What became of the last packet about one server, for /check."""
-
-    at: float
-    protocol: str
-    port: int                       # the announced port; 0 if it could not be read
-    outcome: str                    # a key of OUTCOMES in section 9
-    detail: str
-
-
 class Registry:
     """The servers, by game and by identity, their expiry, and a generation number that moves whenever a list changes."""
 
@@ -750,11 +760,13 @@ class Registry:
         self.total = 0
         self.generation = 0
         self.watchers: List[Callable[[str, Server], None]] = []        # called with listed, changed or gone
-        self.heard: collections.OrderedDict[Tuple[str, str, int], Heard] = collections.OrderedDict()
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
         self.ordered: Dict[str, Tuple[int, List[Server]]] = {}
+        # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
+        # the announced one, 0 if it could not be read
+        self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
         # What storage has not been told yet
         self.seen: Set[Server] = set()
         self.altered: Set[Server] = set()
@@ -934,10 +946,11 @@ class Registry:
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
         key = (source, protocol, port)
-        self.heard[key] = Heard(now, protocol, port, outcome, detail)
-        self.heard.move_to_end(key)
-        if len(self.heard) > HEARD_SOURCES:
-            self.heard.popitem(last=False)
+        heard = self.heard
+        heard[key] = now, outcome, detail
+        heard.move_to_end(key)
+        if len(heard) > HEARD_SOURCES:
+            heard.popitem(last=False)
 
 
 def rank_of(server: Server) -> Tuple[Any, ...]:
@@ -1546,6 +1559,8 @@ class Core(NamedTuple):
     storage: Optional[Storage] = None       # only for jobs in the worker
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
+    gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
+    recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict         # the last day's hourly player counts
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
@@ -1585,6 +1600,7 @@ class Known:
 
 # --- Iceball ---------------------------------------------------------------------------------------------------------
 
+@functools.lru_cache(maxsize=256)               # a few versions are in use, and all servers of one share the text
 def iceball_version_text(number: int) -> str:
     """8421413 -> "0.2.1-37": the way back from read_iceball_version."""
     w, x, y, a, z = number >> 27, number >> 22 & 31, number >> 15 & 127, number >> 10 & 31, number & 1023
@@ -1593,7 +1609,8 @@ def iceball_version_text(number: int) -> str:
 
 ICEBALL_HBVERSION = 2
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")           # 86 bytes
-ICEBALL_NUMBERS = struct.Struct("<IHHH")                            # of it: version, port, players, maximum
+ICEBALL_VERSIONS = struct.Struct("<HI")                             # of it: heartbeat version, version
+ICEBALL_NUMBERS = struct.Struct("<IHHH")                              # and version, port, players, maximum
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -1649,7 +1666,7 @@ class Iceball(UdpProtocol):
         if len(data) < 10:
             raise Malformed("an announcement without its versions")
         source = peer[0]
-        hbversion, version = struct.unpack_from("<HI", data, 4)
+        hbversion, version = ICEBALL_VERSIONS.unpack_from(data, 4)
         if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
             wrong = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
                      else "Iceball version %s" % iceball_version_text(version))
@@ -1880,31 +1897,1036 @@ class IceballDraft:
 
 # =====================================================================================================================
 # 8  Pages
+#
+# What people see: a departures board, not a dashboard. Templates, style sheet and script as raw strings; they know nothing of
+# the program around them. The style sheet and the script have addresses of their own and are never formatted, so that the
+# Content-Security-Policy needs no exception: no style attribute, no inline script, nothing from elsewhere. Every page is
+# complete without the script.
 # =====================================================================================================================
+
+SPARK_CROWD = 4             # players that fill a sparkline's height at least: one lone visitor is no crowd
+CHART_POINTS = 366          # a day each in a year, four minutes in a day: about one a pixel on a phone
+CHART_GRIDLINES = 4         # at most, above zero: few enough to be read, not counted
+
+# The list page, and what the operator's own `[http] template` may hold instead. Placeholders, each once or not at all:
+#   $title    the title in the ini (text)             $intro    the paragraph of the ini, or nothing
+#   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers", with the day's sparkline
+#   $tabs     all games or one, with counts           $search   the form: name, minimum of players
+#   $table    the list, or what to do if it is empty  $foot     the links to /check, /servers.json, ...
+# A dollar sign of your own is written $$.
+LIST_PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+$head</head>
+<body>
+<header class="list">
+<div><h1>$title</h1>
+$intro</div>
+$totals</header>
+<main>
+<div class="bar">
+$tabs$search</div>
+$table</main>
+$foot</body>
+</html>
+""")
+
+PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+$head</head>
+<body>
+<header><a class="home" href="/">$title</a></header>
+<main>
+$main</main>
+$foot</body>
+</html>
+""")
+
+HEAD = string.Template("""\
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<link rel="icon" href="/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/style.css">
+<script src="/app.js" defer></script>
+""")
+
+FOOT = """\
+<footer>
+<nav aria-label="More"><a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
+<a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
+</footer>
+"""
+
+TOTALS = string.Template("""\
+<p class="totals" id="totals" data-live>$spark<b>$players</b> $player_word on <b>$servers</b> $server_word</p>
+""")
+
+SEARCH = string.Template("""\
+<form id="search" action="/" role="search">
+$game<label>Name <input type="search" name="name" value="$name" autocomplete="off" spellcheck="false"></label>
+<label>Players from <input type="number" name="players_min" value="$players_min" min="0" max="9999"></label>
+<button>Search</button>
+</form>
+""")
+
+TABLE = string.Template("""\
+<p id="status" role="status">$status</p>
+<table role="table" id="servers" data-total="$total"$one_game>
+<thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Game\
+<th role="columnheader">Mode<th role="columnheader">Map<th role="columnheader">Players\
+<th role="columnheader">Version<th role="columnheader">Seen\
+<th role="columnheader">Address</thead>
+<tbody role="rowgroup">
+$rows</tbody>
+</table>
+$empty""")
+
+EMPTY = string.Template("""\
+<section class="empty" id="empty"$hidden>
+<h2>No servers yet</h2>
+<p>The first game server to announce itself appears here.</p>
+$hint
+</section>
+""")
+
+# Formatted with %, every value escaped before: 2,000 of them are made in one go, Template would take twice as long. End
+# tags that HTML lets one leave out are left out. The cells have no classes: the style sheet counts columns. The roles
+# say what the tags say already, for browsers that forget it when the style sheet makes a row a grid.
+ROW = ('<tr role="row"%s><td role="cell"><a href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
+       '<td role="cell">%s<td role="cell">%s<td role="cell">%s<td role="cell"><span><b>%d</b>%s</span>%s'
+       '<td role="cell">%s<td role="cell"')
+ROW_END = '<td role="cell"><code>%s</code>\n'
+
+BADGES = {      # word: what it means, shown as its title
+    "official": "Run by the makers of the game",
+    "unconfirmed": "Known from before this master was restarted, not heard from since",
+    "self-reported": "Says so itself: this master has not been able to ask it",
+    "not responding": "Announces itself, but does not answer queries",
+}
+
+VERIFIED = {
+    "handshake": "It answered this master's handshake",
+    "query": "It answers this master's queries",
+    "connection": "It keeps a connection to this master",
+    "self-reported": "Not verified: everything here is what it says itself",
+}
+
+SERVER_PAGE = string.Template("""\
+<div id="state" data-live>
+<h1><bdi>$name</bdi> $badges</h1>
+<p class="lead">$lead</p>
+</div>
+$play<section>
+<div class="bar">
+<h2>Players</h2>
+<nav class="tabs" aria-label="Span">$tabs</nav>
+</div>
+<div id="history" data-live>
+$chart</div>
+</section>
+<section>
+<h2>Details</h2>
+<dl id="facts" data-live>
+$facts</dl>
+</section>
+""")
+
+CHECK_PAGE = string.Template("""\
+<h1>Is my server listed?</h1>
+<p class="lead">What this master last received from an address, what became of it, and what to do.</p>
+<form class="check" action="/check">
+<label>Address <input name="address" value="$address" required autocomplete="off" spellcheck="false"
+ placeholder="192.0.2.1"></label>
+<label>Port <input type="number" name="port" value="$port" min="1" max="65535" placeholder="any"></label>
+<button>Check</button>
+</form>
+<section id="listed" data-live>
+<h2>$verdict</h2>
+$listed</section>
+<section id="findings" data-live>
+<h2>What arrived</h2>
+$findings</section>
+""")
+
+FINDING = string.Template("""\
+<li><h3>$outcome</h3>
+<p>$todo</p>
+<p class="from">$when · $protocol from <code>$peer</code></p>
+""")
+
+ERROR_PAGE = string.Template("""\
+<div class="error">
+<p class="status">$status</p>
+<h1>$reason</h1>
+<p class="lead">$hint</p>
+<p><a href="/">All servers</a></p>
+</div>
+""")
+
+ICON_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="6" fill="#131210"/>\
+<g stroke="#f2b23a" stroke-width="3" stroke-linecap="round"><path d="M7 9h11M7 16h8M7 23h12"/>\
+<path d="M24 9h1M21 16h4M24 23h1" stroke="#ece8df"/></g></svg>
+"""
+
+# One set of custom properties, twice. A test computes every pair of text and ground: 4.5:1 at least.
+STYLE_CSS = r""":root {
+  color-scheme: light dark;
+  --ground: #fcfbf8;
+  --raised: #f4f1ea;
+  --ink: #1d1b18;
+  --soft: #625d55;
+  --line: #e3dfd6;
+  --accent: #8a5700;
+  --glow: #fae7bd;
+  --alert: #a3261b;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ground: #131210;
+    --raised: #1d1b18;
+    --ink: #ece8df;
+    --soft: #a8a195;
+    --line: #2d2a26;
+    --accent: #f2b23a;
+    --glow: #43351a;
+    --alert: #ff9484;
+  }
+}
+
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; scrollbar-gutter: stable; }
+body {
+  margin: 0 auto; padding: 0 1.25rem; max-width: 72.5rem;
+  background: var(--ground); color: var(--ink);
+  font: 400 .9375rem/1.5rem system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
+  font-variant-numeric: tabular-nums;
+}
+a { color: inherit; text-decoration-color: var(--soft); text-underline-offset: .2em; }
+a:hover { color: var(--accent); text-decoration-color: currentColor; }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; border-radius: 2px; }
+h1 { margin: 0; font-size: 1.625rem; line-height: 2rem; font-weight: 650; letter-spacing: -.015em; }
+h2 { margin: 0 0 .75rem; font-size: 1rem; font-weight: 650; }
+h3 { margin: 0; font-size: 1rem; font-weight: 650; }
+p { margin: 0; }
+b { font-weight: 650; }
+section { margin-top: 2.5rem; }
+code, pre {
+  font: .8rem/1.5rem ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace;
+}
+[hidden] { display: none !important; }
+main { overflow-x: clip; overflow-clip-margin: .5rem; }      /* a name of combining marks alone has nowhere to break */
+.unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+
+header { padding: 2.5rem 0 1.5rem; }
+header.list { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: end; gap: 1rem 2rem; }
+header.list > div { min-width: 0; max-width: 42rem; }
+header p, .lead { color: var(--soft); overflow-wrap: anywhere; }
+.home { color: var(--soft); font-weight: 650; text-decoration: none; }
+.totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
+.totals svg { width: 4rem; height: 1.5rem; margin-right: .75rem; vertical-align: -.125rem; }
+footer {
+  margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft); font-size: .875rem;
+}
+footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
+
+/* Tabs and forms */
+.bar { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: center; gap: .75rem 2rem; }
+.bar h2 { margin: 0; }
+.tabs { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
+.tabs a { padding: .25rem 0; border-bottom: 2px solid transparent; color: var(--soft); text-decoration: none; }
+.tabs a:hover { color: var(--ink); }
+.tabs a[aria-current] { border-color: var(--accent); color: var(--ink); font-weight: 650; }
+.tabs small { margin-left: .25rem; font-size: .8125rem; font-weight: 400; color: var(--soft); }
+form { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; color: var(--soft); font-size: .875rem; }
+form label { display: inline-flex; align-items: center; gap: .5rem; }
+input, button { font: inherit; color: var(--ink); }
+input:not([type=checkbox]) {
+  height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft); border-radius: 3px;
+  background: var(--raised);
+}
+input[type=search], .check input { width: 11rem; }
+#search input[type=number] { width: 3.75rem; }
+input[type=checkbox] { margin: 0; width: 1rem; height: 1rem; accent-color: var(--accent); }
+::placeholder { color: var(--soft); opacity: 1; }
+form button {
+  height: 2rem; padding: 0 .875rem; border: 1px solid var(--soft); border-radius: 3px; background: none; cursor:
+  pointer;
+}
+form button:hover { border-color: var(--accent); color: var(--accent); }
+form.check { margin-top: 1.5rem; }
+.check input { width: 16rem; max-width: 100%; }
+.check input[type=number] { width: 6rem; }
+
+/* The board: rows are grids, so that those out of sight cost no layout and a phone can fold them.
+   Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
+#status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
+#status.old { color: var(--alert); }
+table, thead, tbody { display: block; }
+table { --columns: minmax(0, 1fr) 5rem 6rem 6.5rem 8rem 4.25rem 5rem 12rem; }
+.one-game { --columns: minmax(0, 1fr) 6.5rem 8rem 8rem 5rem 5rem 12rem; }
+tr {
+  display: grid; grid-template-columns: var(--columns); column-gap: .875rem; align-items: center; border-bottom: 1px
+  solid var(--line);
+}
+thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
+tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
+tbody tr:hover { background: var(--raised); }
+th { padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left; }
+th button {
+  margin: 0 -.25rem; padding: 0 .25rem; border: 0; background: none; color: inherit; cursor: pointer; white-space:
+  nowrap;
+}
+th button:hover { color: var(--accent); }
+th[aria-sort] { color: var(--ink); }
+th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
+th[aria-sort=descending] button::after { content: "\00a0↓"; }
+td {
+  min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; line-height: 1.5rem;
+  max-height: 1.5rem;
+}
+.one-game :is(th, td):nth-child(2) { display: none; }
+td:first-child { display: flex; }
+td:first-child a {
+  flex: 0 1 auto; min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; text-decoration: none;
+}
+td:first-child a:hover { text-decoration: underline; }
+td:nth-child(n+2) { color: var(--soft); }
+td:nth-child(4), td:nth-child(5) { color: var(--ink); }
+tr.empty td:first-child a { font-weight: 400; }
+tr.empty td:nth-child(n+4), tr.full td { color: var(--soft); }
+tr.empty b { font-weight: 400; }
+tr.full :is(svg, meter) { opacity: .5; }
+td:nth-child(5), td:last-child { display: flex; align-items: center; }
+td span { flex: 0 0 4rem; line-height: 1.25rem; }
+td svg { width: 3.25rem; height: 1.21875rem; margin-left: .625rem; }
+td svg, .totals svg { fill: var(--accent); opacity: .75; }
+meter {
+  display: block; width: 100%; height: 2px; appearance: none; -webkit-appearance: none; border: 0; background:
+  var(--line);
+}
+meter::-webkit-meter-inner-element { display: block; }
+meter::-webkit-meter-bar { height: 2px; border: 0; border-radius: 0; background: var(--line); }
+meter::-webkit-meter-optimum-value { background: var(--accent); }
+meter::-moz-meter-bar { background: var(--accent); }
+i {
+  flex: none; margin-left: .5rem; color: var(--soft); font-size: .75rem; font-style: normal; font-weight: 400;
+  letter-spacing: 0; white-space: nowrap;
+}
+td i { line-height: 1.625rem; }
+/* the first to give way, then the name */
+td i + i {
+  flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis;
+}
+td a, td .copy { outline-offset: -2px; }
+td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
+td code a { text-decoration: none; }
+td code a:hover { text-decoration: underline; }
+.copy {
+  position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0; border: 0;
+  background: none; color: var(--soft); vertical-align: top; cursor: pointer;
+}
+.copy::before, .copy::after {
+  content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid; border-radius: 2px;
+}
+.copy::before { left: .3125rem; top: .3125rem; border-right-color: transparent; border-bottom-color: transparent; }
+.copy::after { left: .5rem; top: .5rem; }
+.copy:hover { color: var(--accent); }
+.copy.done::before { display: none; }
+.copy.done::after {
+  left: .5rem; top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0;
+  color: var(--accent); rotate: 40deg;
+}
+section.empty { margin: 3rem 0; max-width: 42rem; }
+.empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
+.empty pre {
+  padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap;
+}
+
+@media (max-width: 68rem) {
+  table { --columns: minmax(0, 1fr) 5rem 6.5rem 8rem 5rem 12rem; }
+  .one-game { --columns: minmax(0, 1fr) 8rem 8rem 5rem 12rem; }
+  :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; }
+}
+@media (max-width: 54rem) {
+  table, .one-game { --columns: minmax(0, 1fr) 6rem 8rem 12rem; }
+  :is(th, td):nth-child(2), :is(th, td):nth-child(7) { display: none; }
+}
+
+/* A phone: every row is two lines, name and players above, game, mode, map and address below */
+@media (max-width: 40rem) {
+  body { padding: 0 1rem; }
+  header { padding: 1.5rem 0 1.25rem; }
+  h1 { font-size: 1.375rem; }
+  .totals b { font-size: 1.25rem; }
+  #search input[type=search] { flex: 1; width: auto; min-width: 6rem; }
+  #search, #search label:has([type=search]) { flex: 1 0 100%; }
+  .check input { flex: 1; width: auto; min-width: 0; }
+  .check label:first-child { flex: 1 0 100%; }
+  table, .one-game { --columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto; }
+  thead tr { display: flex; flex-wrap: wrap; }
+  tbody tr { height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem; column-gap: 0; align-items: start; }
+  table:not(.one-game) :is(th, td):nth-child(2), :is(th, td):nth-child(3) { display: block; }
+  td:first-child { grid-area: 1 / 1 / 2 / 5; margin-right: .75rem; font-size: 1rem; }
+  td:nth-child(5) { grid-area: 1 / 5; width: 7.25rem; }
+  td:nth-child(2), td:nth-child(3), td:nth-child(4) {
+    grid-area: 2 / 1; padding-right: .5rem; color: var(--soft); font-size: .8125rem;
+  }
+  td:nth-child(3) { grid-column: 2; }
+  td:nth-child(4) { grid-column: 3; }
+  td:last-child { grid-area: 2 / 4 / 3 / 6; justify-content: end; }
+  td:last-child code { flex: none; max-width: 10.5rem; font-size: .75rem; }
+  td span { flex-basis: 3.5rem; }
+  form { gap: .5rem .875rem; font-size: .8125rem; }
+}
+
+/* One server, one check */
+h1 bdi, h3, dd, li, .from { overflow-wrap: anywhere; }
+h1 bdi { display: inline-block; max-width: 100%; max-height: 4rem; overflow: hidden; vertical-align: top; }
+h1 i { vertical-align: .25rem; }
+.play {
+  display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius:
+  3px; color: var(--accent); font-weight: 650; text-decoration: none;
+}
+.play:hover { background: var(--accent); color: var(--ground); }
+dl {
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem 2rem; margin: 0;
+}
+dl div { min-width: 0; max-height: 9rem; overflow: hidden; padding-top: .5rem; border-top: 1px solid var(--line); }
+dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
+dd { margin: 0; }
+.findings { margin: 0; padding: 0; list-style: none; max-width: 48rem; }
+.findings li { padding: 1rem 0; border-top: 1px solid var(--line); overflow: hidden; }
+.findings li:first-child { border-left: 2px solid var(--accent); padding-left: 1rem; border-top: 0; }
+.from { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
+.servers { margin: 0; padding: 0; list-style: none; }
+.servers li { overflow: hidden; }
+.servers small { margin-left: .5rem; color: var(--soft); white-space: nowrap; }
+.servers code { margin-left: .5rem; }
+.servers bdi { font-weight: 650; }
+.error { padding: 3rem 0; }
+.error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
+.error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
+
+/* A chart: text keeps its size at every width, only the line inside is stretched */
+figure { margin: .75rem 0 0; }
+.chart { display: block; width: 100%; height: 16rem; overflow: visible; }
+.chart text { fill: var(--soft); font-size: .75rem; }
+.chart .grid { stroke: var(--line); }
+.chart .axis { stroke: var(--soft); }
+.chart svg { overflow: visible; }
+.chart path { vector-effect: non-scaling-stroke; stroke-linejoin: round; stroke-linecap: round; fill: none; }
+.chart .peak { fill: var(--accent); opacity: .18; }
+.chart .mean { stroke: var(--accent); stroke-width: 1.75; }
+.chart circle { fill: var(--ground); stroke: var(--accent); stroke-width: 1.5; }
+.chart .label {
+  fill: var(--ink); paint-order: stroke; stroke: var(--ground); stroke-width: 4px; stroke-linejoin: round;
+}
+.chart .latest { fill: var(--accent); font-size: .9375rem; font-weight: 650; }
+.middle { text-anchor: middle; }
+.end { text-anchor: end; }
+figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
+@media (max-width: 40rem) {
+  .chart { height: 13rem; }
+  .chart .minor { display: none; }
+}
+@media print { form, .copy, footer { display: none; } }
+"""
+
+APP_JS = r"""'use strict';
+// Every page is complete without this script. It adds: search as you type, sorting, hiding, copy buttons, and a refresh
+// every five seconds that touches only what has changed.
+
+const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500;
+const SEEN = 6, ADDRESS = 7;                            // columns that do not fade: one always moves, one never changes
+const table = document.querySelector('#servers');
+const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
+const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
+const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
+// ---- Times: relative, the exact one in the title. The master's clock counts, known from the answers' Date.
+
+let skew = 0;
+
+function ago(seconds) {
+  if (seconds < 1) return 'now';
+  for (const [unit, size, next] of [['s', 1, 90], ['min', 60, 5400], ['h', 3600, 129600]])
+    if (seconds < next) return Math.floor(seconds / size) + ' ' + unit + ' ago';
+  return Math.floor(seconds / 86400) + ' d ago';
+}
+
+function tellTimes() {
+  const now = Date.now() + skew;
+  for (const time of document.querySelectorAll('time, td[title]'))
+    put(time, ago((now - Date.parse(time.title)) / 1000));
+}
+
+// ---- Copy: a button beside every <code> that one may want, which says what it did to the eye and to the ear
+
+const said = make('div', {className: 'unseen'});
+said.setAttribute('role', 'status');
+document.body.append(said);
+
+function addCopyButtons(root) {
+  for (const code of root.querySelectorAll('code:not(.from code)')) {
+    if (code.nextElementSibling && code.nextElementSibling.className === 'copy') continue;
+    const button = make('button', {type: 'button', className: 'copy', title: 'Copy'});
+    button.setAttribute('aria-label', 'Copy ' + code.textContent);
+    code.after(button);
+  }
+}
+
+document.addEventListener('click', async event => {
+  const button = event.target.closest('.copy');
+  if (!button) return;
+  const text = button.previousElementSibling.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {                                             // plain http has no clipboard: copy a selection instead
+    const area = make('textarea', {value: text, className: 'unseen'});
+    document.body.append(area);
+    area.select();
+    document.execCommand('copy');
+    area.remove();
+    button.focus({preventScroll: true});
+  }
+  said.textContent = 'Copied ' + text;
+  button.classList.add('done');
+  setTimeout(() => { button.classList.remove('done'); said.textContent = ''; }, COPIED_MS);
+});
+
+// ---- The view: what is searched, sorted and hidden, kept in the address so that a link reproduces it
+
+const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
+const LARGEST_FIRST = ['players', 'seen'];
+const asked = new URLSearchParams(location.search);
+const view = {
+  name: asked.get('name') || '', players_min: asked.get('players_min') || '',
+  hide: (asked.get('hide') || '').split(',').filter(Boolean), sort: asked.get('sort') || '',
+};
+const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
+const players = row => parseInt(row.cells[4].textContent, 10) || 0;
+const nameOf = row => row.querySelector('bdi').textContent;
+const keyOf = row => row.querySelector('a').getAttribute('href');
+let order = [];                                         // the rows in the master's order
+let capped = false;                                     // the master has more rows than a page shows: it must search
+
+function viewQuery() {
+  const query = new URLSearchParams(location.search);
+  for (const [key, value] of [['name', view.name], ['players_min', +view.players_min ? view.players_min : ''],
+                              ['hide', view.hide.join(',')], ['sort', view.sort]])
+    value ? query.set(key, value) : query.delete(key);
+  return query;
+}
+
+function keepView() {
+  const query = viewQuery(), search = String(query) && '?' + query;
+  if (search !== location.search) history.replaceState(null, '', location.pathname + search);
+  for (const link of document.querySelectorAll('#tabs a')) {
+    const game = new URL(link.href).searchParams.get('game');
+    game ? query.set('game', game) : query.delete('game');
+    link.href = '/?' + query;
+  }
+}
+
+function wanted(row) {
+  return players(row) >= (+view.players_min || 0) && nameOf(row).toLowerCase().includes(view.name.trim().toLowerCase())
+    && !view.hide.includes(row.className);
+}
+
+function sorted(rows) {
+  const column = COLUMNS.indexOf(view.sort.replace('-', '')), sign = view.sort.startsWith('-') ? -1 : 1;
+  if (column < 0) return rows;
+  const value = column === 4 ? players : column === SEEN ? row => Date.parse(row.cells[SEEN].title)
+    : column === 0 ? nameOf : row => row.cells[column].textContent;
+  const compare = column === 4 || column === SEEN ? (a, b) => a - b : collator.compare;
+  return rows.map(row => [value(row), row]).sort((a, b) => sign * compare(a[0], b[0])).map(pair => pair[1]);
+}
+
+function show() {
+  for (const row of order) row.hidden = !wanted(row);
+  const rows = sorted(order), body = table.tBodies[0];
+  let place = body.firstElementChild;
+  if (rows.filter((row, index) => body.rows[index] !== row).length > 100) body.append(...rows);
+  else for (const row of rows) {                        // a few rows move: leave the others where they are
+    if (place && place !== row && place.nextElementSibling === row) place = row;
+    if (place === row) place = row.nextElementSibling;
+    else body.insertBefore(row, place);
+  }
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const on = COLUMNS[index] === view.sort.replace('-', '');
+    if (on) head.setAttribute('aria-sort', view.sort.startsWith('-') ? 'descending' : 'ascending');
+    else head.removeAttribute('aria-sort');
+  }
+  tellStatus();
+}
+
+// ---- The refresh
+
+let lastText, lastUrl, lastAnswer = Date.now(), failed = false, asking = false;
+const lastParts = new Map();
+const number = n => n.toLocaleString('en');
+
+function tellStatus() {
+  const status = document.querySelector('#status');
+  if (!status) return;
+  const visible = order.filter(row => !row.hidden).length, total = Math.max(+table.dataset.total, order.length);
+  status.classList.toggle('old', failed);
+  put(status, failed
+    ? 'The master does not answer. This list is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
+    : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
+    : visible < total ? number(visible) + ' of ' + number(total) + ' servers shown'
+    : total === 0 ? '' : number(total) + (total === 1 ? ' server' : ' servers'));
+}
+
+function source() {                                     // filters stay here, unless the master has too many rows
+  if (!table) return location.pathname + location.search;
+  const query = new URLSearchParams(), now = viewQuery();
+  for (const key of capped ? ['game', 'name', 'players_min'] : ['game']) if (now.get(key)) query.set(key, now.get(key));
+  return location.pathname + (String(query) && '?' + query);
+}
+
+function fade(element) {
+  if (!matchMedia('(prefers-reduced-motion: reduce)').matches)
+    element.animate([{backgroundColor: 'var(--glow)'}, {backgroundColor: 'transparent'}], FADE_MS);
+}
+
+function patchRow(row, fresh) {
+  row.className = fresh.className;
+  for (const [index, cell] of [...fresh.cells].entries()) {
+    const old = row.cells[index];
+    if (index === ADDRESS || old.isEqualNode(cell)) continue;
+    if (index === SEEN) old.title = cell.title;
+    old.replaceChildren(...cell.childNodes);
+    if (index !== SEEN) fade(old);
+  }
+}
+
+function patchRows(page, fading) {
+  const known = new Map(order.map(row => [keyOf(row), row]));
+  order = rowsOf(page).map(fresh => {
+    const key = keyOf(fresh), row = known.get(key);
+    if (row) { patchRow(row, fresh); known.delete(key); return row; }
+    addCopyButtons(fresh);
+    if (fading) setTimeout(fade, 0, fresh);
+    return fresh;
+  });
+  for (const gone of known.values()) gone.remove();
+  table.dataset.total = page.querySelector('#servers').dataset.total;
+}
+
+function patch(page, fading) {
+  const held = document.activeElement, row = held.closest && held.closest('#servers tbody tr');
+  const tag = held.tagName, inAddress = row && row.cells[ADDRESS].contains(held);
+  for (const part of document.querySelectorAll('[data-live]')) {
+    const fresh = page.getElementById(part.id);
+    if (!fresh || fresh.innerHTML === lastParts.get(part.id) || part.contains(held)) continue;
+    lastParts.set(part.id, fresh.innerHTML);
+    part.replaceChildren(...fresh.childNodes);
+    addCopyButtons(part);
+  }
+  if (table && page.querySelector('#servers')) {
+    patchRows(page, fading);
+    const empty = document.querySelector('#empty');
+    empty.hidden = order.length > 0 || capped;
+    table.hidden = !order.length && !empty.hidden;
+    show();
+    keepView();
+    if (row && row.isConnected && document.activeElement !== held)      // a row that moved or changed keeps the focus
+      (held.isConnected ? held : (inAddress ? row.cells[ADDRESS] : row).querySelector(tag))
+        .focus({preventScroll: true});
+  }
+}
+
+function reading() {                                    // text held selected in the table: nothing may move under it
+  const selection = getSelection();
+  return table && !selection.isCollapsed && selection.rangeCount && selection.getRangeAt(0).intersectsNode(table);
+}
+
+async function refresh() {
+  if (document.hidden || asking || reading()) return;
+  asking = true;
+  const url = source();
+  try {
+    const answer = await fetch(url, {cache: 'no-cache', signal: AbortSignal.timeout(ANSWER_MS)});
+    if (!answer.ok) throw new Error(answer.status);
+    const text = await answer.text();
+    skew = Date.parse(answer.headers.get('date')) - Date.now() || 0;
+    if (Math.abs(skew) < 2000) skew = 0;                // Date has whole seconds, and the answer was on its way
+    lastAnswer = Date.now();
+    failed = false;
+    if (text !== lastText && url === source() && !reading()) {
+      const page = new DOMParser().parseFromString(text, 'text/html');
+      if (table && !capped && +page.querySelector('#servers').dataset.total > rowsOf(page).length) capped = true;
+      if (url === source()) {                           // else: it has too many rows, ask it to search
+        patch(page, url === lastUrl);
+        [lastText, lastUrl] = [text, url];
+      }
+    }
+    if (!reading()) tellTimes();
+  } catch {
+    failed = true;
+  }
+  asking = false;
+  if (table) tellStatus();
+  if (url !== source()) refresh();                      // the view moved on while the answer came
+}
+
+// ---- Start
+
+for (const part of document.querySelectorAll('[data-live]')) lastParts.set(part.id, part.innerHTML);
+addCopyButtons(document);
+
+if (table) {
+  order = rowsOf(document);
+  capped = +table.dataset.total > order.length;
+  const form = document.querySelector('#search');
+  if (form) {                                           // an operator's own template may have none
+    form.elements.name.value = view.name;               // a browser may put back what stood there before
+    form.elements.players_min.value = view.players_min;
+    form.querySelector('button').hidden = true;
+    for (const word of ['empty', 'full']) {
+      const box = make('input', {type: 'checkbox', value: word, checked: view.hide.includes(word)});
+      const label = make('label');
+      label.append(box, 'Hide ' + word);
+      form.append(label);
+    }
+    form.addEventListener('submit', event => event.preventDefault());
+    form.addEventListener('input', () => {
+      view.name = form.elements.name.value;
+      view.players_min = form.elements.players_min.value;
+      view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
+      keepView();
+      show();
+      if (capped || asked.get('name') || asked.get('players_min')) refresh();   // it came filtered: fetch the rest
+    });
+  }
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const button = make('button', {type: 'button', textContent: head.textContent});
+    head.replaceChildren(button);
+    button.addEventListener('click', () => {            // one way, the other way, back to the master's order
+      const column = COLUMNS[index], ways = [column, '-' + column];
+      if (LARGEST_FIRST.includes(column)) ways.reverse();
+      view.sort = view.sort === ways[0] ? ways[1] : view.sort === ways[1] ? '' : ways[0];
+      keepView();
+      show();
+    });
+  }
+  keepView();
+  show();
+}
+
+if (document.querySelector('[data-live]')) {
+  setInterval(refresh, REFRESH_MS);
+  document.addEventListener('visibilitychange', refresh);
+}
+"""
+
 
 class Html(str):
     """Text that is HTML already; everything else is escaped by fill()."""
 
 
-def fill(template: string.Template, **values: Any) -> Html:
-    return Html(template.substitute({name: value if isinstance(value, Html) else html.escape(str(value))
-                                     for name, value in values.items()}))
+def fill(template: string.Template, **values: object) -> Html:
+    """The template with every value in its place, escaped unless it is Html. KeyError: a value is missing."""
+    return Html(template.substitute({key: value if isinstance(value, Html) else html.escape(str(value), quote=True)
+                                     for key, value in values.items()}))
 
 
-LIST_PAGE = string.Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$title</title><link rel="stylesheet" href="/style.css">
-<h1>$title</h1>
-<table><tr><th>Name<th>Mode<th>Map<th>Players<th>Version<th>Address</tr>
-$rows</table>
-""")
-ROW = string.Template("""<tr><td>$name<td>$mode<td>$map<td>$players/$max_players<td>$version<td>$address</tr>
-""")
-ERROR_PAGE = string.Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$status $reason</title><link rel="stylesheet" href="/style.css">
-<h1>$status $reason</h1>
-<p>$hint</p>
-""")
-STYLE_CSS = "body { font: 1rem system-ui, sans-serif }\n"
+def joined(parts: Iterable[str]) -> Html:
+    return Html("".join(parts))
+
+
+def list_template(text: str) -> string.Template:
+    """An operator's own list page from its text. ValueError says what does not parse or is unknown."""
+    template = string.Template(text)
+    known = ("title", "intro", "head", "totals", "tabs", "search", "table", "foot")
+    try:
+        template.substitute(dict.fromkeys(known, ""))
+    except KeyError as error:
+        raise ValueError("unknown placeholder $%s (there are: %s)" % (error.args[0], ", ".join(known))) from None
+    return template
+
+
+def ago(seconds: float) -> str:
+    """12 -> '12 s ago'. The same steps as in the script."""
+    if seconds < 1:
+        return "now"
+    for unit, size, following in ("s", 1, 90), ("min", 60, 5400), ("h", 3600, 129600):
+        if seconds < following:
+            return "%d %s ago" % (seconds // size, unit)
+    return "%d d ago" % (seconds // 86400)
+
+
+def utc(wall: float) -> datetime:
+    return datetime.fromtimestamp(wall, timezone.utc)
+
+
+def time_tag(then: float, wall: float) -> Html:
+    exact = utc(then).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Html('<time datetime="%s" title="%s">%s</time>' % (exact, exact, ago(wall - then)))
+
+
+def server_link(server: Any) -> Html:
+    return Html("/server?game=%s&amp;address=%s&amp;port=%d" % (urllib.parse.quote(server.game), urllib.parse.quote(server.address), server.port))
+
+
+def badges(server: Any) -> Html:
+    words = [word for word, on in (("official", server.official), ("unconfirmed", server.unconfirmed),
+                                   ("self-reported", server.verified == "self-reported"),
+                                   ("not responding", not server.responding)) if on]
+    return Html("".join('<i title="%s">%s</i>' % (BADGES[word], word) for word in words))
+
+
+def plural(number: int, word: str) -> str:
+    return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
+
+
+def server_row(server: Any, spark: Html, title: str) -> Tuple[str, str]:
+    """One row of the list, about 570 bytes, in two pieces: the time that the server was last seen comes between (seen_cell), as
+    it moves when nothing else does. `spark` is sparkline(...), `title` the game's."""
+    escape = html.escape
+    address = escape(endpoint(server.address, server.port))
+    bar, state = "", ""
+    if server.max_players:
+        bar = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>' % (server.max_players, server.max_players, server.players)
+        if server.players >= server.max_players:
+            state = ' class="full"'
+    if not server.players:
+        state = ' class="empty"'
+    quote = urllib.parse.quote
+    return ROW % (
+        state, quote(server.game), quote(server.address), server.port, escape(server.name) or address, badges(server), escape(title),
+        escape(server.mode), escape(server.map), server.players, bar, spark, escape(server.version)), ROW_END % (
+        '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address) if server.game == "iceball" else address)
+
+
+def seen_cell(then: float, wall: float) -> str:
+    """What stands between the two pieces of a row."""
+    return ' title="%sZ">%s' % (utc(then).isoformat()[:19], ago(wall - then))
+
+
+def sparkline(values: Sequence[Optional[float]]) -> Html:
+    """24 hourly values, None where there is none: a histogram about 100 bytes long. Nothing known: nothing."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return Html("")
+    crowd = max(SPARK_CROWD, max(known))
+    path, level, width = ["M0 9"], 9, 0             # 9 is the ground: away. 8: here and empty. 0: the day's peak
+    for value in values:
+        y = 9 if value is None else 8 - round(8 * value / crowd)
+        if y == level:
+            width += 1
+            continue
+        if width:
+            path.append("h%d" % width)
+        path.append("V%d" % y)
+        level, width = y, 1
+    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="%sh%dV9"/></svg>' % ("".join(path), width))
+
+
+def head(title: str) -> Html:
+    return fill(HEAD, title=title)
+
+
+def page(look: Any, title: str, main: Html) -> Html:
+    return fill(PAGE, head=head("%s · %s" % (title, look.title)), title=look.title, main=main, foot=Html(FOOT))
+
+
+def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Html:
+    return fill(string.Template('<a href="$link"$current>$text$count</a>\n'), link=link, text=text,
+                current=Html(' aria-current="page"') if current else "",
+                count="" if count is None else Html("<small>%s</small>" % format(count, ",")))
+
+
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, total: int, players: int,
+              wall: float, look: Any,
+              name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> Html:
+    """The list. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: joined
+    server_row(), PAGE_ROWS at most; total: how many servers match; players: on all of them; hint: what a game server
+    needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
+    shown = rows.count("<tr")                       # in the rows every other "<" is escaped or another tag
+    if total > shown:
+        status = "The first %s of %s. Search by name to find the others." % (
+            format(shown, ","), plural(total, "server"))
+    else:
+        status = plural(total, "server") if total else "No server matches." if name or players_min else ""
+    tabs = joined([tab("/", "All games", not game, sum(counts.values()))] + [
+        tab("/?game=" + urllib.parse.quote(key), title, key == game, counts.get(key, 0)) for key, title in titles.items()])
+    nothing = not total and not name and not players_min
+    number, word = plural(players, "player").split(" ")
+    servers, servers_word = plural(total, "server").split(" ")
+    return fill(
+        look.template or LIST_PAGE, title=look.title, head=head(look.title), foot=Html(FOOT),
+        intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
+        totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
+        tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % tabs)
+        if len(titles) > 1 else "",
+        search=fill(SEARCH, name=name, players_min=players_min or "",
+                    game=fill(string.Template('<input type="hidden" name="game" value="$game">\n'), game=game)
+                    if game else ""),
+        table=fill(TABLE, status=status, total=total, rows=Html(rows),
+                   one_game=Html((' class="one-game"' if game else "") + (" hidden" if nothing else "")),
+                   empty=fill(EMPTY, hint=hint, hidden="" if nothing else Html(" hidden"))))
+
+
+def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Any, title: str = "") -> Html:
+    """One server. server: as listed now, or None; known: game, address, port, name, first_seen, last_seen (as last
+    known); series: of the span ('day', 'week', 'month', 'year'), see chart(); title: the game's."""
+    here = server or known
+    address = endpoint(here.address, here.port)
+    name = here.name or address
+    game = title or here.game
+    facts = [("Address", fill(string.Template("<code>$address</code>"), address=address)), ("Game", game)]
+    if server:
+        lead = " · ".join(part for part in (game, server.mode, server.map) if part)
+        count = format(server.players, ",")
+        if server.max_players:
+            count += " of %s" % format(server.max_players, ",")
+        if server.playing is not None:
+            count += ", %d of them playing" % server.playing
+        facts += [("Players", count), ("Mode", server.mode), ("Map", server.map), ("Version", server.version),
+                  ("Description", server.description),
+                  ("Ping from this master", "" if server.ping_ms is None else "%.0f ms" % server.ping_ms),
+                  ("Verified", VERIFIED[server.verified])]
+        facts += [(key.replace("_", " ").capitalize(), value) for key, value in server.details.items()]
+    else:
+        lead = Html("Not listed now. Last seen %s. <a href=\"/check?address=%s&amp;port=%d\">Why?</a>"
+                    % (time_tag(known.last_seen, wall), urllib.parse.quote(known.address), known.port))
+    sampled = [mean for index, mean in enumerate(series.means)
+               if here.first_seen - series.step < series.start + index * series.step < wall - series.step]
+    if sampled:
+        here_part = sum(mean is not None for mean in sampled) / len(sampled)
+        facts.append(("Uptime, past " + span, "%.4g %% of the time" % (math.floor(here_part * 1000) / 10)))
+    facts += [("First seen", time_tag(here.first_seen, wall)), ("Last seen", time_tag(here.last_seen, wall))]
+    fact = string.Template("<div><dt>$key</dt><dd>$value</dd></div>\n")
+    return page(look, name, fill(
+        SERVER_PAGE, name=name, badges=badges(server) if server else "", lead=lead,
+        play=fill(string.Template('<p><a class="play" href="iceball://$address">Play</a></p>\n'), address=address)
+        if server and server.game == "iceball" else "",
+        tabs=joined(tab(Html("%s&amp;span=%s" % (server_link(here), key)), key.capitalize(), key == span)
+                           for key in SPANS),
+        chart=chart(series, wall),
+        facts=joined(fill(fact, key=key, value=value) for key, value in facts if value)))
+
+
+def check_page(address: str, port: int, findings: Iterable[tuple], listed: Sequence[Any], wall: float,
+               look: Any) -> Html:
+    """What became of what an address sent. port: 0 for any; findings: (when, protocol, address, port, outcome, what to
+    do), the latest first; listed: the servers of this address that are listed now."""
+    item = string.Template('<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>\n')
+    servers = joined(fill(
+        item, link=server_link(server), name=server.name or endpoint(server.address, server.port),
+        badges=badges(server),
+        peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
+    what = joined(fill(
+        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port), outcome=outcome,
+        todo=todo)
+        for when, protocol, peer, peer_port, outcome, todo in findings)
+    whom = endpoint(address, port) if port else address
+    return page(look, "Is my server listed?", fill(
+        CHECK_PAGE, address=address, port=port or "",
+        verdict="Listed now: " + plural(len(listed), "server") if listed else "Nothing at %s is listed now" % whom,
+        listed=Html('<ul class="servers">\n%s</ul>\n' % servers) if listed else "",
+        findings=Html('<ol class="findings">\n%s</ol>\n' % what) if findings else fill(string.Template(
+            "<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of the game "
+            "server, and does its firewall let packets out?</p>\n"), whom=whom)))
+
+
+def error_page(status: int, reason: str, hint: str, look: Any) -> Html:
+    return page(look, reason, fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
+
+
+def value_ticks(top: float) -> List[int]:
+    """Round whole numbers from 0 to at least `top`, CHART_GRIDLINES above zero at most."""
+    step = next(factor * 10 ** power for power in range(10) for factor in (1, 2, 5)
+                if factor * 10 ** power * CHART_GRIDLINES >= top)
+    return list(range(0, max(step, math.ceil(top / step) * step) + 1, step))
+
+
+def time_ticks(start: float, end: float) -> List[Tuple[float, str]]:
+    """Round times within a span with their words: hours in a day, days in a week, dates, months."""
+    span = end - start
+    if span > 100 * 86400:
+        months = [utc(start).replace(day=1, hour=0, minute=0, second=0)]
+        while months[-1].timestamp() < end:
+            months.append((months[-1] + timedelta(days=31)).replace(day=1))
+        ticks = [(month.timestamp(), "%b" if month.month > 1 else "%Y") for month in months]
+    else:
+        step, words = ((10800, "%H:%M") if span <= 2 * 86400 else (86400, "%a %d") if span <= 10 * 86400 else
+                       (5 * 86400, "%d %b"))
+        ticks = [(tick, words) for tick in range(math.ceil(start / step) * step, math.ceil(end), step)]
+    return [(tick, utc(tick).strftime(words)) for tick, words in ticks if start <= tick <= end]
+
+
+def chart(series: Any, wall: float) -> Html:
+    """Players over time as inline SVG, about 8 kB. series: start (epoch), step (s), mean and peak (a number a step, or
+    None where the server was away). The plot is stretched to the width at hand; the text around it, placed in per cent,
+    keeps its size."""
+    peaks = [mean if peak is None else peak for mean, peak in zip(series.means, series.peaks)]
+    if all(peak is None for peak in peaks):
+        return Html('<p class="lead">No history in this span yet. A sample is taken every minute.</p>\n')
+    start, end = series.start, series.start + len(peaks) * series.step
+    peak = max(value for value in peaks if value is not None)
+    peak_at = peaks.index(peak)
+    last = max(index for index, mean in enumerate(series.means) if mean is not None)
+    ticks = value_ticks(peak)
+    every = math.ceil(len(peaks) / CHART_POINTS)
+    count = len(peaks) / every                      # points; the last may stand for fewer samples
+
+    def x(index: float) -> str:                                   # the plot is from 6 % to 92 % of the width: numbers left and right
+        return "%.5g%%" % (6 + 86 * index / len(peaks))
+
+    def y(value: float) -> str:                                   # and from 14 % to 86 % of the height: the peak's label above
+        return "%.4g%%" % (86 - 72 * value / ticks[-1])
+
+    def height(value: float) -> str:
+        return "%.4g" % (100 - 100 * value / ticks[-1])
+
+    parts = []
+    for tick in ticks:
+        parts.append('<line class="%s" x1="6%%" x2="92%%" y1="%s" y2="%s"/>'
+                     '<text class="end" x="6%%" y="%s" dx="-6" dy="4">%s</text>' % (
+                         "grid" if tick else "axis", y(tick), y(tick), y(tick), format(tick, ",")))
+    for index, (at_time, words) in enumerate(time_ticks(start, end)):
+        at, minor = x((at_time - start) / series.step), " minor" * (index % 2)
+        parts.append('<line class="axis%s" x1="%s" x2="%s" y1="86%%" y2="88%%"/>'
+                     '<text class="middle%s" x="%s" y="95%%">%s</text>' % (minor, at, at, minor, at, words))
+    line, area, drawing = [], [], False
+    for index in range(math.ceil(count)):
+        means = [mean for mean in series.means[index * every:(index + 1) * every] if mean is not None]
+        if means:
+            level = sum(means) / len(means)
+            here = height(level)
+            line.append(("L%d %s" if drawing else "M%d %sh.01") % (index, here))    # h.01: one sample alone is a dot
+            area.append("%s%d %s" % ("L" if drawing else "M%d 100L" % index, index, height(max(
+                value for value in peaks[index * every:(index + 1) * every] if value is not None))))
+        elif drawing:
+            area.append("V100")
+        drawing = bool(means)
+    area.append("V100" * drawing)
+    parts.append('<svg x="6%%" y="14%%" width="86%%" height="72%%" viewBox="0 0 %g 100" preserveAspectRatio="none">'
+                 '<path class="peak" d="%s"/><path class="mean" d="%s"/></svg>' % (count, "".join(area), "".join(line)))
+    anchor = "" if peak_at < .08 * len(peaks) else " end" if peak_at > .92 * len(peaks) else " middle"
+    peak_words = format(round(peak, 1), ",")
+    parts.append('<circle cx="%s" cy="%s" r="3"/><text class="label%s" x="%s" y="%s" dy="-9">peak %s</text>' % (
+        x(peak_at), y(peak), anchor, x(peak_at), y(peak), peak_words))
+    latest = format(round(series.means[last], 1) if series.means[last] < 10 else round(series.means[last]), ",g")
+    parts.append('<text class="label latest" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
+        x(last), y(level), latest))
+    moment = "%Y-%m-%d %H:%M"
+    words = "Peak %s at %s. Latest %s, %s." % (
+        peak_words, utc(start + peak_at * series.step).strftime(moment),
+        latest, ago(max(0, wall - start - (last + 1) * series.step)))
+    return Html('<figure>\n<svg class="chart" role="img" aria-labelledby="chart-title chart-desc">'
+                '<title id="chart-title">Players from %s to %s</title><desc id="chart-desc">%s</desc>\n%s\n</svg>\n'
+                '<figcaption>%s Times are UTC.</figcaption>\n</figure>\n' % (
+                    utc(start).strftime(moment), utc(end).strftime(moment), words, "\n".join(parts), words))
 
 
 # =====================================================================================================================
@@ -1917,6 +2939,8 @@ STYLE_CSS = "body { font: 1rem system-ui, sans-serif }\n"
 
 GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO"}
 
+READABLE_BY_ALL = (("Access-Control-Allow-Origin", "*"),)
+GZIPPED = ("Content-Encoding", "gzip")
 SECURITY_HEADERS = (
     ("Content-Security-Policy", "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
                                 "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"),
@@ -1943,13 +2967,14 @@ class Answer(NamedTuple):
     headers: Tuple[Tuple[str, str], ...] = ()
     etag: str = ""
     shared: bool = False            # the same for everybody until a list changes: may be remembered, and kept by a cache
+    rendering: Optional[Rendering] = None           # where it comes from, and its compressed form may be kept
 
 
 class Later(NamedTuple):
     """An answer that takes too long for the event loop: `job` runs in the worker, `then(result)` makes the answer of it."""
 
     job: Callable[[], Any]
-    then: Callable[[Any], Answer]
+    then: Callable[[Any], Union[Answer, Later]]
 
 
 class Exchange(http.server.BaseHTTPRequestHandler):
@@ -2060,18 +3085,20 @@ class HttpSession(Session):
     def __init__(self, web: Web, address: str, now: float) -> None:
         self.web = web
         self.address = address
+        self.proxied = bool(web.trusted) and in_networks(address, web.trusted)          # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
         self.request_bytes = b""
         self.body_bytes = 0
-        self.then: Optional[Callable[[Any], Answer]] = None
+        self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
+        self.edition = 0                                    # of the lists when the answer was made
         self.deadline = now + HTTP_HEAD_S
 
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
         if not self.buffer and self.job is None and not self.done:
             remembered = web.remembered(data, now)
-            if remembered is not None and web.allow(self.address, now):
+            if remembered is not None and (self.proxied or web.allow(self.address, now)):
                 self.done = remembered[1]
                 self.deadline = now + HTTP_IDLE_S
                 return remembered[0]
@@ -2119,6 +3146,7 @@ class HttpSession(Session):
         self.request_bytes += body
         self.deadline = now + HTTP_IDLE_S
         answer = self.web.answer(exchange, body, self.address, now)
+        self.edition = self.web.edition
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
             return None
@@ -2127,7 +3155,7 @@ class HttpSession(Session):
     def respond(self, exchange: Exchange, answer: Answer) -> bytes:
         response = exchange.response(answer)
         self.done = exchange.close_connection
-        if answer.shared and exchange.command in ("GET", "HEAD"):
+        if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
             self.web.remember(self.request_bytes, response, self.done)
         return response
 
@@ -2136,6 +3164,8 @@ class HttpSession(Session):
         assert self.then is not None
         self.deadline = now + HTTP_IDLE_S
         try:
+            if isinstance(result, Exception):
+                raise HttpError(503, "The history cannot be read just now: %s." % result)
             answer = self.web.finish(self.waiting, self.then(result))
         except HttpError as error:
             return self.refuse(error)
@@ -2198,7 +3228,7 @@ class Rendering:
                 self.number += 1
 
 
-def parts(servers: Iterable[Server], name: str, render: Callable[[Server], bytes]) -> List[bytes]:
+def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
@@ -2233,6 +3263,7 @@ class Web(TcpProtocol):
     speaks_first = False
 
     def __init__(self, core: Core) -> None:
+        self.core = core
         self.settings = core.settings
         self.registry = core.registry
         self.epoch = 0.0            # wall clock minus monotonic clock, told by the event loop
@@ -2247,12 +3278,31 @@ class Web(TcpProtocol):
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
         self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.read(core.settings)
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
 
+    def read(self, settings: Settings) -> None:
+        self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
+        self.limiter.set_rate(settings["limits.requests"])
+        self.renderings.clear()
+        self.edition_generation = -1
+
     def allow(self, address: str, now: float) -> bool:
         return self.limiter.allow(address, now)
+
+    def client(self, exchange: Exchange, peer: str) -> str:
+        """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
+        address = peer
+        for text in reversed(exchange.headers.get("X-Forwarded-For", "").split(",")):
+            if not in_networks(address, self.trusted):
+                break
+            try:
+                address = canonical(read_address(text))
+            except ValueError:
+                break
+        return address
 
     # What is remembered
 
@@ -2285,6 +3335,8 @@ class Web(TcpProtocol):
     # Answers
 
     def answer(self, exchange: Exchange, body: bytes, address: str, now: float) -> Union[Answer, Later]:
+        if self.trusted:
+            address = self.client(exchange, address)
         parsed = urllib.parse.urlsplit(exchange.path)
         route = ROUTES.get(parsed.path)
         name = parsed.path if route else "other"
@@ -2312,8 +3364,28 @@ class Web(TcpProtocol):
         return answer
 
     def finish(self, exchange: Exchange, answer: Union[Answer, Later]) -> Union[Answer, Later]:
-        """Compress where the client takes it and it pays."""
-        return answer
+        """Compress where the client takes it and it pays: small ones here, large ones in the worker."""
+        if isinstance(answer, Later) or answer.status != 200 or len(answer.body) < GZIP_MIN_BYTES or GZIPPED in answer.headers:
+            return answer
+        answer = answer._replace(headers=answer.headers + (("Vary", "Accept-Encoding"),))
+        if not exchange.takes_gzip():
+            return answer
+        rendering = answer.rendering
+        packed = answer._replace(headers=answer.headers + (GZIPPED,),
+                                 etag=answer.etag and answer.etag[:-1] + '-gz"')
+        if packed.etag and exchange.matches(packed.etag):
+            return packed
+        if rendering is not None and rendering.body is answer.body and rendering.gzipped is not None:
+            return packed._replace(body=rendering.gzipped)
+
+        def pack() -> bytes:
+            return gzip.compress(answer.body, GZIP_LEVEL)
+
+        def done(body: bytes) -> Answer:
+            if rendering is not None and rendering.body is answer.body:
+                rendering.gzipped = body
+            return packed._replace(body=body)
+        return done(pack()) if len(answer.body) <= GZIP_INLINE_BYTES else Later(pack, done)
 
     def count(self, route: str, status: int) -> None:
         self.requests[route, status] += 1
@@ -2321,7 +3393,7 @@ class Web(TcpProtocol):
     def error(self, error: HttpError, as_html: bool = False) -> Answer:
         reason = http.server.BaseHTTPRequestHandler.responses.get(error.status, ("Error", ""))[0]
         hint = error.hint or reason
-        body = fill(ERROR_PAGE, status=error.status, reason=reason, hint=hint) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
+        body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
         return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
     def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[float], bytes]) -> Answer:
@@ -2331,7 +3403,7 @@ class Web(TcpProtocol):
         self.turn(request.now)
         rendering.refresh(self.edition, request.now)
         etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
-        return Answer(rendering.body, type, etag=etag, shared=True, headers=(("Access-Control-Allow-Origin", "*"),))
+        return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
 
     def master_json(self, request: Request) -> Answer:
         return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda now: self.master_json_frame(
@@ -2341,21 +3413,298 @@ class Web(TcpProtocol):
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
             ICEBALL_HBVERSION, self.settings["iceball.version"], b",\n".join(servers))
 
+    def servers_json(self, request: Request) -> Answer:
+        """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
+        game, chosen = self.chosen(request)
+        if chosen is None:
+            return self.rendered("servers.json", game, request, JSON_TYPE, lambda now: self.servers_json_frame(self.registry.in_order(game), now))
+        return Answer(self.servers_json_frame(chosen, request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
+
+    def servers_json_frame(self, servers: Iterable[Server], now: float) -> bytes:
+        epoch = self.epoch
+        servers = list(servers)
+        ends = [b'%d}' % (server.last_seen + epoch) for server in servers]
+        rows = parts(servers, "servers.json", lambda server: server_json(server, epoch))
+        return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
+            now + epoch, self.registry.generation, b",\n".join([row + end for row, end in zip(rows, ends)]))
+
+    def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
+        """The game asked for ("" for all), and the servers if a filter picks some of its list."""
+        game, name = request.query.get("game", ""), clean(request.query.get("name", "")).casefold()
+        least = whole_number(request, "players_min", 0, PLAYERS_MAX)
+        if game and game not in self.titles():
+            return game, []
+        if not name and not least:
+            return game, None
+        return game, [s for s in self.registry.in_order(game) if s.players >= least and (name in s.name.casefold() or name in s.address)]
+
+    def titles(self) -> Dict[str, str]:
+        return {**GAME_TITLES, **self.settings["games"]}
+
+    def look(self) -> Look:
+        text = self.settings.texts.get("http.template", "")
+        return Look(self.settings["http.title"], self.settings["http.intro"], list_template(text) if text else None)
+
     def page(self, request: Request) -> Answer:
-        return self.rendered("page", "", request, HTML_TYPE, lambda now: fill(
-            LIST_PAGE, title="Servers", rows=Html("".join(
-                fill(ROW, name=s.name, mode=s.mode, map=s.map, players=s.players, max_players=s.max_players, version=s.version,
-                     address=endpoint(s.address, s.port)) for s in self.registry.in_order()))).encode("utf-8"))
+        game, chosen = self.chosen(request)
+        if chosen is None:
+            return self.rendered("page", game, request, HTML_TYPE, lambda now: self.list_page(self.registry.in_order(game), game, now))
+        return Answer(self.list_page(chosen, game, request.now, request.query.get("name", ""), whole_number(request, "players_min", 0, PLAYERS_MAX)),
+                      HTML_TYPE, shared=True)
+
+    def list_page(self, servers: List[Server], game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
+        wall = now + self.epoch
+        titles, recent = self.titles(), self.core.recent()
+        counts = {id: census[0] for id, census in self.registry.census.items() if census[0]}
+        seen = SeenCells(wall)
+        rows: List[str] = []
+        for server, (before, after) in zip(servers, parts(servers[:PAGE_ROWS], "row", lambda server: server_row(
+                server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))):
+            rows += (before, seen[int(server.last_seen + self.epoch)], after)
+        shown_titles = {id: title for id, title in titles.items() if id in counts or id == game}
+        return list_page(shown_titles, counts, game, "".join(rows), len(servers), sum(server.players for server in servers), wall, self.look(),
+                         name, players_min, self.hint(game), sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
+
+    def hint(self, game: str) -> Html:
+        """What a game server needs to appear here."""
+        return Html("")
+
+    def server(self, request: Request) -> Union[Answer, Later]:
+        game, address, port = server_asked_for(request)
+        span = request.query.get("span", "day")
+        if span not in SPANS:
+            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        listed = self.registry.get(game, address, port)
+        wall = request.now + self.epoch
+        storage = self.core.storage
+
+        def job() -> Tuple[Optional[Remembered], Series]:
+            assert storage is not None
+            return storage.known(game, address, port), storage.history(game, address, port, span, wall)
+
+        def then(found: Tuple[Optional[Remembered], Series]) -> Answer:
+            known, series = found
+            if listed is None and (known is None or not address):
+                raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
+            return Answer(server_page(listed and as_shown(listed, self.epoch), known and remembered(game, address, port, known), series, span, wall,
+                                      self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
+        return Later(job, then) if storage else then((None, Series(int(wall), 60, [], [])))
+
+    def history_json(self, request: Request) -> Union[Answer, Later]:
+        """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
+        game, address, port = server_asked_for(request) if "address" in request.query else (request.query.get("game", ""), "", 0)
+        span = request.query.get("span", "day")
+        if span not in SPANS:
+            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        storage = self.core.storage
+        if storage is None:
+            raise HttpError(404, "This master keeps no history ([server] database is empty).")
+        wall = request.now + self.epoch
+
+        def then(series: Series) -> Answer:
+            return Answer(to_json({"game": game, "address": address, "port": port, "span": span, "start": series.start, "step": series.step,
+                                   "players": series.means, "peak": series.peaks}), JSON_TYPE, headers=READABLE_BY_ALL)
+        return Later(lambda: storage.history(game, address, port, span, wall), then)
+
+    def check(self, request: Request) -> Answer:
+        """What became of what an address sent."""
+        text = request.query.get("address", "").strip() or request.address
+        port = whole_number(request, "port", 0, 65535)
+        try:
+            address = canonical(read_address(text))
+        except ValueError:
+            raise HttpError(400, "%s is not an IP address; a server's address is a number such as 203.0.113.7." % text[:100]) from None
+        rules = self.registry.rules
+        addresses = {address, rules.listed_address(address)}
+        epoch = self.epoch
+        listed = [as_shown(server, epoch) for server in self.registry.in_order()
+                  if (server.address in addresses or server.source == address) and port in (0, server.port)]
+        findings = [(at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail))
+                    for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items())
+                    if source in addresses and (not port or announced in (0, port))]
+        findings.sort(key=lambda finding: -finding[0])
+        ban = rules.ban(address)
+        if ban:
+            findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
+        return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
+
+    def metrics(self, request: Request) -> Answer:
+        return Answer(metrics_text(self).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")
+
+    def healthz(self, request: Request) -> Answer:
+        """200 as long as it serves; `trouble` says what does not work."""
+        return Answer(to_json({"status": "trouble" if self.core.health else "ok", "trouble": dict(self.core.health),
+                               "servers": self.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
 
     def style(self, request: Request) -> Answer:
-        return Answer(STYLE_CSS.encode("utf-8"), "text/css; charset=utf-8", shared=True)
+        return fixed(self.settings.texts.get("http.stylesheet") or STYLE_CSS, "text/css; charset=utf-8")
 
+    def script(self, request: Request) -> Answer:
+        return fixed(APP_JS, "text/javascript; charset=utf-8")
+
+    def icon(self, request: Request) -> Answer:
+        return fixed(ICON_SVG, "image/svg+xml")
+
+    def robots(self, request: Request) -> Answer:
+        return fixed("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)
+
+
+def fixed(text: str, type: str) -> Answer:
+    body = text.encode("utf-8")
+    return Answer(body, type, etag='"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest(), shared=True)
+
+
+class Look(NamedTuple):
+    """What the operator has made of the page."""
+
+    title: str
+    intro: str
+    template: Optional[string.Template]
+
+
+def whole_number(request: Request, name: str, low: int, high: int) -> int:
+    """A number in the query, 0 if there is none."""
+    text = request.query.get(name, "").strip()
+    if not text:
+        return 0
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not low <= int(text) <= high:
+        raise HttpError(400, "%s is a number from %d to %d." % (name, low, high))
+    return int(text)
+
+
+def server_asked_for(request: Request) -> Key:
+    try:
+        address = canonical(read_address(request.query.get("address", "")))
+    except ValueError:
+        raise HttpError(400, "game, address and port are wanted, the address as a number such as 203.0.113.7.") from None
+    return request.query.get("game", ""), address, whole_number(request, "port", 1, 65535)
+
+
+def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
+    """A server as pages show it: its times are the wall clock's."""
+    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank")}
+    values.update(first_seen=server.first_seen + epoch, last_seen=server.last_seen + epoch)
+    return types.SimpleNamespace(**values)
+
+
+def remembered(game: str, address: str, port: int, known: Remembered) -> types.SimpleNamespace:
+    """A server that has left, as pages show it."""
+    try:
+        name = json.loads(known.fields).get("name", "")
+    except (ValueError, AttributeError):
+        name = ""
+    return types.SimpleNamespace(game=game, address=address, port=port, name=clean(str(name)), first_seen=known.first_seen, last_seen=known.last_seen)
+
+
+def day_total(recent: Mapping[Key, Sequence[Optional[int]]], games: Iterable[str]) -> List[Optional[int]]:
+    """The last day's hourly player counts of these games together."""
+    days = [recent[game, "", 0] for game in games if (game, "", 0) in recent]
+    return [sum(value or 0 for value in hour) if any(value is not None for value in hour) else None for hour in zip(*days)]
+
+
+JSON_TEXTS = ("game", "address", "name", "mode", "map", "version", "description", "verified")
+JSON_DETAILS = ("arenas", "factions", "skill", "flags")
+
+
+def server_json(server: Server, epoch: float) -> bytes:
+    """A server in /servers.json, up to the value of `last_seen`, which moves without the server's changing."""
+    fields = {
+        "game": server.game, "address": server.address, "port": server.port, "name": server.name, "mode": server.mode, "map": server.map,
+        "version": server.version, "players": server.players, "max_players": server.max_players, "playing": server.playing,
+        "description": server.description, "official": server.official, "priority": server.priority, "flavor": server.flavor,
+        "verified": server.verified, "unconfirmed": server.unconfirmed, "responding": server.responding,
+        "ping_ms": None if server.ping_ms is None else round(server.ping_ms, 1)}
+    fields.update({name: server.details.get(name, "") for name in JSON_DETAILS})
+    fields["first_seen"] = int(server.first_seen + epoch)
+    return to_json(fields)[:-1] + b',"last_seen":'
+
+
+# What /check says of what became of a packet: a title, and what to do, with the detail noted then.
+OUTCOMES = {
+    "announced": ("Announced, but the answer did not come back",
+                  "This master answered and is waiting for the game server's reply. If it stays so, a firewall or router between the game server and "
+                  "here lets packets out but not in: open UDP, or forward the game's port."),
+    "waiting": ("Announced; it is being asked now", "It is listed as soon as it answers. %s"),
+    "version": ("Wrong version", "This master does not list %s. Update the game server."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s."),
+    "silent": ("It does not answer queries", "%s. Open that UDP port in the firewall and forward it in the router."),
+    "banned": ("Banned", "The operator of this master has excluded this address: %s."),
+    "limit": ("Over the limit", "%s."),
+    "name": ("The name is refused", "%s."),
+    "stopped": ("Signed off", "The game server said that it stops."),
+    "listed": ("Listed", "All is well."),
+}
+
+
+def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
+    title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
+    return title, advice.replace("%s", detail or "no more is known")
+
+
+class SeenCells(Dict[int, str]):
+    """The cell with the time a server was last seen, made once for all servers of the same second."""
+
+    def __init__(self, wall: float) -> None:
+        super().__init__()
+        self.wall = wall
+
+    def __missing__(self, second: int) -> str:
+        cell = self[second] = seen_cell(second, self.wall)
+        return cell
+
+
+def metrics_text(web: Web) -> str:
+    """The Prometheus text format, version 0.0.4."""
+    core = web.core
+    out: List[str] = []
+
+    def family(name: str, kind: str, help: str, samples: Iterable[Tuple[Mapping[str, Any], float]]) -> None:
+        out.append("# HELP masterserver_%s %s\n# TYPE masterserver_%s %s\n" % (name, help, name, kind))
+        for labels, value in samples:
+            inside = ",".join('%s="%s"' % (label, str(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
+                              for label, text in labels.items())
+            out.append("masterserver_%s%s %s\n" % (name, "{%s}" % inside if inside else "", repr(value)))
+
+    for field, help in TALLY_HELP.items():
+        family(field + "_total", "counter", help, [({"protocol": name}, getattr(tally, field)) for name, tally in core.tallies.items()])
+    census = [(game, list(counts)) for game, counts in web.registry.census.items()]
+    for position, (name, help) in enumerate((("servers", "Listed servers."), ("players", "Players on listed servers."),
+                                             ("playing", "Players in the game rather than watching."))):
+        family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
+    family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
+           [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
+    family("generation", "counter", "How often a list has changed.", [({}, web.registry.generation)])
+    family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
+    for name, value in core.gauges.items():
+        family(name, "gauge", GAUGE_HELP.get(name, name), [({}, value)])
+    family("info", "gauge", "The program.", [({"version": __version__}, 1)])
+    return "".join(out)
+
+
+TALLY_HELP = {
+    "received": "Packets and pieces of requests received.", "sent": "Packets and answers sent.", "bytes_in": "Bytes received.",
+    "bytes_out": "Bytes sent.", "malformed": "Packets and connections that were not what their protocol says.",
+    "limited": "Packets, connections and requests turned away by a limit.", "unsent": "Packets that the system would not take.",
+    "errors": "Packets and connections ended by an error of the program.", "connections": "Connections accepted."}
+GAUGE_HELP = {
+    "loop_delay_seconds": "The longest round of the event loop in the last second.",
+    "loop_delay_max_seconds": "The longest round of the event loop in the last minutes.",
+    "connections": "Open connections."}
 
 ROUTES = {
     "/": Route(Web.page),
     "/index.html": Route(Web.page),
+    "/server": Route(Web.server),
+    "/check": Route(Web.check),
     "/style.css": Route(Web.style),
+    "/app.js": Route(Web.script),
+    "/icon.svg": Route(Web.icon),
+    "/robots.txt": Route(Web.robots),
     "/master.json": Route(Web.master_json),
+    "/servers.json": Route(Web.servers_json),
+    "/history.json": Route(Web.history_json),
+    "/metrics": Route(Web.metrics),
+    "/healthz": Route(Web.healthz),
 }
 
 # =====================================================================================================================
@@ -2391,6 +3740,9 @@ SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
+TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news
+LOGGED_EVENTS = 20                  # lines a second for servers that come and go: a line costs as much as listing a server
+LOOP_DELAY_FADES = 0.99             # a second: the longest delay is remembered for some minutes
 RELOAD_LOOK_S = 3.0                 # how often the ini is looked at
 
 
@@ -2824,14 +4176,17 @@ class MasterServer:
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None, reload: Optional[Callable[[], Settings]] = None) -> None:
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        read_text_files(self.settings)
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
         self.tallies: Dict[str, Tally] = {}
         self.health: Dict[str, str] = {}
+        self.gauges: Dict[str, float] = {}
         database = self.settings.file("server.database")
         self.storage = Storage(database) if database else None
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve, self.storage, self.tallies, self.health)
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, self.storage, self.tallies, self.health, self.gauges,
+                         lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
         self.reload_asked = False
         self.ini_stamp = self.stamp()
@@ -2851,7 +4206,8 @@ class MasterServer:
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
         self.names = Worker("names", self.wake)
-        self.loop_delay_s = 0.0             # the longest that a ready socket waited, since the last look
+        self.events: List[Tuple[str, Server]] = []          # to be logged
+        self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watchers.append(on_event)
@@ -3002,16 +4358,21 @@ class MasterServer:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
-                self.loop_delay_s = max(self.loop_delay_s, time.monotonic() - now)
+                self.busy_s = max(self.busy_s, time.monotonic() - now)
         finally:
             self.close()
 
     def tick(self, now: float) -> None:
         epoch = time.time() - now
+        self.gauges["loop_delay_seconds"] = self.busy_s
+        self.gauges["loop_delay_max_seconds"] = max(self.busy_s, self.gauges.get("loop_delay_max_seconds", 0.0) * LOOP_DELAY_FADES)
+        self.gauges["connections"] = len(self.connections)
+        self.busy_s = 0.0
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
         self.registry.expire(now)
+        self.log_events()
         for source in self.endpoints:
             self.guarded(source.tick, now)
         for protocol in self.protocols:
@@ -3039,12 +4400,15 @@ class MasterServer:
             log.exception("an error of the program in the tick of %s", tick)
 
     def stamp(self) -> Any:
-        """What changes when the ini does."""
-        try:
-            found = os.stat(self.settings.path) if self.settings.path else None
-        except OSError:
-            return None
-        return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+        """What changes when the ini or a file that it names does."""
+        stamps = []
+        for path in [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]:
+            try:
+                found = os.stat(path)
+                stamps.append((path, found.st_mtime_ns, found.st_size, found.st_ino))
+            except OSError:
+                stamps.append((path, 0, 0, 0))
+        return stamps
 
     def reload(self) -> None:
         """Read the settings again. With any error the old ones stay in force, whole."""
@@ -3060,6 +4424,7 @@ class MasterServer:
             for row in different:
                 if row.live:
                     self.settings.values[row.name] = new.values[row.name]
+                    self.settings.texts[row.name] = new.texts.get(row.name, "")
                 else:
                     log.warning("[%s] %s has changed; that takes a restart", row.section, row.key)
             if any(row.live for row in different):
@@ -3117,6 +4482,7 @@ class MasterServer:
 
     def close(self) -> None:
         now = time.monotonic()
+        self.log_events()
         for connection in list(self.connections):
             connection.close(now)
         for source in self.endpoints:
@@ -3139,7 +4505,32 @@ class MasterServer:
 
     def log_event(self, event: str, server: Server) -> None:
         if event != "changed":
+            self.events.append((event, server))
+
+    def log_events(self) -> None:
+        """Who came and went in this second, one by one unless they are many."""
+        events, self.events = self.events, []
+        for event, server in events[:LOGGED_EVENTS]:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
+        if len(events) > LOGGED_EVENTS:
+            log.info("and %d more listed or gone in this second", len(events) - LOGGED_EVENTS)
+
+
+def read_text_files(settings: Settings) -> None:
+    """Put the files that the settings name into `settings.texts`; raises SettingsError."""
+    for name in TEXT_FILES:
+        path = settings.file(name)
+        settings.texts[name] = ""
+        if path:
+            try:
+                with open(path, encoding="utf-8-sig") as file:
+                    settings.texts[name] = file.read(TEXT_FILE_CHARACTERS)
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError("[%s] %s = %s: %s" % (*name.split("."), path, error)) from None
+    try:
+        list_template(settings.texts["http.template"])
+    except ValueError as error:
+        raise SettingsError("[http] template = %s: %s" % (settings.file("http.template"), error)) from None
 
 
 def notify(state: str) -> None:
@@ -3208,7 +4599,9 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
-    return Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    settings = Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    read_text_files(settings)
+    return settings
 
 
 def start_log(settings: Settings, verbose: bool) -> None:
