@@ -2888,14 +2888,14 @@ def chart(series: Any, wall: float) -> Html:
     def height(value: float) -> str:
         return "%.4g" % (100 - 100 * value / ticks[-1])
 
-    parts = []
+    marks = []
     for tick in ticks:
-        parts.append('<line class="%s" x1="6%%" x2="92%%" y1="%s" y2="%s"/>'
+        marks.append('<line class="%s" x1="6%%" x2="92%%" y1="%s" y2="%s"/>'
                      '<text class="end" x="6%%" y="%s" dx="-6" dy="4">%s</text>' % (
                          "grid" if tick else "axis", y(tick), y(tick), y(tick), format(tick, ",")))
     for index, (at_time, words) in enumerate(time_ticks(start, end)):
         at, minor = x((at_time - start) / series.step), " minor" * (index % 2)
-        parts.append('<line class="axis%s" x1="%s" x2="%s" y1="86%%" y2="88%%"/>'
+        marks.append('<line class="axis%s" x1="%s" x2="%s" y1="86%%" y2="88%%"/>'
                      '<text class="middle%s" x="%s" y="95%%">%s</text>' % (minor, at, at, minor, at, words))
     line, area, drawing = [], [], False
     for index in range(math.ceil(count)):
@@ -2910,14 +2910,14 @@ def chart(series: Any, wall: float) -> Html:
             area.append("V100")
         drawing = bool(means)
     area.append("V100" * drawing)
-    parts.append('<svg x="6%%" y="14%%" width="86%%" height="72%%" viewBox="0 0 %g 100" preserveAspectRatio="none">'
+    marks.append('<svg x="6%%" y="14%%" width="86%%" height="72%%" viewBox="0 0 %g 100" preserveAspectRatio="none">'
                  '<path class="peak" d="%s"/><path class="mean" d="%s"/></svg>' % (count, "".join(area), "".join(line)))
     anchor = "" if peak_at < .08 * len(peaks) else " end" if peak_at > .92 * len(peaks) else " middle"
     peak_words = format(round(peak, 1), ",")
-    parts.append('<circle cx="%s" cy="%s" r="3"/><text class="label%s" x="%s" y="%s" dy="-9">peak %s</text>' % (
+    marks.append('<circle cx="%s" cy="%s" r="3"/><text class="label%s" x="%s" y="%s" dy="-9">peak %s</text>' % (
         x(peak_at), y(peak), anchor, x(peak_at), y(peak), peak_words))
     latest = format(round(series.means[last], 1) if series.means[last] < 10 else round(series.means[last]), ",g")
-    parts.append('<text class="label latest" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
+    marks.append('<text class="label latest" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
         x(last), y(level), latest))
     moment = "%Y-%m-%d %H:%M"
     words = "Peak %s at %s. Latest %s, %s." % (
@@ -2926,7 +2926,7 @@ def chart(series: Any, wall: float) -> Html:
     return Html('<figure>\n<svg class="chart" role="img" aria-labelledby="chart-title chart-desc">'
                 '<title id="chart-title">Players from %s to %s</title><desc id="chart-desc">%s</desc>\n%s\n</svg>\n'
                 '<figcaption>%s Times are UTC.</figcaption>\n</figure>\n' % (
-                    utc(start).strftime(moment), utc(end).strftime(moment), words, "\n".join(parts), words))
+                    utc(start).strftime(moment), utc(end).strftime(moment), words, "\n".join(marks), words))
 
 
 # =====================================================================================================================
