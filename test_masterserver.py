@@ -368,6 +368,8 @@ class RegistryTest(unittest.TestCase):
         for address, port in (("203.0.113.9", 0), ("203.0.113.9", 65536), ("0.0.0.0", 5), ("224.0.0.1", 5), ("255.255.255.255", 5)):
             with self.assertRaises(ms.Refused):
                 self.registry.hear("iceball", address, port, "203.0.113.9", 0.0, 120.0, {})
+        with self.assertRaises(ms.Refused):
+            self.registry.hear("iceball", "0.0.0.0", 5, "0.0.0.0", 0.0, 120.0, {})
 
     def test_bans_and_names(self) -> None:
         rules = self.registry.rules
@@ -2499,9 +2501,12 @@ class ProjectTest(unittest.TestCase):
             for field in ("annotation", "returns"):
                 if getattr(node, field, None) is not None:
                     annotations.update(map(id, ast.walk(getattr(node, field))))
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Name) and node.id in defined and id(node) not in annotations:
-                self.assertLessEqual(defined[node.id], self.section(node.lineno), "line %d uses %s" % (node.lineno, node.id))
+        for statement in self.tree.body:
+            local = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            local |= {node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)}
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and node.id in defined and id(node) not in annotations and node.id not in local:
+                    self.assertLessEqual(defined[node.id], self.section(node.lineno), "line %d uses %s" % (node.lineno, node.id))
 
     def test_standard_library_only(self) -> None:
         imported = set()
