@@ -556,26 +556,35 @@ def ipv4_bytes(address: str) -> bytes:
 class Cookie:
     """A keyed MAC with a lifetime, so that a handshake needs no memory: what comes back proves that it went out.
 
-    `make` gives COOKIE_MAC_BYTES over the message and the window of `now`; `good` accepts this window's and the previous one's.
+    `make` gives COOKIE_MAC_BYTES over the message in the window of `now`; `good` accepts this window's and the previous one's.
     """
 
     def __init__(self, key: bytes) -> None:
         self.key = key
-        self.windows: Dict[int, Any] = {}
+        self.ends = float("-inf")           # of the current window
+        self.current = self.previous = hashlib.blake2b()
 
-    def make(self, message: bytes, now: float, back: int = 0) -> bytes:
-        window = int(now // COOKIE_WINDOW_S) - back
-        keyed = self.windows.get(window)
-        if keyed is None:
-            self.windows = {w: h for w, h in self.windows.items() if w + 1 >= window}
-            keyed = self.windows[window] = hashlib.blake2b(
-                window.to_bytes(8, "little", signed=True), key=self.key, digest_size=COOKIE_MAC_BYTES)
-        mac = keyed.copy()
+    def turn(self, now: float) -> None:
+        window = int(now // COOKIE_WINDOW_S)
+        self.ends = (window + 1.0) * COOKIE_WINDOW_S
+        self.previous, self.current = (
+            hashlib.blake2b(b"%d" % number, key=self.key, digest_size=COOKIE_MAC_BYTES) for number in (window - 1, window))
+
+    def make(self, message: bytes, now: float) -> bytes:
+        if now >= self.ends:
+            self.turn(now)
+        mac = self.current.copy()
+        mac.update(message)
+        return mac.digest()
+
+    def make_older(self, message: bytes) -> bytes:
+        """What make() gave in the window before."""
+        mac = self.previous.copy()
         mac.update(message)
         return mac.digest()
 
     def good(self, mac: bytes, message: bytes, now: float) -> bool:
-        return mac == self.make(message, now) or mac == self.make(message, now, 1)
+        return mac == self.make(message, now) or mac == self.make_older(message)
 
 
 EXEMPT, BLOCKED = float("-inf"), float("inf")
@@ -951,10 +960,11 @@ class Registry:
         """Remember what became of a packet, for the operator of that server."""
         key = (source, protocol, port)
         heard = self.heard
-        heard[key] = now, outcome, detail
-        heard.move_to_end(key)
-        if len(heard) > HEARD_SOURCES:
+        if key in heard:
+            heard.move_to_end(key)
+        elif len(heard) >= HEARD_SOURCES:
             heard.popitem(last=False)
+        heard[key] = now, outcome, detail
 
 
 def rank_of(server: Server) -> Tuple[Any, ...]:
@@ -1612,9 +1622,10 @@ def iceball_version_text(number: int) -> str:
 
 
 ICEBALL_HBVERSION = 2
-ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")           # 86 bytes
-ICEBALL_VERSIONS = struct.Struct("<HI")                             # of it: heartbeat version, version
-ICEBALL_NUMBERS = struct.Struct("<IHHH")                              # and version, port, players, maximum
+ICEBALL_HBVERSION_BYTES = b"\2\0"
+ICEBALL_ANNOUNCEMENT_BYTES = 86
+ICEBALL_NUMBERS = struct.Struct("<IHHH")        # of it, from offset 6: version, port, players, maximum
+ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES - len(b"=")
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -1667,27 +1678,35 @@ class Iceball(UdpProtocol):
         raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
 
     def announcement(self, data: bytes, peer: Peer, now: float) -> Replies:
-        if len(data) < 10:
-            raise Malformed("an announcement without its versions")
+        if len(data) != ICEBALL_ANNOUNCEMENT_BYTES or data[4:6] != ICEBALL_HBVERSION_BYTES or self.accepted:
+            wrong = self.wrong(data, peer, now)
+            if wrong is not None:
+                return wrong
         source = peer[0]
-        hbversion, version = ICEBALL_VERSIONS.unpack_from(data, 4)
-        if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
-            wrong = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
-                     else "Iceball version %s" % iceball_version_text(version))
-            self.registry.note(source, "iceball", 0, "version", now, wrong)
-            return self.reproach(b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version), peer, now, wrong)
-        if len(data) != ICEBALL_ANNOUNCEMENT.size:
-            wrong = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT.size)
-            self.registry.note(source, "iceball", 0, "bad packet", now, wrong)
-            return self.reproach(b"BADF", peer, now, wrong)
         port = data[10] | data[11] << 8
         server = self.registry.get("iceball", self.registry.rules.listed_address(source), port)
         if server is not None and server.source == source:
-            self.list_server(source, now, ICEBALL_NUMBERS.unpack_from(data, 6), data[16:46], data[46:56], data[56:86], data)
+            self.list_server(source, data, now)
             return [(self.thanks, peer)]
         self.registry.note(source, "iceball", port, "announced", now)
         packed = iceball_pack(data)
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
+
+    def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
+        """The answer to an announcement that cannot be listed; None: it can. The order of the checks is PROTOCOLS's."""
+        if len(data) < 10:
+            raise Malformed("an announcement without its versions")
+        hbversion, version = struct.unpack_from("<HI", data, 4)
+        if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
+            why = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
+                   else "Iceball version %s" % iceball_version_text(version))
+            self.registry.note(peer[0], "iceball", 0, "version", now, why)
+            return self.reproach(b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version), peer, now, why)
+        if len(data) != ICEBALL_ANNOUNCEMENT_BYTES:
+            why = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
+            self.registry.note(peer[0], "iceball", 0, "bad packet", now, why)
+            return self.reproach(b"BADF", peer, now, why)
+        return None
 
     def handshake(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) <= len(self.thanks):           # of a server that is listed already
@@ -1695,15 +1714,15 @@ class Iceball(UdpProtocol):
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if not self.cookie.good(mac, peer[0].encode() + packed, now):
             raise Malformed("a cookie that is forged or older than %d s" % COOKIE_WINDOW_S)
-        self.list_server(peer[0], now, *iceball_unpack(packed))
+        self.list_server(peer[0], iceball_unpack(packed), now)
         return []
 
-    def list_server(self, source: str, now: float, numbers: Tuple[int, ...], name: bytes, mode: bytes, map: bytes,
-                    packet: bytes = b"") -> None:
-        version, port, players, max_players = numbers
-        fields = {"name": decode_utf8(c_string(name)), "mode": decode_utf8(c_string(mode)), "map": decode_utf8(c_string(map)),
-                  "version": iceball_version_text(version), "players": min(players, max_players), "max_players": max_players,
-                  "verified": "handshake"}
+    def list_server(self, source: str, packet: bytes, now: float) -> None:
+        """`packet`: an announcement whose source is proven."""
+        version, port, players, max_players = ICEBALL_NUMBERS.unpack_from(packet, 6)
+        fields = {"name": decode_utf8(c_string(packet[16:46])), "mode": decode_utf8(c_string(packet[46:56])),
+                  "map": decode_utf8(c_string(packet[56:86])), "version": iceball_version_text(version),
+                  "players": min(players, max_players), "max_players": max_players, "verified": "handshake"}
         address = self.registry.rules.listed_address(source)
         before = self.registry.get("iceball", address, port)
         if before is not None:
@@ -1713,9 +1732,8 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             self.registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        if packet:
-            self.known[source, packet] = server
-            server.packet = packet
+        server.packet = packet
+        self.known[source, packet] = server
 
     def accepts(self, version: int) -> bool:
         text = iceball_version_text(version)
@@ -1734,27 +1752,29 @@ class Iceball(UdpProtocol):
 
 
 def iceball_pack(announcement: bytes) -> bytes:
-    """What a cookie carries of an announcement: its numbers, and the texts without their padding.
+    """What a cookie carries of an announcement, at most 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
+    after the heartbeat version without the NULs at the end; or, if that is too long, "-" and the texts without their padding.
+    Texts that fill all 70 bytes of their fields are kept whole (MSOK has 93 bytes then); of those that nearly do, the
+    end of the map is lost until the next announcement, a second later."""
+    packed = announcement[6:].rstrip(b"\0")
+    if len(packed) <= ICEBALL_PACKED_BYTES or len(packed) == 80 and b"\0" not in packed[10:]:
+        return b"=" + packed
+    name, mode, map = (field if b"\0" not in field else c_string(field) + b"\0"
+                       for field in (announcement[16:46], announcement[46:56], announcement[56:]))
+    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES]
 
-    Of its texts 64 bytes at the most, so that MSOK is no longer than the 86 bytes it answers, except for texts that fill all 70 bytes of their
-    fields, which are kept whole (94 bytes). Between the two the end of the map is lost until the next announcement."""
-    name, mode, map = announcement[16:46], announcement[46:56], announcement[56:]
-    text = map.partition(b"\0")[0]
-    for field in (mode, name):
-        text = (field if b"\0" not in field else field.partition(b"\0")[0] + b"\0") + text
-    whole = len(text) == 70 and b"\0" not in text
-    return announcement[6:16] + (text if whole else text[:ICEBALL_ANNOUNCEMENT.size - 4 - COOKIE_MAC_BYTES - 10])
 
-
-def iceball_unpack(packed: bytes) -> Tuple[Tuple[int, ...], bytes, bytes, bytes]:
-    """The way back, of bytes whose MAC was good: numbers, name, mode, map."""
-    rest = packed[10:]
-    fields = []
-    for width in (30, 10):
-        field, nul, _ = rest[:width].partition(b"\0")
-        fields.append(field)
-        rest = rest[len(field) + len(nul):]
-    return ICEBALL_NUMBERS.unpack_from(packed), fields[0], fields[1], rest
+def iceball_unpack(packed: bytes) -> bytes:
+    """The announcement, of bytes whose MAC was good."""
+    form, body = packed[:1], packed[1:]
+    if form == b"-":
+        texts, rest = [], body[10:]
+        for width in (30, 10):
+            field, nul, _ = rest[:width].partition(b"\0")
+            texts.append(field.ljust(width, b"\0"))
+            rest = rest[len(field) + len(nul):]
+        body = body[:10] + texts[0] + texts[1] + rest
+    return b"1CEB" + ICEBALL_HBVERSION_BYTES + body.ljust(80, b"\0")
 
 
 DRAFT_TYPES = (b"\1", b"\2", b"\3", b"\4", b"\5", b"\6", b"\7")
@@ -1821,18 +1841,16 @@ class IceballDraft:
                 self.claims.popitem(last=False)
         self.registry.note(peer[0], "iceball", port, "announced", now)
         address = self.registry.rules.listed_address(peer[0], claim)
-        return [(b"\2" + struct.pack("<IH", self.identity(port, peer, now), port) + address.encode() + b"\0", peer)]
-
-    def identity(self, port: int, peer: Peer, now: float, back: int = 0) -> int:
-        mac = self.cookie.make(b"draft %s %d %d" % (peer[0].encode(), peer[1], port), now, back)
-        return port << 16 | mac[0] << 8 | mac[1]
+        identity = draft_identity(port, self.cookie.make(draft_message(port, peer), now))
+        return [(b"\2" + struct.pack("<IH", identity, port) + address.encode() + b"\0", peer)]
 
     def session(self, identity: int, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
         known, server = self.sessions.get(peer, (None, None))
         if known != identity:
             port = identity >> 16
-            if identity not in (self.identity(port, peer, now), self.identity(port, peer, now, 1)):
+            message = draft_message(port, peer)
+            if identity not in (draft_identity(port, self.cookie.make(message, now)), draft_identity(port, self.cookie.make_older(message))):
                 return None
             if not self.guesses.allow(peer[0], now):
                 return None
@@ -1888,6 +1906,14 @@ class IceballDraft:
     def watch(self, event: str, server: Server) -> None:
         if event == "gone":
             self.forget(server)
+
+
+def draft_message(port: int, peer: Peer) -> bytes:
+    return b"draft %s %d %d" % (peer[0].encode(), peer[1], port)
+
+
+def draft_identity(port: int, mac: bytes) -> int:
+    return port << 16 | mac[0] << 8 | mac[1]
 
 
 # --- Hyperbol --------------------------------------------------------------------------------------------------------
@@ -3771,40 +3797,48 @@ class Datagrams:
         self.mapped = sock.family == socket.AF_INET6
 
     def ready(self, mask: int, now: float) -> None:
-        tally = self.tally
         receive, send, handle, allow = self.sock.recvfrom, self.sock.sendto, self.protocol.datagram, self.limiter.allow
+        received = bytes_in = sent = bytes_out = 0
         for _ in range(DRAIN_DATAGRAMS):
             try:
                 data, peer = receive(MAX_DATAGRAM_BYTES)
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError:         # Windows: an earlier answer met a closed port (ConnectionResetError)
                 continue
-            tally.received += 1
-            tally.bytes_in += len(data)
+            received += 1
+            bytes_in += len(data)
             if not allow(peer[0], now):
-                tally.limited += 1
+                self.tally.limited += 1
                 continue
             try:
                 replies = handle(data, peer, now)
-            except Malformed as error:
-                tally.malformed += 1
-                if log.isEnabledFor(logging.DEBUG):
-                    log.debug("%s %s malformed: %s: %s", endpoint(peer[0], peer[1]), self.name, error, ascii(data[:48]))
-                continue
-            except Exception:
-                tally.errors += 1
-                log.exception("%s %s: a packet ended in an error of the program: %s",
-                              endpoint(peer[0], peer[1]), self.name, ascii(data[:600]))
+            except Exception as error:
+                self.failed(error, data, peer)
                 continue
             for reply, to in replies:
                 try:
-                    send(reply, to)
+                    bytes_out += send(reply, to)
                 except OSError:     # no room, no route: the peer asks again
-                    tally.unsent += 1
+                    self.tally.unsent += 1
                 else:
-                    tally.sent += 1
-                    tally.bytes_out += len(reply)
+                    sent += 1
+        tally = self.tally
+        tally.received += received
+        tally.bytes_in += bytes_in
+        tally.sent += sent
+        tally.bytes_out += bytes_out
+
+    def failed(self, error: Exception, data: bytes, peer: Peer) -> None:
+        """A packet that the protocol could not read, which is nothing special, or that it failed on, which is a fault."""
+        if isinstance(error, Malformed):
+            self.tally.malformed += 1
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s %s malformed: %s: %s", endpoint(peer[0], peer[1]), self.name, error, ascii(data[:48]))
+        else:
+            self.tally.errors += 1
+            log.error("%s %s: a packet ended in an error of the program: %s", endpoint(peer[0], peer[1]), self.name, ascii(data[:600]),
+                      exc_info=error)
 
     def send(self, replies: Replies) -> None:
         for reply, to in replies:
