@@ -62,7 +62,8 @@ import time
 import urllib.parse
 import zlib
 from datetime import datetime, timezone
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple,
+                    Union)
 
 __version__ = "1.0"
 
@@ -282,7 +283,8 @@ SETTINGS = (
     Setting("hyperbol", "port", "20203", read_port, "TCP port of the list."),
     Setting("hyperbol", "servers", "", read_list(read_known_hyperbol, "\n"),
             "Known game servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official, by kind of game).", live=True),
-    Setting("subspace", "port", "4990", read_port_before, "UDP port of the zone list; announcements and pings come to the port after it."),
+    Setting("subspace", "port", "4990", read_port_before,
+            "UDP port of the zone list; announcements and pings come to the port after it."),
     Setting("subspace", "zones", "", read_list(read_zone, "\n"),
             "Known zones, one ADDRESS:PORT a line; they are pinged without announcing themselves.", live=True),
     Setting("aio", "port", "27011", read_port, "TCP port for servers and clients of every generation."),
@@ -1499,17 +1501,19 @@ class IceballDraft:
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
 ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
-ZONE_CLAIMS = 4096                  # announced and not asked yet; about 4 MB. A flood of false ones passes through, oldest out first
-ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")                  # 94 bytes, then the description: 1 to 386 with its NUL
+ZONE_CLAIMS = 4096                  # announced, not answering yet; about 4 MB. A flood of false ones passes through it
+ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
 ZONE_ANNOUNCEMENT_MAX = 480
 ZONE_ENTRY = struct.Struct("<4sHHHI64s")                            # in a list, then the description with its NUL
 ZONE_DESCRIPTION_BYTES = 480        # in a list (PROTOCOLS)
 ZONE_VERSION = 134                  # what every zone announces; for those that the ini names
 ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
+ZONE_ANSWERED = ("players", "playing", "verified", "responding", "ping_ms")     # answers tell better than announcements
 PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
 PING_BYTES = 512                    # the document: no packet is larger …
 PING_BYTES_SEEN = 520               # … but PROTOCOLS knows of 520
-PING_FORMS: Tuple[Optional[int], ...] = (PING_SUMMARY | PING_ARENAS, PING_ARENAS, None)     # as asked in turn; None: the 4-byte form
+# As asked in turn; None stands for the 4-byte form
+PING_FORMS: Tuple[Optional[int], ...] = (PING_SUMMARY | PING_ARENAS, PING_ARENAS, None)
 
 
 class ZonePoll:
@@ -1518,8 +1522,9 @@ class ZonePoll:
         > 11223344              < 06000000 11223344
         > 11223344 03000000     < 11223344 03000000 06000000 04000000 3000 0200 0100 706200 0100 0100 00
 
-    Options 1 and 2 are asked together; if 2 is missing in the answer, the list was too long and is asked for alone. The 4-byte form comes
-    last: old zones know no other, and of several virtual servers on one asss it alone counts this one's players.
+    Options 1 and 2 are asked together; if 2 is missing in the answer, the list was too long and is asked for alone. The
+    4-byte form comes last: old zones know no other, and of several virtual servers on one asss it alone counts this
+    one's players.
     """
 
     def __init__(self) -> None:
@@ -1565,7 +1570,8 @@ class ZonePoll:
 
     def fields(self) -> Dict[str, Any]:
         """For the registry: players, playing, as far as they were told."""
-        players = next(n for n in (self.count, self.total, sum(total for _, total, _ in self.arenas or [])) if n is not None)
+        seen = sum(total for _, total, _ in self.arenas or [])
+        players = next(number for number in (self.count, self.total, seen) if number is not None)
         fields: Dict[str, Any] = {"players": clamp(players)}
         if self.playing is not None:        # more playing than players: those of all virtual servers
             fields["playing"] = self.playing if self.playing <= players else None
@@ -1573,8 +1579,11 @@ class ZonePoll:
 
     def arenas_text(self) -> str:
         """`(Public 0) 2/1, duel 1/1`: total and playing."""
-        return ", ".join("%s %d/%d" % ("(Public %s)" % name.decode("ascii") if name.isdigit() else decode_legacy(name), total, playing)
-                         for name, total, playing in self.arenas or [])
+        return ", ".join("%s %d/%d" % (arena_name(name), total, playing) for name, total, playing in self.arenas or [])
+
+
+def arena_name(raw: bytes) -> str:
+    return "(Public %s)" % raw.decode("ascii") if raw.isdigit() else decode_legacy(raw) or "?"
 
 
 def arena_blocks(data: bytes) -> List[Tuple[bytes, int, int]]:
@@ -1589,7 +1598,7 @@ def arena_blocks(data: bytes) -> List[Tuple[bytes, int, int]]:
 
 
 def ping_nonce() -> int:
-    """A timestamp for which zones count everybody: some take turns by it, `t % 600 < 300` and `t % 1000 < 500` mean the total."""
+    """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500` means the total."""
     return 3000 * random.SystemRandom().randrange((1 << 32) // 3000) + random.SystemRandom().randrange(300)
 
 
@@ -1605,7 +1614,8 @@ class Claim(NamedTuple):
 def zone_announcement(data: bytes) -> Claim:
     """The 95 to 480 bytes of an announcement; raises Malformed with the field."""
     if not ZONE_ANNOUNCEMENT.size < len(data) <= ZONE_ANNOUNCEMENT_MAX:
-        raise Malformed("length: %d bytes instead of 4, 8 or %d to %d" % (len(data), ZONE_ANNOUNCEMENT.size + 1, ZONE_ANNOUNCEMENT_MAX))
+        raise Malformed("length: %d bytes instead of 4, 8 or %d to %d" % (
+            len(data), ZONE_ANNOUNCEMENT.size + 1, ZONE_ANNOUNCEMENT_MAX))
     _, port, players, scores, version, name, password = ZONE_ANNOUNCEMENT.unpack_from(data)
     fields = {"name": decode_legacy(c_string(name)), "players": players, "version": str(version),
               "description": decode_legacy(c_string(data[ZONE_ANNOUNCEMENT.size:]), TEXT_CHARACTERS),
@@ -1616,16 +1626,16 @@ def zone_announcement(data: bytes) -> Claim:
 
 
 class SubSpacePing(UdpProtocol, Querier):
-    """SubSpace's ping port, one above the list: answers pings to this master, hears zones announce themselves, asks zones.
+    """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, asks zones.
 
-        > 11223344 03000000                          a ping of 4 or 8 bytes; answered as ZonePoll shows, one arena a game
+        > 11223344 03000000                         a ping of 4 or 8 bytes; answered as in ZonePoll, one arena a game
         > 00000000 a861 0600 0100 86000000           ip (ignored), port, players, scores, version 134
           4c6f6f706261636b2054657374205a6f6e65 00…   name[32]
           63616e65 00…                               password[48]
           61207265616c 00                            description, NUL-terminated
 
-    An announcement is a claim: the zone is listed once it answers a ping on its port + 1 at the datagram's source. Listed zones are in the
-    registry, where SubSpaceList finds them; here are only the claims and who owns which name.
+    An announcement is a claim: the zone is listed once it answers a ping on its port + 1 at the datagram's source.
+    Listed zones are in the registry, where SubSpaceList finds them; here are only the claims and who owns which name.
     """
 
     attempts = len(PING_FORMS)
@@ -1634,9 +1644,10 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry = core.registry
         self.poller = core.poller
         self.limiter = Limiter(*core.settings["limits.requests"], verdict=core.registry.rules.verdict)
-        self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()     # by source and announced port
-        self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}          # a name's password, and the zones that have it
-        self.names: Dict[Server, str] = {}                              # the way back
+        # By source and announced port, the one heard from last at the end
+        self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
+        self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
+        self.names: Dict[Server, str] = {}                          # the way back
         self.known = Known(core, self, offset=1)
         self.registry.watchers.append(self.watch)
         for server in self.registry.servers("subspace"):
@@ -1689,8 +1700,9 @@ class SubSpacePing(UdpProtocol, Querier):
     # Announcements
 
     def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
-        """An announcement that came by HTTP, with fields for the registry; raises Refused. Such a zone stays for as long as it answers."""
-        self.claim(source, Claim(port, dict(fields), ZONE_PASSWORD, float("inf")), now)
+        """An announcement by HTTP, with fields for the registry; such a zone stays for as long as it answers. Raises Refused."""
+        told = {key: value for key, value in fields.items() if key != "name" or value}
+        self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
 
     def claim(self, source: str, claim: Claim, now: float) -> None:
         """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
@@ -1712,7 +1724,7 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.note(source, "subspace", claim.port, "announced", now)
         else:
             self.registry.admit_name(name)
-            fields = {key: value for key, value in claim.fields.items() if key != "players"}       # its answers tell better
+            fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
             server.lifetime = max(server.lifetime, claim.lifetime)
             self.registry.refresh(server, now)
@@ -1780,7 +1792,7 @@ class SubSpacePing(UdpProtocol, Querier):
         target.step = poll.step
         assert target.asked_at is not None
         target.ping_ms = (now - target.asked_at) * 1000
-        if complete or self.zone(target.address, target.server_port) is None:       # a new zone is listed at its first answer
+        if complete or self.zone(target.address, target.server_port) is None:       # a new zone: listed at its first answer
             return not self.take(target, now) or complete
         return False
 
@@ -1875,8 +1887,8 @@ class SubSpaceLink:
         00 07                                   disconnect
         00 0e {len.u8 packet}*                  cluster
 
-    `receive` and `tick` return datagrams for the peer; `payloads` gives what to send reliably, and is read no faster than the peer
-    acknowledges. `closed`: the link has ended, by the peer or because it acknowledges nothing.
+    `receive` and `tick` return datagrams for the peer; `payloads` gives what to send reliably, and is read no faster than
+    the peer acknowledges. `closed`: the link has ended, by the peer or because it acknowledges nothing.
     """
 
     def __init__(self, now: float, payloads: Iterable[bytes] = ()) -> None:
@@ -1925,7 +1937,8 @@ class SubSpaceLink:
         if kind == b"\0\4":
             self.acknowledged(number)
         elif kind == b"\0\5":
-            return [b"\0\6" + data[2:6] + struct.pack("<I", int(now * 100) % LINK_SEQUENCES)]      # hundredths of a second
+            hundredths = int(now * 100) % LINK_SEQUENCES
+            return [b"\0\6" + data[2:6] + struct.pack("<I", hundredths)]
         return []
 
     def cluster(self, data: bytes, now: float, depth: int) -> List[bytes]:
@@ -1987,7 +2000,7 @@ class SubSpaceLink:
         return out
 
 
-LIST_UNPROVEN_BYTES = 4096          # to a peer that has acknowledged nothing: its address may be false. Eight tries of one packet
+LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
 LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
 LIST_LINKS = 512                    # open exchanges, of proven and of unproven peers each; a few kB apiece
 LIST_EDITION_S = 1.0                # a list is made anew at most so often
@@ -2025,8 +2038,9 @@ class SubSpaceList(UdpProtocol):
         > 00 04 seq[4]
         > 00 07                                 disconnect
 
-    The list is `01` and for each zone ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL. Nothing in the exchange
-    proves the peer's address before its first acknowledgement; until then one packet is in flight, and LIST_UNPROVEN_BYTES go out.
+    The list is `01` and for each zone ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL. Nothing in
+    the exchange proves the peer's address before its first acknowledgement; until then one packet is in flight, and at
+    most LIST_UNPROVEN_BYTES go out.
     """
 
     def __init__(self, core: Core) -> None:
@@ -2088,7 +2102,8 @@ class SubSpaceList(UdpProtocol):
     def chunks(self, minimum: int, now: float) -> Iterator[bytes]:
         """The list of zones with at least so many players, in packets, made one by one as they can be sent."""
         if now - self.edition_at >= LIST_EDITION_S and self.edition_generation != self.registry.generation:
-            zones = [server for server in self.registry.in_order("subspace") if ":" not in server.address and server.responding]
+            zones = [server for server in self.registry.in_order("subspace")
+                     if ":" not in server.address and server.responding]
             self.edition = list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
             self.edition_at, self.edition_generation = now, self.registry.generation
         return zone_chunks(self.edition, minimum)
@@ -2108,9 +2123,9 @@ def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[byte
 def zone_entry(server: Server) -> bytes:
     """A zone in the list: 78 bytes and the description, as Windows-1252."""
     version = int(server.version) if server.version.isdecimal() else ZONE_VERSION
-    return ZONE_ENTRY.pack(
-        ipv4_bytes(server.address), server.port, server.players, server.details.get("scores") == "yes", clamp(version, 0xFFFFFFFF),
-        server.name.encode("cp1252", "replace")[:63]) + server.description.encode("cp1252", "replace")[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
+    name, description = (text.encode("cp1252", "replace") for text in (server.name, server.description))
+    return ZONE_ENTRY.pack(ipv4_bytes(server.address), server.port, server.players, server.details.get("scores") == "yes",
+                           clamp(version, 0xFFFFFFFF), name[:63]) + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
 
 
 def zone_entries(data: bytes) -> List[Dict[str, Any]]:
@@ -2126,8 +2141,9 @@ def zone_entries(data: bytes) -> List[Dict[str, Any]]:
         description, nul, data = data[ZONE_ENTRY.size:].partition(b"\0")
         if not nul:
             raise Malformed("list: a description without its NUL")
-        zones.append({"address": str(ipaddress.IPv4Address(address)), "port": port, "name": decode_legacy(c_string(name)), "players": players,
-                      "scores": bool(scores & 255), "version": version, "description": decode_legacy(description, TEXT_CHARACTERS)})
+        zones.append({"address": str(ipaddress.IPv4Address(address)), "port": port, "name": decode_legacy(c_string(name)),
+                      "players": players, "scores": bool(scores & 255), "version": version,
+                      "description": decode_legacy(description, TEXT_CHARACTERS)})
     return zones
 
 
@@ -2993,7 +3009,7 @@ class MasterServer:
             raise
 
     def free_ports(self, row: Row) -> int:
-        """For port 0 where rows share a setting: a port that is free with those after it; 0 where the row stands alone."""
+        """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
         last = max(r.offset for r in PROTOCOLS if r.setting == row.setting)
         if last and row.setting not in self.free:
             hosts = [address for address in self.settings["server.bind"] if ":" not in address]
@@ -3222,7 +3238,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
 
 
 def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
-    """The first of `length` ports in a row that are free on all these IPv4 addresses; 0 if one of them is not this machine's."""
+    """The first of `length` free ports in a row on all these IPv4 addresses; 0 if one is not this machine's."""
     for _ in range(FREE_RUN_TRIES):
         socks = []
         try:
@@ -3250,7 +3266,7 @@ def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
-# What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned as a dict for JSON;
+# What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
 # NoAnswer says in words why there is nothing.
 
 ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
@@ -3264,7 +3280,7 @@ class NoAnswer(Exception):
 
 
 def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Callable[[bytes], Any]) -> Tuple[Any, float]:
-    """Send `question(attempt)` until `answer(data)` takes what comes without Malformed; its result, and milliseconds. Raises NoAnswer."""
+    """Send `question(attempt)` until `answer(data)` takes what comes; its result, and milliseconds. Raises NoAnswer."""
     wrong = ""
     family, _, _, _, place = socket.getaddrinfo(resolved(host), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -3294,7 +3310,8 @@ def ping_subspace(host: str, port: int) -> Dict[str, Any]:
     while not complete:
         nonce = ping_nonce()
         try:
-            complete, ping_ms = udp_ask(host, port + 1, functools.partial(poll.question, nonce), functools.partial(poll.answer, nonce=nonce))
+            complete, ping_ms = udp_ask(host, port + 1, functools.partial(poll.question, nonce),
+                                        functools.partial(poll.answer, nonce=nonce))
         except NoAnswer:
             if not poll.answered:
                 raise
@@ -3302,7 +3319,8 @@ def ping_subspace(host: str, port: int) -> Dict[str, Any]:
     return dict(poll.fields(), arenas=poll.arenas_text(), ping_ms=round(ping_ms, 1))
 
 
-HYPERBOL_ANSWER = struct.Struct("<32s32sBBB64s20sxIIBBBB16sIIIIB20s3BBxxx")     # after 1b and the timestamp: the document's script
+# After 1b and the timestamp; from the document's script
+HYPERBOL_ANSWER = struct.Struct("<32s32sBBB64s20sxIIBBBB16sIIIIB20s3BBxxx")
 
 
 def ping_hyperbol(host: str, port: int) -> Dict[str, Any]:
@@ -3312,9 +3330,9 @@ def ping_hyperbol(host: str, port: int) -> Dict[str, Any]:
         if len(data) != 5 + HYPERBOL_ANSWER.size or data[:5] != struct.pack("<BI", 0x1B, nonce):
             raise Malformed("not the 229 bytes of an answer")
         row = HYPERBOL_ANSWER.unpack_from(data, 5)
-        return {"name": decode_legacy(c_string(row[0])), "mode": decode_legacy(c_string(row[1])), "players": row[2], "max_players": row[3],
-                "map": decode_legacy(c_string(row[5])), "version": decode_legacy(c_string(row[13])), "flags": row[8],
-                "factions": list(row[20:23]), "skill": row[23]}
+        name, mode, map, version = (decode_legacy(c_string(row[i])) for i in (0, 1, 5, 13))
+        return {"name": name, "mode": mode, "players": row[2], "max_players": row[3], "map": map, "version": version,
+                "flags": row[8], "factions": list(row[20:23]), "skill": row[23]}
 
     found, ping_ms = udp_ask(host, port, lambda attempt: struct.pack("<BI", 2, nonce), answer)
     return dict(found, ping_ms=round(ping_ms, 1))
@@ -3331,7 +3349,8 @@ def ping_aio(host: str, port: int) -> Dict[str, Any]:
         if data[:1] != b"\0" or len(data) != at + 10:
             raise Malformed("not 00, two texts and 10 bytes of numbers")
         players, max_players, version = struct.unpack_from("<IIH", data, at)
-        return {"name": texts[0], "description": texts[1], "players": players, "max_players": max_players, "version": version}
+        return {"name": texts[0], "description": texts[1], "players": players, "max_players": max_players,
+                "version": version}
 
     found, ping_ms = udp_ask(host, port, lambda attempt: b"\0", answer)
     return dict(found, ping_ms=round(ping_ms, 1))
@@ -3452,7 +3471,7 @@ def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
                 raise Malformed("no list came before the end")
             data += piece
     fields = data[start.end():-2].decode("utf-8", "replace").split("#")
-    if fields[::5] == [str(index) for index in range(len(fields) // 5)]:        # the document's form: an index before each server
+    if fields[::5] == [str(index) for index in range(len(fields) // 5)]:    # the document's form: an index before each
         fields = [field for i, field in enumerate(fields) if i % 5]
     texts = [clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS) for field in fields]
     rows = [dict(zip(("name", "description", "address", "port"), texts[i:i + 4])) for i in range(0, len(texts) - 3, 4)]
@@ -3499,16 +3518,22 @@ def list_iceball(host: str, port: int) -> List[Dict[str, Any]]:
     finally:
         connection.close()
     try:
-        return [{"address": clean(str(s["address"])), "port": int(s["port"]), "name": clean(str(s["name"])), "mode": clean(str(s["mode"])),
-                 "map": clean(str(s["map"])), "players": int(s["players_current"]), "max_players": int(s["players_max"]),
-                 "version": clean(str(s.get("version", "")))} for s in json.loads(body.decode("utf-8"))["servers"]]
+        return [{"address": clean(str(s["address"])), "port": int(s["port"]), "name": clean(str(s["name"])),
+                 "mode": clean(str(s["mode"])), "map": clean(str(s["map"])), "players": int(s["players_current"]),
+                 "max_players": int(s["players_max"]), "version": clean(str(s.get("version", "")))}
+                for s in json.loads(body.decode("utf-8"))["servers"]]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Malformed("/master.json: status %d, %r" % (response.status, error)) from None
 
 
-PINGS: Dict[str, Callable[[str, int], Dict[str, Any]]] = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
-LISTS: Dict[str, Tuple[Callable[[str, int], List[Dict[str, Any]]], int]] = {     # with the default port
-    "iceball": (list_iceball, 27790), "subspace": (list_subspace, 4990), "hyperbol": (list_hyperbol, 20203), "aio": (list_aio, 27011)}
+Facts = Dict[str, Any]
+PINGS: Dict[str, Callable[[str, int], Facts]] = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
+LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with the default port
+    "iceball": (list_iceball, 27790),
+    "subspace": (list_subspace, 4990),
+    "hyperbol": (list_hyperbol, 20203),
+    "aio": (list_aio, 27011),
+}
 
 
 def read_place(text: str) -> Tuple[str, Optional[int]]:
@@ -3536,20 +3561,23 @@ def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callab
         print("masterserver.py: %s: %s" % (endpoint(*arguments.place), error), file=sys.stderr)
         return EXIT_FAILED
     text = json.dumps(result, indent=2) if arguments.json else "\n".join(words(result))
-    sys.stdout.write((text + "\n").encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii"))
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write((text + "\n").encode(encoding, "replace").decode(encoding))
     return EXIT_OK
 
 
 def command_ping(arguments: argparse.Namespace) -> int:
     host, port = arguments.place
-    return outcome(arguments, lambda: dict({"game": arguments.game, "address": host, "port": port}, **PINGS[arguments.game](host, port)),
-                   lambda found: ("%-12s %s" % (name, value) for name, value in found.items() if value not in (None, "")))
+    about = {"game": arguments.game, "address": host, "port": port}
+    return outcome(arguments, lambda: dict(about, **PINGS[arguments.game](host, port)),
+                   lambda found: ("%-12s %s" % item for item in found.items() if item[1] not in (None, "")))
 
 
 def command_list(arguments: argparse.Namespace) -> int:
     ask, default_port = LISTS[arguments.game]
     host, port = arguments.place = arguments.place[0], arguments.place[1] or default_port
-    return outcome(arguments, lambda: {"game": arguments.game, "address": host, "port": port, "servers": ask(host, port)},
+    about = {"game": arguments.game, "address": host, "port": port}
+    return outcome(arguments, lambda: dict(about, servers=ask(host, port)),
                    lambda found: [list_line(row) for row in found["servers"]] or ["no servers"])
 
 
@@ -3560,7 +3588,8 @@ def list_line(row: Dict[str, Any]) -> str:
 
 def add_client_commands(commands: Any) -> None:
     ping = commands.add_parser("ping", help="what a game server answers")
-    ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint), help="the game's port, also where questions go to another")
+    ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
+                      help="the game's port, also where questions go to another")
     ping.add_argument("--game", choices=sorted(PINGS), required=True)
     ping.set_defaults(run=command_ping)
     listing = commands.add_parser("list", help="what a master server lists")
