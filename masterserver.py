@@ -3033,10 +3033,11 @@ class MasterServer:
                 if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)
                     continue
+                hint = ("Change it with [server] bind." if error.errno == errno.EADDRNOTAVAIL or not row.setting else
+                        "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
+                            *row.setting.split("."), row.setting))
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (
-                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error,
-                    "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
-                        *row.setting.split("."), row.setting))) from None
+                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error, hint)) from None
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
