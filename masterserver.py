@@ -1588,7 +1588,7 @@ def arena_name(raw: bytes) -> str:
 
 def arena_blocks(data: bytes) -> List[Tuple[bytes, int, int]]:
     """`name\\0 total.u16 playing.u16`, ended by an empty name; a list that was cut off ends where it does."""
-    blocks = []
+    blocks: List[Tuple[bytes, int, int]] = []
     while True:
         name, nul, data = data.partition(b"\0")
         if not name or not nul or len(data) < 4:

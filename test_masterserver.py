@@ -753,9 +753,9 @@ class SubSpaceLists(unittest.TestCase):
                     pass
             if n % 50 == 0:
                 world.list.tick(n / 50)
-        for data in (b"\1" + bytes(50), b"\1" + b"x" * 90, b"\2", b""):
+        for wrong in (b"\1" + bytes(50), b"\1" + b"x" * 90, b"\2", b""):
             with self.assertRaises(ms.Malformed):
-                ms.zone_entries(data)
+                ms.zone_entries(wrong)
 
 
 # --- AIO -------------------------------------------------------------------------------------------------------------
