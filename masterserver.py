@@ -41,6 +41,7 @@ import gzip
 import hashlib
 import heapq
 import html
+import http.client
 import http.server
 import io
 import ipaddress
@@ -63,8 +64,9 @@ import threading
 import time
 import types
 import urllib.parse
+import zlib
 from datetime import datetime, timedelta, timezone
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 __version__ = "1.0"
 
@@ -159,6 +161,11 @@ def read_port(text: str) -> Optional[int]:
     return read_number(0, 65535)(text) if text.strip() else None
 
 
+def read_port_before(text: str) -> Optional[int]:
+    """The same for a port that the next one belongs to."""
+    return read_number(0, 65534)(text) if text.strip() else None
+
+
 def read_list(read: Callable[[str], Any], separator: str = ",") -> Callable[[str], Tuple[Any, ...]]:
     def read_all(text: str) -> Tuple[Any, ...]:
         return tuple(read(part.strip()) for part in text.split(separator) if part.strip())
@@ -208,6 +215,13 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) <= 65535 or (":" in host and not bracketed):
         raise ValueError("%r is not ADDRESS:PORT" % text.strip())
     return host.strip("[]"), int(port)
+
+
+def read_zone(text: str) -> Tuple[str, int]:
+    host, port = read_endpoint(text)
+    if port == 65535:
+        raise ValueError("port 65535 has no port after it, where zones are pinged")
+    return host, port
 
 
 def read_numeric_endpoint(text: str) -> Tuple[str, int]:
@@ -306,8 +320,9 @@ SETTINGS = (
     Setting("hyperbol", "port", "20203", read_port, "TCP port of the list."),
     Setting("hyperbol", "servers", "", read_list(read_known_hyperbol, "\n"),
             "Known game servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official, by kind of game).", live=True),
-    Setting("subspace", "port", "4990", read_port, "UDP port of the zone list; announcements and pings come to the port after it."),
-    Setting("subspace", "zones", "", read_list(read_endpoint, "\n"),
+    Setting("subspace", "port", "4990", read_port_before,
+            "UDP port of the zone list; announcements and pings come to the port after it."),
+    Setting("subspace", "zones", "", read_list(read_zone, "\n"),
             "Known zones, one ADDRESS:PORT a line; they are pinged without announcing themselves.", live=True),
     Setting("aio", "port", "27011", read_port, "TCP port for servers and clients of every generation."),
     Setting("aio", "dialects", "text, binary, framed", read_list(read_choice("text", "binary", "framed")),
@@ -969,6 +984,20 @@ class Registry:
 
 def rank_of(server: Server) -> Tuple[Any, ...]:
     return server.rank
+
+
+def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
+    """Each server's part of the list `name`, rendered when the server has changed since."""
+    out = []
+    for server in servers:
+        made = server.parts
+        if made is None:
+            made = server.parts = {}
+        part = made.get(name)
+        if part is None:
+            part = made[name] = render(server)
+        out.append(part)
+    return out
 
 
 # =====================================================================================================================
@@ -1920,6 +1949,652 @@ def draft_identity(port: int, mac: bytes) -> int:
 
 
 # --- SubSpace --------------------------------------------------------------------------------------------------------
+
+ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
+ZONE_CLAIMS = 4096                  # announced, not answering yet; about 4 MB. A flood of false ones passes through it
+ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
+ZONE_ANNOUNCEMENT_MAX = 480
+ZONE_ENTRY = struct.Struct("<4sHHHI64s")                            # in a list, then the description with its NUL
+ZONE_DESCRIPTION_BYTES = 480        # in a list (PROTOCOLS)
+ZONE_VERSION = 134                  # what every zone announces; for those that the ini names
+ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
+ZONE_ANSWERED = ("players", "playing", "verified", "responding", "ping_ms")     # answers tell better than announcements
+PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
+PING_BYTES = 512                    # the document: no packet is larger …
+PING_BYTES_SEEN = 520               # … but PROTOCOLS knows of 520
+# As asked in turn; None stands for the 4-byte form
+PING_FORMS: Tuple[Optional[int], ...] = (PING_SUMMARY | PING_ARENAS, PING_ARENAS, None)
+
+
+class ZonePoll:
+    """What one zone answers to the questions of one poll, each with a nonce of its own as timestamp; document 002.
+
+        > 11223344              < 06000000 11223344
+        > 11223344 03000000     < 11223344 03000000 06000000 04000000 3000 0200 0100 706200 0100 0100 00
+
+    Options 1 and 2 are asked together; if 2 is missing in the answer, the list was too long and is asked for alone. The
+    4-byte form comes last: old zones know no other, and of several virtual servers on one asss it alone counts this
+    one's players.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.form = 0           # places in PING_FORMS: the one to ask, the one asked
+        self.count: Optional[int] = None    # players as the 4-byte form has them
+        self.total: Optional[int] = None    # and as option 1 has them
+        self.playing: Optional[int] = None
+        self.arenas: Optional[List[Tuple[bytes, int, int]]] = None
+
+    def question(self, nonce: int, attempt: int) -> bytes:
+        """4 or 8 bytes. Each attempt without an answer goes on to the next form."""
+        self.form = min(max(self.step, attempt), len(PING_FORMS) - 1)
+        options = PING_FORMS[self.form]
+        return struct.pack("<I", nonce) if options is None else struct.pack("<II", nonce, options)
+
+    def answer(self, data: bytes, nonce: int) -> bool:
+        """True: the poll is complete. False: `step` is to be asked next. Raises Malformed."""
+        if PING_FORMS[self.form] is None:
+            if len(data) != 8 or int.from_bytes(data[4:], "little") != nonce:
+                raise Malformed("total: not the 8 bytes that answer the 4-byte form, or another timestamp")
+            self.count = int.from_bytes(data[:4], "little")
+            return True
+        if len(data) < 8 or int.from_bytes(data[:4], "little") != nonce:
+            raise Malformed("timestamp: not the one that was sent")
+        if len(data) > PING_BYTES_SEEN:
+            raise Malformed("length: %d bytes" % len(data))
+        options, offset = int.from_bytes(data[4:8], "little"), 8
+        if options & PING_SUMMARY:
+            if len(data) < 16:
+                raise Malformed("global summary: cut off")
+            self.total, self.playing = struct.unpack_from("<II", data, 8)
+            offset = 16
+        if options & PING_ARENAS:
+            self.arenas = arena_blocks(data[offset:])
+        elif PING_FORMS[self.form] == PING_ARENAS:
+            self.arenas = []                # some leave the bit out when there is none to list
+        self.step = self.form + 1 if self.arenas is None else len(PING_FORMS) - 1
+        return False
+
+    @property
+    def answered(self) -> bool:
+        return any(part is not None for part in (self.count, self.total, self.arenas))
+
+    def fields(self) -> Dict[str, Any]:
+        """For the registry: players, playing, as far as they were told."""
+        seen = sum(total for _, total, _ in self.arenas or [])
+        players = next(number for number in (self.count, self.total, seen) if number is not None)
+        fields: Dict[str, Any] = {"players": clamp(players)}
+        if self.playing is not None:        # more playing than players: those of all virtual servers
+            fields["playing"] = self.playing if self.playing <= players else None
+        return fields
+
+    def arenas_text(self) -> str:
+        """`(Public 0) 2/1, duel 1/1`: total and playing."""
+        return ", ".join("%s %d/%d" % (arena_name(name), total, playing) for name, total, playing in self.arenas or [])
+
+
+def arena_name(raw: bytes) -> str:
+    return "(Public %s)" % raw.decode("ascii") if raw.isdigit() else decode_legacy(raw) or "?"
+
+
+def arena_blocks(data: bytes) -> List[Tuple[bytes, int, int]]:
+    """`name\\0 total.u16 playing.u16`, ended by an empty name; a list that was cut off ends where it does."""
+    blocks: List[Tuple[bytes, int, int]] = []
+    while True:
+        name, nul, data = data.partition(b"\0")
+        if not name or not nul or len(data) < 4:
+            return blocks
+        blocks.append((name,) + struct.unpack_from("<HH", data))
+        data = data[4:]
+
+
+def ping_nonce() -> int:
+    """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500` means the total."""
+    return 3000 * random.SystemRandom().randrange((1 << 32) // 3000) + random.SystemRandom().randrange(300)
+
+
+class Claim(NamedTuple):
+    """What a zone said of itself before it answered a ping."""
+
+    port: int
+    fields: Dict[str, Any]          # for the registry
+    password: bytes
+    lifetime: float
+
+
+def zone_announcement(data: bytes) -> Claim:
+    """The 95 to 480 bytes of an announcement; raises Malformed with the field."""
+    if not ZONE_ANNOUNCEMENT.size < len(data) <= ZONE_ANNOUNCEMENT_MAX:
+        raise Malformed("length: %d bytes instead of 4, 8 or %d to %d" % (
+            len(data), ZONE_ANNOUNCEMENT.size + 1, ZONE_ANNOUNCEMENT_MAX))
+    _, port, players, scores, version, name, password = ZONE_ANNOUNCEMENT.unpack_from(data)
+    fields = {"name": decode_legacy(c_string(name)), "players": players, "version": str(version),
+              "description": decode_legacy(c_string(data[ZONE_ANNOUNCEMENT.size:]), TEXT_CHARACTERS),
+              "details": {"scores": "yes" if scores & 255 else "no"}}
+    if not fields["name"]:
+        raise Malformed("name: it is empty")
+    return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
+
+
+class SubSpacePing(UdpProtocol, Querier):
+    """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, asks zones.
+
+        > 11223344 03000000                         a ping of 4 or 8 bytes; answered as in ZonePoll, one arena a game
+        > 00000000 a861 0600 0100 86000000           ip (ignored), port, players, scores, version 134
+          4c6f6f706261636b2054657374205a6f6e65 00…   name[32]
+          63616e65 00…                               password[48]
+          61207265616c 00                            description, NUL-terminated
+
+    An announcement is a claim: the zone is listed once it answers a ping on its port + 1 at the datagram's source.
+    Listed zones are in the registry, where SubSpaceList finds them; here are only the claims and who owns which name.
+    """
+
+    attempts = len(PING_FORMS)
+
+    def __init__(self, core: Core) -> None:
+        self.registry = core.registry
+        self.poller = core.poller
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        # By source and announced port, the one heard from last at the end
+        self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
+        self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
+        self.names: Dict[Server, str] = {}                          # the way back
+        self.known = Known(core, self, offset=1)
+        self.registry.watchers.append(self.watch)
+        for server in self.registry.servers("subspace"):
+            self.watch("listed", server)
+        self.read(core.settings)
+
+    def read(self, settings: Settings) -> None:
+        self.known.read(settings["subspace.zones"])
+
+    def tick(self, now: float) -> Replies:
+        self.known.tick(now)
+        return []
+
+    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        if len(data) in (4, 8):
+            return [(self.ping(data), peer)] if self.limiter.allow(peer[0], now) else []
+        if len(data) < 8:
+            raise Malformed("length: %d bytes" % len(data))
+        try:
+            claim = zone_announcement(data)
+        except Malformed as wrong:
+            port = int.from_bytes(data[4:6], "little") if len(data) > ZONE_ANNOUNCEMENT.size else 0
+            self.registry.note(peer[0], "subspace", port, "bad packet", now, str(wrong))
+            raise
+        try:
+            self.claim(peer[0], claim, now)
+        except Refused as refused:
+            self.registry.note(peer[0], "subspace", claim.port, refused.outcome, now, str(refused))
+        return []
+
+    def ping(self, data: bytes) -> bytes:
+        """The answer of at most 512 bytes to a ping of 4 or 8."""
+        census = self.registry.census
+        total, playing = (min(sum(counts[i] for counts in census.values()), 0xFFFFFFFF) for i in (1, 2))
+        if len(data) == 4:
+            return struct.pack("<I", total) + data
+        options = data[4] & (PING_SUMMARY | PING_ARENAS)
+        out = data[:4] + struct.pack("<I", options)
+        if options & PING_SUMMARY:
+            out += struct.pack("<II", total, playing)
+        if options & PING_ARENAS:
+            for game in sorted(game for game, counts in census.items() if counts[0]):
+                block = game.encode() + struct.pack("<xHH", clamp(census[game][1]), clamp(census[game][2]))
+                if len(out) + len(block) >= PING_BYTES:
+                    break
+                out += block
+            out += b"\0"
+        return out
+
+    # Announcements
+
+    def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+        """An announcement by HTTP, with fields for the registry; such a zone stays for as long as it answers. Raises Refused."""
+        told = {key: value for key, value in fields.items() if key != "name" or value}
+        self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
+
+    def claim(self, source: str, claim: Claim, now: float) -> None:
+        """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
+        server = self.zone(source, claim.port)
+        name = claim.fields.get("name", "")
+        self.admit_owner(name, server, claim.password)
+        if server is None:
+            if claim.port == 65535:
+                raise Refused("bad packet", "port 65535 has no port after it for pings")
+            self.registry.admit("subspace", self.registry.rules.listed_address(source), claim.port, source, name)
+            other = self.poller.targets.get((source, claim.port + 1))
+            if other is not None and other.querier is not self:
+                raise Refused("limit", "the port after it belongs to a server of another game")
+            self.claims[source, claim.port] = claim
+            self.claims.move_to_end((source, claim.port))
+            self.poller.add(self, source, claim.port + 1, claim.port)
+            if len(self.claims) > ZONE_CLAIMS:
+                self.drop(*self.claims.popitem(last=False)[0])
+            self.registry.note(source, "subspace", claim.port, "announced", now)
+        else:
+            self.registry.admit_name(name)
+            fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
+            fields["details"] = dict(server.details, **claim.fields.get("details", {}))
+            server.lifetime = max(server.lifetime, claim.lifetime)
+            self.registry.refresh(server, now)
+            self.registry.update(server, fields)
+            self.own(server, claim.password)
+            self.registry.note(source, "subspace", claim.port, "listed", now)
+
+    def zone(self, source: str, port: int) -> Optional[Server]:
+        server = self.registry.get("subspace", self.registry.rules.listed_address(source), port)
+        return server if server is not None and server.source == source else None
+
+    def drop(self, source: str, port: int) -> None:
+        """Ask this zone no more, unless the ini names it."""
+        target = self.poller.targets.get((source, port + 1))
+        if target is not None and target.querier is self and not target.known:
+            self.poller.remove(target)
+
+    # Names: the password of a name's first announcer owns it while a zone of that name is listed
+
+    def admit_owner(self, name: str, server: Optional[Server], password: bytes) -> None:
+        owner = self.owners.get(name.casefold())
+        if owner is not None and server not in owner[1] and password != owner[0]:
+            raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
+
+    def own(self, server: Server, password: bytes) -> None:
+        name = server.name.casefold()
+        if self.names.get(server) != name:
+            self.disown(server)
+        owner = self.owners.get(name)
+        if owner is None or owner[1] == {server}:
+            self.owners[name] = password, {server}
+        else:
+            owner[1].add(server)
+        self.names[server] = name
+
+    def disown(self, server: Server) -> None:
+        name = self.names.pop(server, None)
+        if name is not None:
+            self.owners[name][1].discard(server)
+            if not self.owners[name][1]:
+                del self.owners[name]
+
+    def watch(self, event: str, server: Server) -> None:
+        if server.game != "subspace":
+            return
+        if event == "listed":           # by us, or by storage after a restart
+            self.poller.add(self, server.source, server.port + 1, server.port)
+        elif event == "gone":
+            self.disown(server)
+            self.drop(server.source, server.port)
+
+    # Polls
+
+    def nonce(self) -> int:
+        return ping_nonce()
+
+    def query(self, target: Target) -> bytes:
+        if target.attempt == target.step == 0:
+            target.scratch = ZonePoll()
+        return target.scratch.question(target.nonce, target.attempt)
+
+    def answer(self, target: Target, data: bytes, now: float) -> bool:
+        poll = target.scratch
+        complete = poll.answer(data, target.nonce)
+        target.step = poll.step
+        assert target.asked_at is not None
+        target.ping_ms = (now - target.asked_at) * 1000
+        if complete or self.zone(target.address, target.server_port) is None:       # a new zone: listed at its first answer
+            return not self.take(target, now) or complete
+        return False
+
+    def missed(self, target: Target, now: float) -> bool:
+        source, port = target.address, target.server_port
+        if target.scratch.answered:         # all but the last question of the poll
+            target.missed = 0
+            self.take(target, now)
+            return False
+        server = self.zone(source, port)
+        if (server is not None or target.known) and target.missed < POLL_MISSED:
+            return False
+        if target.known:
+            self.take(target, now)
+            return False
+        if server is not None:
+            self.registry.remove(server)
+        self.claims.pop((source, port), None)
+        self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
+        return True
+
+    def take(self, target: Target, now: float) -> bool:
+        """List the zone, or bring it up to date, with what it answered to the poll. False: it may not be listed."""
+        source, port, poll = target.address, target.server_port, target.scratch
+        server = self.zone(source, port)
+        claim = self.claims.pop((source, port), None)
+        fields = dict(poll.fields(), responding=poll.answered, verified="query")
+        if target.ping_ms is not None:
+            fields["ping_ms"] = round(target.ping_ms)
+        details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
+        if poll.arenas is not None:
+            details = {key: value for key, value in details.items() if key != "arenas"}
+            if poll.arenas:
+                details["arenas"] = poll.arenas_text()
+        fields["details"] = details
+        if server is not None:
+            if target.known:
+                server.lifetime = float("inf")
+            if poll.answered and (server.unconfirmed or server.lifetime == float("inf")):
+                self.registry.refresh(server, now)          # the others live by their announcements
+            self.registry.update(server, fields)
+            return True
+        address = self.registry.rules.listed_address(source)
+        told: Dict[str, Any] = {"name": endpoint(address, port)}
+        lifetime = float("inf")
+        try:
+            if claim is not None:
+                told.update(claim.fields)
+                self.admit_owner(told["name"], None, claim.password)
+                lifetime = lifetime if target.known else claim.lifetime
+            server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields))
+        except Refused as refused:
+            self.registry.note(source, "subspace", port, refused.outcome, now, str(refused))
+            self.drop(source, port)
+            return False
+        if claim is not None:
+            self.own(server, claim.password)
+        self.registry.note(source, "subspace", port, "listed" if poll.answered else "silent", now)
+        return True
+
+
+LINK_WINDOW = 4                     # packets in flight: what deployed clients are used to (PROTOCOLS)
+LINK_AHEAD = 16                     # and so many beyond the oldest one missing, which the peer has to keep
+LINK_EARLY = 32                     # packets kept until the ones before them come: 16 kB a link
+LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
+LINK_OVERTAKEN = 2                  # later packets acknowledged, after which one is taken for lost, not for late
+LINK_TRIES = 12                     # at a fifth lost each way, one packet in 200,000 goes unacknowledged so often
+LINK_NESTING = 3                    # a cluster in a reliable packet in a cluster; no client goes deeper
+LINK_IDLE_S = 30.0                  # a peer that says nothing for so long has gone
+LINK_CHUNK_BYTES = 480              # of a list in one packet: with headers below the 512 bytes that clients read
+LINK_PACKET_BYTES = 520             # the longest that any end sends
+LINK_SEQUENCES = 1 << 32
+
+
+class Flight:
+    """A reliable packet under way."""
+
+    __slots__ = ("packet", "sent_at", "tries", "overtaken", "order")
+
+    def __init__(self, packet: bytes) -> None:
+        self.packet = packet
+        self.sent_at = float("-inf")
+        self.tries = self.overtaken = self.order = 0
+
+
+class SubSpaceLink:
+    """One end of the SubSpace core protocol, unencrypted. Packets begin with 00; what does not belongs to the game.
+
+        00 03 seq[4] packet                     reliable: acknowledged, taken in order, sent again until it is
+        00 04 seq[4]                            acknowledgement
+        00 05 time[4] …                         sync              answered with 00 06 time[4] servertime[4]
+        00 07                                   disconnect
+        00 0e {len.u8 packet}*                  cluster
+
+    `receive` and `tick` return datagrams for the peer; `payloads` gives what to send reliably, and is read no faster than
+    the peer acknowledges. `closed`: the link has ended, by the peer or because it acknowledges nothing.
+    """
+
+    def __init__(self, now: float, payloads: Iterable[bytes] = ()) -> None:
+        self.heard_at = now
+        self.closed = False
+        self.proven = False                             # the peer has acknowledged something
+        self.expected = 0                               # the peer's next sequence number
+        self.early: Dict[int, bytes] = {}
+        self.sequence = 0                               # our next one
+        self.order = 0                                  # datagrams sent, resent ones too
+        self.payloads = iter(payloads)
+        self.finished = False                           # payloads are at their end
+        self.flights: collections.OrderedDict[int, Flight] = collections.OrderedDict()
+
+    def packet(self, data: bytes, now: float) -> List[bytes]:
+        """A packet that is not the link's own."""
+        raise Malformed("type %s" % data[:2].hex())
+
+    def receive(self, data: bytes, now: float) -> List[bytes]:
+        if len(data) > LINK_PACKET_BYTES:
+            raise Malformed("length: %d bytes" % len(data))
+        self.heard_at = now
+        return self.take(data, now, 0) + self.send(now)
+
+    def tick(self, now: float) -> List[bytes]:
+        if now - self.heard_at > LINK_IDLE_S:
+            self.closed = True
+        return self.send(now)
+
+    def take(self, data: bytes, now: float, depth: int) -> List[bytes]:
+        kind = data[:2]
+        if depth > LINK_NESTING:
+            raise Malformed("packets in packets, more than %d deep" % LINK_NESTING)
+        if kind == b"\0\x0e":
+            return self.cluster(data[2:], now, depth)
+        if kind == b"\0\7":
+            self.closed = True
+            return []
+        if kind not in (b"\0\3", b"\0\4", b"\0\5", b"\0\6"):
+            return self.packet(data, now)
+        if len(data) < 6:
+            raise Malformed("type %s: cut off" % kind.hex())
+        number = int.from_bytes(data[2:6], "little")
+        if kind == b"\0\3":
+            return self.reliable(number, data[6:], now, depth)
+        if kind == b"\0\4":
+            self.acknowledged(number)
+        elif kind == b"\0\5":
+            hundredths = int(now * 100) % LINK_SEQUENCES
+            return [b"\0\6" + data[2:6] + struct.pack("<I", hundredths)]
+        return []
+
+    def cluster(self, data: bytes, now: float, depth: int) -> List[bytes]:
+        out = []
+        while data:
+            size = data[0]
+            if not 0 < size < len(data):
+                raise Malformed("cluster: a packet of %d bytes where %d are left" % (size, len(data) - 1))
+            out += self.take(data[1:1 + size], now, depth + 1)
+            data = data[1 + size:]
+        return out
+
+    def reliable(self, number: int, data: bytes, now: float, depth: int) -> List[bytes]:
+        ahead = (number - self.expected) % LINK_SEQUENCES
+        out = [b"\0\4" + struct.pack("<I", number)]
+        if ahead >= LINK_SEQUENCES // 2:
+            return out                                  # our acknowledgement was lost
+        if ahead >= LINK_EARLY:
+            return []
+        self.early[number] = data
+        while self.expected in self.early:
+            data = self.early.pop(self.expected)
+            self.expected = (self.expected + 1) % LINK_SEQUENCES
+            out += self.take(data, now, depth + 1)
+        return out
+
+    def acknowledged(self, number: int) -> None:
+        flight = self.flights.pop(number, None)
+        if flight is not None:
+            self.proven = True
+            for other in self.flights.values():
+                other.overtaken += other.order < flight.order
+
+    @property
+    def ahead(self) -> int:
+        """How far the next packet is from the oldest one that was not acknowledged."""
+        return (self.sequence - next(iter(self.flights), self.sequence)) % LINK_SEQUENCES
+
+    def send(self, now: float) -> List[bytes]:
+        """What is due: packets that seem lost, then new ones as far as the window allows."""
+        out: List[bytes] = []
+        window = LINK_WINDOW if self.proven else 1
+        while not self.finished and len(self.flights) < window and self.ahead < LINK_AHEAD:
+            payload = next(self.payloads, None)
+            if payload is None:
+                self.finished = True
+                break
+            self.flights[self.sequence] = Flight(b"\0\3" + struct.pack("<I", self.sequence) + payload)
+            self.sequence = (self.sequence + 1) % LINK_SEQUENCES
+        for flight in self.flights.values():
+            if now - flight.sent_at < LINK_RESEND_S and flight.overtaken < LINK_OVERTAKEN:
+                continue
+            if flight.tries == LINK_TRIES:
+                self.closed = True
+                return []
+            self.order += 1
+            flight.sent_at, flight.tries, flight.overtaken, flight.order = now, flight.tries + 1, 0, self.order
+            out.append(flight.packet)
+        return out
+
+
+LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
+LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
+LIST_LINKS = 512                    # open exchanges, of proven and of unproven peers each; a few kB apiece
+LIST_EDITION_S = 1.0                # a list is made anew at most so often
+
+
+class ListLink(SubSpaceLink):
+    """The master's end: takes list requests, `01 minplayers[4]`."""
+
+    def __init__(self, protocol: SubSpaceList, address: str, key: bytes, now: float) -> None:
+        super().__init__(now)
+        self.protocol, self.address, self.key = protocol, address, key
+        self.finished = True
+        self.requests = 0
+        self.unproven_bytes = 0
+
+    def packet(self, data: bytes, now: float) -> List[bytes]:
+        if data[:1] != b"\1" or len(data) != 5:
+            return super().packet(data, now)
+        # The first request is paid for by the connection. One list at a time.
+        if self.finished and not self.flights and (not self.requests or self.protocol.limiter.allow(self.address, now)):
+            self.requests += 1
+            self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
+            self.finished = False
+        return []
+
+
+class SubSpaceList(UdpProtocol):
+    """SubSpace's list port: a short exchange over the core protocol (SubSpaceLink), one link a peer.
+
+        > 00 01 key[4] VV 00                    connect, VV 01 or 11
+        < 00 02 key[4]                          the same key: no encryption
+        > 00 03 00000000 01 minplayers[4]       which zones
+        < 00 04 00000000
+        < 00 03 seq[4] 00 0a total[4] …         at most 480 bytes of the list, as often as it takes
+        > 00 04 seq[4]
+        > 00 07                                 disconnect
+
+    The list is `01` and for each zone ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL. Nothing in
+    the exchange proves the peer's address before its first acknowledgement; until then one packet is in flight, and at
+    most LIST_UNPROVEN_BYTES go out.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.registry = core.registry
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.unproven_limiter = Limiter(LIST_UNPROVEN_RATE, core.registry.rules.verdict)
+        self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
+        self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
+        self.edition: List[Tuple[int, bytes]] = []          # players and list entry of each zone
+        self.edition_at = float("-inf")
+        self.edition_generation = -1
+
+    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        link = self.proven.get(peer) or self.unproven.get(peer)
+        if data[:2] == b"\0\1":
+            if len(data) != 8 or data[6:] not in (b"\1\0", b"\x11\0"):
+                raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
+            # A repeated connect changes nothing, unless the peer has its list: then it wants another
+            if link is None or link.key != data[2:6] or link.requests and link.finished and not link.flights:
+                if not self.limiter.allow(peer[0], now):
+                    return []
+                self.proven.pop(peer, None)
+                link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
+                self.bound(self.unproven)
+            return self.post(link, [b"\0\2" + link.key], peer, now)
+        if link is None:
+            if data == b"\0\7":             # often sent twice
+                return []
+            raise Malformed("a packet outside an exchange")
+        return self.post(link, link.receive(data, now), peer, now)
+
+    def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
+        if link.proven and peer in self.unproven:
+            self.proven[peer] = self.unproven.pop(peer)
+            self.bound(self.proven)
+        out: Replies = []
+        for packet in packets:
+            if not link.proven:
+                if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
+                    link.closed = True
+                    break
+                if not self.unproven_limiter.allow(peer[0], now):
+                    continue
+                link.unproven_bytes += len(packet)
+            out.append((packet, peer))
+        if link.closed:
+            self.proven.pop(peer, None)
+            self.unproven.pop(peer, None)
+        return out
+
+    def bound(self, links: collections.OrderedDict[Peer, ListLink]) -> None:
+        if len(links) > LIST_LINKS:
+            links.popitem(last=False)
+
+    def tick(self, now: float) -> Replies:
+        return [reply for links in (self.proven, self.unproven) for peer, link in list(links.items())
+                for reply in self.post(link, link.tick(now), peer, now)]
+
+    def chunks(self, minimum: int, now: float) -> Iterator[bytes]:
+        """The list of zones with at least so many players, in packets, made one by one as they can be sent."""
+        if now - self.edition_at >= LIST_EDITION_S and self.edition_generation != self.registry.generation:
+            zones = [server for server in self.registry.in_order("subspace")
+                     if ":" not in server.address and server.responding]
+            self.edition = list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
+            self.edition_at, self.edition_generation = now, self.registry.generation
+        return zone_chunks(self.edition, minimum)
+
+
+def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[bytes]:
+    head = b"\0\x0a" + struct.pack("<I", 1 + sum(len(entry) for players, entry in edition if players >= minimum))
+    rest = b"\1"
+    for players, entry in edition:
+        rest += entry if players >= minimum else b""
+        while len(rest) > LINK_CHUNK_BYTES:
+            yield head + rest[:LINK_CHUNK_BYTES]
+            rest = rest[LINK_CHUNK_BYTES:]
+    yield head + rest
+
+
+def zone_entry(server: Server) -> bytes:
+    """A zone in the list: 78 bytes and the description, as Windows-1252."""
+    version = int(server.version) if server.version.isdecimal() else ZONE_VERSION
+    name, description = (text.encode("cp1252", "replace") for text in (server.name, server.description))
+    return ZONE_ENTRY.pack(ipv4_bytes(server.address), server.port, server.players, server.details.get("scores") == "yes",
+                           clamp(version, 0xFFFFFFFF), name[:63]) + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
+
+
+def zone_entries(data: bytes) -> List[Dict[str, Any]]:
+    """The way back: what a list tells of each zone; raises Malformed."""
+    if data[:1] != b"\1":
+        raise Malformed("a list begins with 01")
+    zones = []
+    data = data[1:]
+    while data:
+        if len(data) <= ZONE_ENTRY.size:
+            raise Malformed("list: the last zone is cut off")
+        address, port, players, scores, version, name = ZONE_ENTRY.unpack_from(data)
+        description, nul, data = data[ZONE_ENTRY.size:].partition(b"\0")
+        if not nul:
+            raise Malformed("list: a description without its NUL")
+        zones.append({"address": str(ipaddress.IPv4Address(address)), "port": port, "name": decode_legacy(c_string(name)),
+                      "players": players, "scores": bool(scores & 255), "version": version,
+                      "description": decode_legacy(description, TEXT_CHARACTERS)})
+    return zones
 
 
 # --- AIO -------------------------------------------------------------------------------------------------------------
@@ -3258,20 +3933,6 @@ class Rendering:
                 self.number += 1
 
 
-def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
-    """Each server's part of the list `name`, rendered when the server has changed since."""
-    out = []
-    for server in servers:
-        made = server.parts
-        if made is None:
-            made = server.parts = {}
-        part = made.get(name)
-        if part is None:
-            part = made[name] = render(server)
-        out.append(part)
-    return out
-
-
 def to_json(value: Any) -> bytes:
     """Compact, raw UTF-8: the Iceball client fails on any \\u escape. Texts are clean, so none is needed."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8")
@@ -3755,6 +4416,8 @@ class Row(NamedTuple):
 PROTOCOLS = (
     Row("poll", "udp", "", 0, lambda core: core.poller),
     Row("iceball", "udp", "iceball.port", 0, Iceball),
+    Row("subspace", "udp", "subspace.port", 0, SubSpaceList),
+    Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
     Row("http", "tcp", "http.ports", 0, Web),
 )
 
@@ -3766,6 +4429,7 @@ PROTOCOLS = (
 # =====================================================================================================================
 
 WINDOWS = os.name == "nt"
+FREE_RUN_TRIES = 100                # of ports in a row; on a machine with half of its ports taken, one in four is free
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -4230,6 +4894,7 @@ class MasterServer:
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
         self.listeners: List[Listener] = []
+        self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
@@ -4268,7 +4933,7 @@ class MasterServer:
                     self.protocols.append(protocol)
                     for port in ports:
                         if port is not None:
-                            self.open(row, protocol, port)
+                            self.open(row, protocol, port or self.free_ports(row))
             self.restore()
         except BaseException:
             self.close()
@@ -4295,6 +4960,14 @@ class MasterServer:
             log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
         self.registry.watchers.append(self.log_event)
 
+    def free_ports(self, row: Row) -> int:
+        """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
+        last = max(r.offset for r in PROTOCOLS if r.setting == row.setting)
+        if last and row.setting not in self.free:
+            hosts = [address for address in self.settings["server.bind"] if ":" not in address]
+            self.free[row.setting] = free_run(row.transport, hosts, last + 1)
+        return self.free.get(row.setting, 0)
+
     def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
         tally = self.tallies.setdefault(row.name, Tally())
         optional_ipv6 = self.settings["server.bind"] == read_list(read_address)("0.0.0.0, ::")
@@ -4312,10 +4985,11 @@ class MasterServer:
                 if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)
                     continue
+                hint = ("Change it with [server] bind." if error.errno == errno.EADDRNOTAVAIL or not row.setting else
+                        "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
+                            *row.setting.split("."), row.setting))
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (
-                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error,
-                    "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
-                        *row.setting.split("."), row.setting))) from None
+                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error, hint)) from None
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
@@ -4615,12 +5289,368 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
         raise
 
 
+def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
+    """The first of `length` free ports in a row on all these IPv4 addresses; 0 if one is not this machine's."""
+    for _ in range(FREE_RUN_TRIES):
+        socks = []
+        try:
+            first = 0
+            for host in hosts:
+                for offset in range(length):
+                    socks.append(bound_socket(socket.AF_INET, transport, host, first and first + offset))
+                    first = first or socks[0].getsockname()[1]
+            return first
+        except OverflowError:               # past 65535
+            continue
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return 0
+        finally:
+            for sock in socks:
+                sock.close()
+    raise StartError("there are no %d free %s ports in a row" % (length, transport.upper()))
+
+
 # =====================================================================================================================
 # 12  Client tools and command line
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 SWITCH_S = 0.001                    # the event loop gets the interpreter back from the worker within this (Python's default is 5 ms)
+
+
+# What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
+# NoAnswer says in words why there is nothing.
+
+ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
+FETCH_S = 10.0                      # silence of a list server, after which it has gone
+FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
+AIO_TEXT_S = 3.0                    # masters answer text at once; one without that dialect says nothing
+
+
+class NoAnswer(Exception):
+    """Nothing usable came back."""
+
+
+def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Callable[[bytes], Any]) -> Tuple[Any, float]:
+    """Send `question(attempt)` until `answer(data)` takes what comes; its result, and milliseconds. Raises NoAnswer."""
+    wrong = ""
+    family, _, _, _, place = socket.getaddrinfo(resolved(host), port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(place)
+        for attempt in range(ASK_TRIES):
+            sock.send(question(attempt))
+            asked_at = time.monotonic()
+            while time.monotonic() < asked_at + ASK_WAIT_S:
+                try:
+                    sock.settimeout(max(0.001, asked_at + ASK_WAIT_S - time.monotonic()))
+                    return answer(sock.recv(MAX_DATAGRAM_BYTES)), (time.monotonic() - asked_at) * 1000
+                except Malformed as error:
+                    wrong = "; what came is not an answer: %s" % error
+                except socket.timeout:
+                    pass
+                except ConnectionError:
+                    time.sleep(0.1)         # nobody listens there now; asked again, as a restart takes a moment
+    raise NoAnswer("%s does not answer on UDP port %d%s" % (host, port, wrong))
+
+
+def ping_subspace(host: str, port: int) -> Dict[str, Any]:
+    if port == 65535:
+        raise NoAnswer("there is no port after it, where zones are pinged")
+    poll = ZonePoll()
+    ping_ms = 0.0
+    complete = False
+    while not complete:
+        nonce = ping_nonce()
+        try:
+            complete, ping_ms = udp_ask(host, port + 1, functools.partial(poll.question, nonce),
+                                        functools.partial(poll.answer, nonce=nonce))
+        except NoAnswer:
+            if not poll.answered:
+                raise
+            break
+    return dict(poll.fields(), arenas=poll.arenas_text(), ping_ms=round(ping_ms, 1))
+
+
+# After 1b and the timestamp; from the document's script
+HYPERBOL_ANSWER = struct.Struct("<32s32sBBB64s20sxIIBBBB16sIIIIB20s3BBxxx")
+
+
+def ping_hyperbol(host: str, port: int) -> Dict[str, Any]:
+    nonce = random.SystemRandom().getrandbits(32)
+
+    def answer(data: bytes) -> Dict[str, Any]:
+        if len(data) != 5 + HYPERBOL_ANSWER.size or data[:5] != struct.pack("<BI", 0x1B, nonce):
+            raise Malformed("not the 229 bytes of an answer")
+        row = HYPERBOL_ANSWER.unpack_from(data, 5)
+        name, mode, map, version = (decode_legacy(c_string(row[i])) for i in (0, 1, 5, 13))
+        return {"name": name, "mode": mode, "players": row[2], "max_players": row[3], "map": map, "version": version,
+                "flags": row[8], "factions": list(row[20:23]), "skill": row[23]}
+
+    found, ping_ms = udp_ask(host, port, lambda attempt: struct.pack("<BI", 2, nonce), answer)
+    return dict(found, ping_ms=round(ping_ms, 1))
+
+
+def ping_aio(host: str, port: int) -> Dict[str, Any]:
+    def answer(data: bytes) -> Dict[str, Any]:
+        data = inflate(data, 1 + 2 * (2 + 65535) + 10)
+        texts, at = [], 1
+        for _ in range(2):
+            size = int.from_bytes(data[at:at + 2], "little")
+            texts.append(decode_utf8(data[at + 2:at + 2 + size], TEXT_CHARACTERS))
+            at += 2 + size
+        if data[:1] != b"\0" or len(data) != at + 10:
+            raise Malformed("not 00, two texts and 10 bytes of numbers")
+        players, max_players, version = struct.unpack_from("<IIH", data, at)
+        return {"name": texts[0], "description": texts[1], "players": players, "max_players": max_players,
+                "version": version}
+
+    found, ping_ms = udp_ask(host, port, lambda attempt: b"\0", answer)
+    return dict(found, ping_ms=round(ping_ms, 1))
+
+
+def inflate(data: bytes, size: int) -> bytes:
+    """Decompress to at most `size` bytes; raises Malformed."""
+    try:
+        stream = zlib.decompressobj()
+        data = stream.decompress(data, size)
+    except zlib.error as error:
+        raise Malformed("zlib: %s" % error) from None
+    if not stream.eof:
+        raise Malformed("zlib: cut off, or more than %d bytes" % size)
+    return data
+
+
+class ListFetch(SubSpaceLink):
+    """The player's end of SubSpaceList's exchange: `zones` is the list once it is there."""
+
+    def __init__(self, key: bytes, minimum: int, now: float) -> None:
+        super().__init__(now, [b"\1" + struct.pack("<I", minimum)])
+        self.key = key
+        self.connected = False
+        self.connect_at = float("-inf")
+        self.data = bytearray()
+        self.zones: Optional[List[Dict[str, Any]]] = None
+
+    def packet(self, data: bytes, now: float) -> List[bytes]:
+        if data[:2] == b"\0\2":
+            if data[2:6] != self.key:
+                raise Malformed("another key: the master wants encryption")
+            self.connected = True
+        elif data[:2] == b"\0\x0a" and len(data) > 6:
+            total = int.from_bytes(data[2:6], "little")
+            if total > FETCH_BYTES or len(self.data) + len(data) - 6 > total:
+                raise Malformed("list: more than its %d bytes, or too many" % total)
+            self.data += data[6:]
+            if len(self.data) == total:
+                self.zones = zone_entries(bytes(self.data))
+        elif data[:1] == b"\1":             # a short list may come in one packet
+            self.zones = zone_entries(data)
+        else:
+            return super().packet(data, now)
+        return []
+
+    def send(self, now: float) -> List[bytes]:
+        if self.connected:
+            return super().send(now)
+        if now - self.connect_at < LINK_RESEND_S:
+            return []
+        self.connect_at = now
+        return [b"\0\1" + self.key + b"\1\0"]
+
+
+def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(LINK_RESEND_S / 2)
+        sock.connect((resolved(host), port))
+        now = time.monotonic()
+        fetch = ListFetch(os.urandom(3) + b"\0", 0, now)
+        out = fetch.tick(now)
+        while fetch.zones is None and not fetch.closed and now - fetch.heard_at < FETCH_S:
+            for data in out:
+                sock.send(data)
+            try:
+                data = sock.recv(MAX_DATAGRAM_BYTES)
+            except socket.timeout:
+                data = b""
+            now = time.monotonic()
+            out = fetch.receive(data, now) if data else fetch.tick(now)
+        for data in out + [b"\0\7", b"\0\7"]:
+            sock.send(data)
+    if fetch.zones is None:
+        raise NoAnswer("%s sends no list on UDP port %d" % (host, port))
+    return fetch.zones
+
+
+def list_hyperbol(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        greeting = read_exactly(sock, 12)
+        if greeting[:4] != b"HBSL":
+            raise Malformed("greeting: not HBSL")
+        sock.sendall(greeting[4:8] + b"\xff\0\0\0")        # the document: always 255, for all servers
+        data = b"".join(iter(lambda: sock.recv(RECV_BYTES), b""))
+    return [{"address": str(ipaddress.IPv4Address(address)), "port": port, "flavor": flavor}
+            for address, port, flavor in struct.iter_unpack("<4sIBxxx", data[:len(data) // 12 * 12])]
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise Malformed("the connection ended after %d bytes of %d" % (len(data), size))
+        data += piece
+    return data
+
+
+def list_aio(host: str, port: int) -> List[Dict[str, Any]]:
+    try:
+        return list_aio_text(host, port)
+    except socket.timeout:                  # a master of the framed dialect alone
+        return list_aio_framed(host, port)
+
+
+def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.create_connection((host, port), AIO_TEXT_S) as sock:
+        sock.sendall(b"12#%\n")
+        data = b""
+        until = time.monotonic() + FETCH_S
+        while True:                         # greetings may come before the list
+            start = re.search(rb"(?:^|[^0-9])12#", data)
+            if start and data.endswith(b"#%"):
+                break
+            piece = sock.recv(RECV_BYTES)
+            if not piece or len(data) > FETCH_BYTES or time.monotonic() > until:
+                raise Malformed("no list came before the end")
+            data += piece
+    fields = data[start.end():-2].decode("utf-8", "replace").split("#")
+    if fields[::5] == [str(index) for index in range(len(fields) // 5)]:    # the document's form: an index before each
+        fields = [field for i, field in enumerate(fields) if i % 5]
+    texts = [clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS) for field in fields]
+    rows = [dict(zip(("name", "description", "address", "port"), texts[i:i + 4])) for i in range(0, len(texts) - 3, 4)]
+    # The document's entry for an empty list
+    return [dict(row, port=aio_port(row["port"])) for row in rows
+            if not (row["address"] == "127.0.0.1" and row["name"].startswith("No servers currently online"))]
+
+
+def aio_port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text):
+        raise Malformed("port: %r" % text[:20])
+    return int(text)
+
+
+def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        sock.sendall(b"\1\0\0\0\2")
+        payload = b""
+        while payload[:1] != b"\2":         # the greeting comes first
+            head = read_exactly(sock, 4)
+            payload = read_exactly(sock, int.from_bytes(head[:3], "little"))
+            if head[3]:
+                payload = inflate(payload, 3 + 65535 * 258)
+    rows = []
+    at = 3
+    for _ in range(int.from_bytes(payload[1:3], "little")):
+        size = payload[at] if at < len(payload) else 0
+        if at + 3 + size > len(payload):
+            raise Malformed("list: cut off")
+        rows.append({"address": clean(payload[at + 1:at + 1 + size].decode("ascii", "replace")),
+                     "port": int.from_bytes(payload[at + 1 + size:at + 3 + size], "little")})
+        at += 3 + size
+    return rows
+
+
+def list_iceball(host: str, port: int) -> List[Dict[str, Any]]:
+    connection = http.client.HTTPConnection(host, port, timeout=FETCH_S)
+    try:
+        connection.request("GET", "/master.json", headers={"Connection": "close"})
+        response = connection.getresponse()
+        body = response.read(FETCH_BYTES)
+    except http.client.HTTPException as error:
+        raise Malformed("HTTP: %r" % error) from None
+    finally:
+        connection.close()
+    try:
+        return [{"address": clean(str(s["address"])), "port": int(s["port"]), "name": clean(str(s["name"])),
+                 "mode": clean(str(s["mode"])), "map": clean(str(s["map"])), "players": int(s["players_current"]),
+                 "max_players": int(s["players_max"]), "version": clean(str(s.get("version", "")))}
+                for s in json.loads(body.decode("utf-8"))["servers"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Malformed("/master.json: status %d, %r" % (response.status, error)) from None
+
+
+Facts = Dict[str, Any]
+PINGS: Dict[str, Callable[[str, int], Facts]] = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
+LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with the default port
+    "iceball": (list_iceball, 27790),
+    "subspace": (list_subspace, 4990),
+    "hyperbol": (list_hyperbol, 20203),
+    "aio": (list_aio, 27011),
+}
+
+
+def read_place(text: str) -> Tuple[str, Optional[int]]:
+    """HOST, HOST:PORT or [ADDRESS]:PORT."""
+    if text and (":" not in text or text.count(":") > 1 and not text.startswith("[")):
+        return text, None
+    return read_endpoint(text)
+
+
+def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type for argparse that keeps the reader's words."""
+    def read_argument(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return read_argument
+
+
+def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callable[[Any], Iterable[str]]) -> int:
+    """Print what `ask` learns, as JSON or in words; the exit status."""
+    try:
+        result = ask()
+    except (NoAnswer, Malformed, OSError) as error:
+        print("masterserver.py: %s: %s" % (endpoint(*arguments.place), error), file=sys.stderr)
+        return EXIT_FAILED
+    text = json.dumps(result, indent=2) if arguments.json else "\n".join(words(result))
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write((text + "\n").encode(encoding, "replace").decode(encoding))
+    return EXIT_OK
+
+
+def command_ping(arguments: argparse.Namespace) -> int:
+    host, port = arguments.place
+    about = {"game": arguments.game, "address": host, "port": port}
+    return outcome(arguments, lambda: dict(about, **PINGS[arguments.game](host, port)),
+                   lambda found: ("%-12s %s" % item for item in found.items() if item[1] not in (None, "")))
+
+
+def command_list(arguments: argparse.Namespace) -> int:
+    ask, default_port = LISTS[arguments.game]
+    host, port = arguments.place = arguments.place[0], arguments.place[1] or default_port
+    about = {"game": arguments.game, "address": host, "port": port}
+    return outcome(arguments, lambda: dict(about, servers=ask(host, port)),
+                   lambda found: [list_line(row) for row in found["servers"]] or ["no servers"])
+
+
+def list_line(row: Dict[str, Any]) -> str:
+    players = "%s" % row.get("players", "-") + ("/%s" % row["max_players"] if row.get("max_players") else "")
+    return "%7s  %-21s  %s" % (players, endpoint(row["address"], row["port"]), row.get("name", ""))
+
+
+def add_client_commands(commands: Any) -> None:
+    ping = commands.add_parser("ping", help="what a game server answers")
+    ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
+                      help="the game's port, also where questions go to another")
+    ping.add_argument("--game", choices=sorted(PINGS), required=True)
+    ping.set_defaults(run=command_ping)
+    listing = commands.add_parser("list", help="what a master server lists")
+    listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place))
+    listing.add_argument("--game", choices=sorted(LISTS), required=True)
+    listing.set_defaults(run=command_list)
+    for command in (ping, listing):
+        command.add_argument("--json", action="store_true", help="as JSON")
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -4632,6 +5662,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", metavar="FILE", help="write what listens where, as JSON, once it does")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at debug level")
     parser.add_argument("--version", action="version", version="masterserver.py " + __version__)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", description="Without one, it serves.")
+    add_client_commands(commands)
     return parser
 
 
@@ -4709,6 +5742,8 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = arguments_parser().parse_args(argv)
     try:
+        if arguments.run:
+            return int(arguments.run(arguments))
         if arguments.print_config:
             sys.stdout.write(config_text())
             return EXIT_OK
