@@ -744,7 +744,7 @@ class Registry:
         return self.games[game].get((address, port)) if game in self.games else None
 
     def admit(self, game: str, address: str, port: int, source: str, name: str = "", known: bool = False) -> None:
-        """Raise Refused if a server that is not listed yet may not be. `known`: the ini names it, so no limit is meant for it."""
+        """Raise Refused if a server that is not listed yet may not be. `known`: named in the ini, without limits."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         if not is_unicast(address):
@@ -766,9 +766,9 @@ class Registry:
         if pattern:
             raise Refused("name", "names matching %s are not listed here" % pattern)
 
-    def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, fields: Mapping[str, Any],
-             known: bool = False) -> Server:
-        """List a server, or refresh it, with what it told; raises Refused. Fields are names in MEASURED; `known` as in admit()."""
+    def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
+             fields: Mapping[str, Any], known: bool = False) -> Server:
+        """List a server, or refresh it, with what it told; raises Refused. Fields are names in MEASURED."""
         server = self.get(game, address, port)
         if server is None:
             self.admit(game, address, port, source, fields.get("name", ""), known)
@@ -1007,8 +1007,8 @@ POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, l
 class Target:
     """One game server to be asked. `step` and `scratch` belong to its querier."""
 
-    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce", "attempt", "step",
-                 "missed", "ping_ms", "scratch")
+    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
+                 "attempt", "step", "missed", "ping_ms", "scratch")
 
     def __init__(self, querier: Querier, address: str, port: int, server_port: int, phase: float) -> None:
         self.querier, self.address, self.port, self.server_port = querier, address, port, server_port
@@ -1077,12 +1077,12 @@ class Poller(UdpProtocol):
         self.exempt: Tuple[Network, ...] = settings["limits.exempt"]
 
     def crowded(self, address: str) -> bool:
-        """Is one more that announces itself from here too many? Unanswered ones count, or a liar could have thousands asked."""
+        """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked."""
         return len(self.targets) >= self.most or (
             self.sources[source_key(address)] >= self.most_by_source and not in_networks(address, self.exempt))
 
     def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
-        """Poll this endpoint from now on; asked within 2 s. `server_port`: the game's port where it differs; `known`: by the ini."""
+        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
         target = self.targets.get((address, port))
         if target is None or target.querier is not querier:
             if target is not None:
@@ -1233,12 +1233,14 @@ class Known:
         if not is_unicast(address):
             self.due = min(self.due, now + RESOLVE_RETRY_S)
             if host not in self.unresolved:
-                log.warning("%s: the host name %s in the ini leads to no address; it is looked up again", self.querier.game, ascii(host))
+                log.warning("%s: the host name %s in the ini leads to no address; it is looked up again",
+                            self.querier.game, ascii(host))
                 self.unresolved.add(host)
             return
         self.unresolved.discard(host)
         before = self.targets[host, port]
-        target = self.targets[host, port] = self.core.poller.add(self.querier, address, port + self.offset, port, known=True)
+        target = self.core.poller.add(self.querier, address, port + self.offset, port, known=True)
+        self.targets[host, port] = target
         if before is not None and before is not target:
             self.release(before)
         self.places[self.identity(target)] = host, port
@@ -1575,11 +1577,11 @@ class Hyperbol(TcpProtocol, Querier):
 
         the master to a game server, and its answer (229 bytes):
         > 02 timestamp.u32
-        < 1b timestamp.u32 name[32] gametype[32] players.u8 maximum.u8 00 map[64] address[20] 00 port.u32 flags.u32 inet[4]
-          version[16] 00×37 factions[3] skill.u8 000000     texts are NUL-terminated unless full
+        < 1b timestamp.u32 name[32] gametype[32] players.u8 maximum.u8 00 map[64] address[20] 00 port.u32 flags.u32
+          inet[4] version[16] 00×37 factions[3] skill.u8 000000     texts are NUL-terminated unless full
 
-    The document does not say how game servers register: the ini names them, or they announce themselves by HTTP. Either way one is listed
-    while it answers; one of the ini that does not is kept as not responding. Flavor comes from the ini alone.
+    The document does not say how game servers register: the ini names them, or they announce themselves by HTTP. Either
+    way one is listed while it answers; one of the ini that does not is kept as not responding. Flavor is of the ini.
     """
 
     game = "hyperbol"
@@ -1587,7 +1589,8 @@ class Hyperbol(TcpProtocol, Querier):
     def __init__(self, core: Core) -> None:
         self.registry, self.poller = core.registry, core.poller
         self.known = Known(core, self)
-        self.limiter = Limiter(*core.settings["limits.requests"], verdict=core.registry.rules.verdict)
+        rate, burst = core.settings["limits.requests"]
+        self.limiter = Limiter(rate, burst, core.registry.rules.verdict)
         self.rendered: Tuple[int, bytes, bytes] = (-1, b"", b"")        # generation, official servers, all servers
         core.announcers[self.game] = self.announce
         self.registry.watchers.append(self.watch)
@@ -1596,7 +1599,8 @@ class Hyperbol(TcpProtocol, Querier):
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
-        self.flavors: Dict[Tuple[str, int], int] = {(host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
+        self.flavors: Dict[Tuple[str, int], int] = {
+            (host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
         self.known.read(self.flavors)
         for server in self.registry.servers(self.game):
             self.registry.update(server, {"flavor": self.flavor(server.address, server.port)})
@@ -1615,10 +1619,12 @@ class Hyperbol(TcpProtocol, Querier):
     def entries(self, filter: int) -> bytes:
         if self.rendered[0] != self.registry.generation:
             entries = [(server.flavor, HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor))
-                       for server in self.registry.in_order(self.game) if server.responding and ":" not in server.address]
+                       for server in self.registry.in_order(self.game)
+                       if server.responding and ":" not in server.address]
             self.rendered = (self.registry.generation, b"".join(entry for flavor, entry in entries if flavor),
                              b"".join(entry for _, entry in entries))
-        return self.rendered[2 if filter & HYPERBOL_UNOFFICIAL else 1]
+        _, official, everything = self.rendered
+        return everything if filter & HYPERBOL_UNOFFICIAL else official
 
     # The game servers
 
@@ -1629,7 +1635,7 @@ class Hyperbol(TcpProtocol, Querier):
     def announce(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
         """An announcement by HTTP: the server is asked, and listed with what it answers; raises Refused."""
         if ":" in source:
-            raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only, and this came from %s" % source)
+            raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; this came from %s" % source)
         address = self.registry.rules.listed_address(source)
         if self.registry.get(self.game, address, port) is None:
             self.registry.admit(self.game, address, port, source)
@@ -1647,7 +1653,8 @@ class Hyperbol(TcpProtocol, Querier):
         address, port = self.registry.rules.listed_address(target.address), target.server_port
         fields["name"] = fields["name"] or endpoint(address, port)
         # Whole milliseconds: jitter alone makes no new list
-        fields.update(verified="query", responding=True, flavor=self.flavor(address, port), ping_ms=round(target.ping_ms))
+        fields.update(verified="query", responding=True, flavor=self.flavor(address, port),
+                      ping_ms=round(target.ping_ms))
         before = self.registry.get(self.game, address, port)
         if before is None or not before.responding:
             self.registry.note(target.address, self.game, port, "listed", now)
@@ -1673,8 +1680,8 @@ class Hyperbol(TcpProtocol, Querier):
             return gone
         if server is None:
             try:
-                self.registry.hear(self.game, address, port, target.address, now, float("inf"), {
-                    "name": endpoint(address, port), "responding": False, "flavor": self.flavor(address, port)}, known=True)
+                fields = {"name": endpoint(address, port), "responding": False, "flavor": self.flavor(address, port)}
+                self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, known=True)
             except Refused as refused:
                 self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
         elif gone:
@@ -1720,7 +1727,7 @@ class HyperbolSession(Session):
 
 
 def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
-    """What a game server tells of itself in answer to the query with this timestamp; names in MEASURED. Raises Malformed."""
+    """What a game server answers to the query with this timestamp; names in MEASURED. Raises Malformed."""
     if len(data) < HYPERBOL_INFO_BYTES:
         raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_INFO_BYTES))
     kind, echo = struct.unpack_from("<BI", data)
@@ -1745,7 +1752,8 @@ def hyperbol_greeting(data: bytes) -> Tuple[int, int]:
 def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
     """Address, port and flavor of each server in a list; what is left of less than 12 bytes is none."""
     whole = len(data) - len(data) % HYPERBOL_ENTRY.size
-    return [(".".join(map(str, address)), port, flavor) for address, port, flavor in HYPERBOL_ENTRY.iter_unpack(data[:whole])]
+    return [(".".join(map(str, address)), port, flavor)
+            for address, port, flavor in HYPERBOL_ENTRY.iter_unpack(data[:whole])]
 
 
 # --- SubSpace --------------------------------------------------------------------------------------------------------
@@ -1802,8 +1810,9 @@ SECURITY_HEADERS = (
 
 JSON_TYPE, HTML_TYPE, TEXT_TYPE = "application/json; charset=utf-8", "text/html; charset=utf-8", "text/plain; charset=utf-8"
 XML_TYPE = "application/xml; charset=utf-8"
-HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect, email.errors.FirstHeaderLineIsContinuationDefect,
-                  email.errors.MisplacedEnvelopeHeaderDefect)           # the others are of a multipart body, which is not looked at
+# The others are of a multipart body, which is not looked at
+HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
+                  email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
 METHODS_KNOWN = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT")     # others: 501
 
 
@@ -1851,7 +1860,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if len(words) != 3:
             raise HttpError(400, "The request line is not METHOD PATH HTTP/VERSION.")
         self.parse_request()
-        if any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects) or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers):
+        if (any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
+                or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
         if self.request_version >= "HTTP/1.1" and "Host" not in self.headers:
             raise HttpError(400, "HTTP/1.1 asks for a Host header.")
@@ -2056,7 +2066,7 @@ class HttpSession(Session):
 
 HEAD_END = re.compile(rb"\r?\n\r?\n")
 
-ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before (PROTOCOLS, section 6)
+ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before (PROTOCOLS, 6)
 REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and what else there may be: 403
 
 
@@ -2071,14 +2081,15 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
         except (ValueError, RecursionError):
             raise Refused("bad packet", "the body is not JSON in UTF-8") from None
         if not isinstance(fields, dict):
-            raise Refused("bad packet", "the body is not a JSON object such as {\"game\": \"hyperbol\", \"port\": 27888}")
+            raise Refused("bad packet", 'the body is not a JSON object such as {"game": "hyperbol", "port": 27888}')
         return {name: value for name, value in fields.items() if value is not None}
     if type in ("application/x-www-form-urlencoded", ""):
         try:
-            return dict(urllib.parse.parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=50))
+            form = body.decode("utf-8", "replace")
+            return dict(urllib.parse.parse_qsl(form, keep_blank_values=True, max_num_fields=50))
         except ValueError as error:
             raise Refused("bad packet", "the form cannot be read: %s" % error) from None
-    raise HttpError(415, "An announcement is a form (application/x-www-form-urlencoded) or application/json, not %s." % ascii(type[:100]))
+    raise HttpError(415, "application/x-www-form-urlencoded or application/json is wanted, not %s." % ascii(type[:100]))
 
 
 def announced_text(fields: Mapping[str, Any], name: str, characters: int = NAME_CHARACTERS) -> str:
@@ -2150,17 +2161,19 @@ def server_xml(server: Server) -> bytes:
     """A server in /servers.xml and in an exported file, as the script in Hyperbol's document writes it."""
     fields: Dict[str, Any] = {"ip": server.address, "port": server.port, "responding": int(server.responding)}
     if server.responding:
-        fields.update(servername=server.name, gametype=server.mode, playercount=server.players, maxplayercount=server.max_players,
-                      mapname=server.map, version=server.version, skill=server.details.get("skill", "0"), flavor=server.flavor,
+        fields.update(servername=server.name, gametype=server.mode, playercount=server.players,
+                      maxplayercount=server.max_players, mapname=server.map, version=server.version,
+                      skill=server.details.get("skill", "0"), flavor=server.flavor,
                       ping_milliseconds=round(server.ping_ms or 0))
-    return ("<server%s/>" % "".join(' %s="%s"' % (name, html.escape(str(value))) for name, value in fields.items())).encode("utf-8")
+    attributes = "".join(' %s="%s"' % (name, html.escape(str(value))) for name, value in fields.items())
+    return b"<server%s/>\n" % attributes.encode("utf-8")
 
 
 def servers_xml(servers: Iterable[bytes], wall: float) -> bytes:
     """The document around them; `wall` is the time in seconds since 1970."""
     made = datetime.fromtimestamp(wall, timezone.utc).replace(microsecond=0)
     return b'<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n%s</serverlist>\n' % (
-        made.astimezone().isoformat().encode(), made.isoformat().encode(), b"".join(server + b"\n" for server in servers))
+        made.astimezone().isoformat().encode(), made.isoformat().encode(), b"".join(servers))
 
 
 class Web(TcpProtocol):
@@ -2299,12 +2312,11 @@ class Web(TcpProtocol):
                 raise Refused("bad packet", "game: one of %s is wanted, not %s" % (", ".join(games), ascii(named)))
             game = named
             port = announced_number(sent, "port", 1, 65535)
-            fields: Dict[str, Any] = {name: announced_text(sent, name) for name in ("name", "mode", "map", "version") if name in sent}
-            if "description" in sent:
-                fields["description"] = announced_text(sent, "description", TEXT_CHARACTERS)
-            for name in "players", "max_players":
-                if name in sent:
-                    fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
+            fields: Dict[str, Any] = {}
+            for name in sent.keys() & {"name", "mode", "map", "version", "description"}:
+                fields[name] = announced_text(sent, name, TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
+            for name in sent.keys() & {"players", "max_players"}:
+                fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
             action = announced_text(sent, "action") if "action" in sent else ""
             if action == "stop":
                 return self.stop(game, source, port)
@@ -2321,8 +2333,8 @@ class Web(TcpProtocol):
         if server is not None and server.responding:
             return Answer(to_json({"listed": True, "ttl": ANNOUNCED_TTL_S}), JSON_TYPE)
         target = self.poller.find(game, source, port)
-        return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "waiting for its answer to a query on UDP port %d"
-                               % (target.port if target else port)}), JSON_TYPE)
+        reason = "waiting for its answer to a query on UDP port %d" % (target.port if target else port)
+        return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": reason}), JSON_TYPE)
 
     def announce_own(self, game: str, source: str, port: int, fields: Dict[str, Any], now: float) -> None:
         """A game of the operator's own: nobody can ask its servers, so it is listed with what it says."""
@@ -2384,7 +2396,7 @@ PROTOCOLS = (
     Row("iceball", "udp", "iceball.port", 0, Iceball),
     Row("hyperbol", "tcp", "hyperbol.port", 0, Hyperbol),
     Row("http", "tcp", "http.ports", 0, Web),
-    Row("poll", "udp", "", 0, lambda core: core.poller),        # last: whom the others have named in a tick is asked in the same
+    Row("poll", "udp", "", 0, lambda core: core.poller),        # last: the others may just have named some
 )
 
 # =====================================================================================================================
@@ -3014,10 +3026,11 @@ def arguments_parser() -> argparse.ArgumentParser:
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     export.set_defaults(command=command_export)
     export.add_argument("--game", choices=("hyperbol",), default="hyperbol", help="what the master speaks (hyperbol)")
-    export.add_argument("master", metavar="HOST[:PORT]", help="the master; its port is %d if none is given" % HYPERBOL_PORT)
+    export.add_argument("master", metavar="HOST[:PORT]", help="the master; on port %d if none is given" % HYPERBOL_PORT)
     export.add_argument("--output", metavar="FILE", default="servers.xml", help="the file (servers.xml)")
-    export.add_argument("--ftp", metavar="ftp://USER@HOST/PATH/", help="upload it there as well; see below for the password")
-    export.add_argument("--every", metavar="SECONDS", type=argument(read_number(1, 86400 * 365, float)), help="do it again and again")
+    export.add_argument("--ftp", metavar="ftp://USER@HOST/PATH/", help="upload it there; see above for the password")
+    export.add_argument("--every", metavar="SECONDS", type=argument(read_number(1, 86400, float)),
+                        help="do it again and again, with so long a pause")
     return parser
 
 
@@ -3115,7 +3128,7 @@ HYPERBOL_PORT = 20203
 EXPORT_CONNECT_S = 5.0              # the document's script waits so long for the master …
 EXPORT_LIST_S = 60.0                # … and this is for the whole list, however slowly it comes
 EXPORT_LIST_BYTES = 12 * 65536      # 65,536 servers are more than any master has
-EXPORT_ROUND_S = 1.5                # a server that has not answered by then is asked once more, and has as long again: the script's 3 s
+EXPORT_ROUND_S = 1.5                # who has not answered is asked once more, and has as long again: the script's 3 s
 EXPORT_BURST = 50                   # queries sent between two looks at the answers, so that no buffer overflows
 EXPORT_FTP_S = 30.0
 
@@ -3205,20 +3218,21 @@ def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
                     break
                 data += part
     except OSError as error:
-        raise ToolError(EXIT_CONNECTION, "No list from %s: %s." % (endpoint(host, port), error.strerror or error)) from None
+        raise ToolError(EXIT_CONNECTION, "No list from %s: %s." % (
+            endpoint(host, port), error.strerror or error)) from None
     except Malformed as error:
         raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
     return hyperbol_entries(data)
 
 
 def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Server]:
-    """Ask all of them at once what they are; the list in its order, with responding False for those that do not answer."""
+    """Ask all of them at once what they are; those that do not answer have responding False."""
     servers: Dict[Tuple[str, int], Server] = {}
     for address, port, flavor in entries:
         server = servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0)
         server.flavor, server.responding = flavor, False
     silent = dict(servers)
-    asked: Dict[Tuple[str, int], List[Tuple[int, float]]] = {place: [] for place in servers}       # timestamps, and when each was sent
+    asked: Dict[Tuple[str, int], List[Tuple[int, float]]] = {place: [] for place in servers}    # timestamp, sent at
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         for _ in range(POLL_ATTEMPTS):
@@ -3239,8 +3253,8 @@ def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Serv
     return list(servers.values())
 
 
-def read_answers(sock: socket.socket, asked: Dict[Tuple[str, int], List[Tuple[int, float]]], silent: Dict[Tuple[str, int], Server],
-                 wait: float) -> None:
+def read_answers(sock: socket.socket, asked: Mapping[Tuple[str, int], List[Tuple[int, float]]],
+                 silent: Dict[Tuple[str, int], Server], wait: float) -> None:
     """Wait for answers, take what there is, and strike their servers off `silent`."""
     select.select([sock], [], [], max(0.0, wait))
     while True:
@@ -3283,8 +3297,8 @@ class FtpPlace:
         if parts.scheme != "ftp" or not self.host or parts.query or parts.fragment:
             raise ToolError(EXIT_USAGE, "--ftp %s: ftp://USER@HOST/PATH/ is wanted." % url)
         if parts.password is not None:
-            raise ToolError(EXIT_USAGE, "--ftp: others can see the command line; put the password into the environment variable "
-                                        "MASTERSERVER_FTP_PASSWORD or into ~/.netrc.")
+            raise ToolError(EXIT_USAGE, "--ftp: others can see the command line; put the password into the environment "
+                                        "variable MASTERSERVER_FTP_PASSWORD or into ~/.netrc.")
         folder, _, last = parts.path[1:].rpartition("/")
         self.folder, self.name = urllib.parse.unquote(folder), urllib.parse.unquote(last) or name
         self.user = urllib.parse.unquote(parts.username or "")
@@ -3303,7 +3317,8 @@ class FtpPlace:
         if found and (not self.user or found[0] == self.user):
             return found[0], found[2] or ""
         if self.user:
-            raise ToolError(EXIT_FTP, "There is no FTP password for %s at %s in MASTERSERVER_FTP_PASSWORD or ~/.netrc." % (self.user, self.host))
+            raise ToolError(EXIT_FTP, "MASTERSERVER_FTP_PASSWORD and ~/.netrc have no password for %s at %s." % (
+                self.user, self.host))
         return "anonymous", ""
 
     def store(self, data: bytes) -> None:
@@ -3315,8 +3330,9 @@ class FtpPlace:
                 if self.folder:
                     ftp.cwd(self.folder)
                 ftp.storbinary("STOR " + self.name, io.BytesIO(data))
-        except (*ftplib.all_errors, ValueError) as error:       # ValueError: a line break in a name
-            raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (endpoint(self.host, self.port), error)) from None
+        except (ftplib.Error, OSError, EOFError, ValueError) as error:      # ValueError: a line break in a name
+            raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (
+                endpoint(self.host, self.port), error)) from None
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -3328,7 +3344,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return EXIT_OK if getattr(arguments, "every", None) else EXIT_FAILED
     except (SettingsError, StartError, ToolError) as error:
         print("masterserver.py: %s" % error, file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED if isinstance(error, StartError) else error.status
+        if isinstance(error, ToolError):
+            return error.status
+        return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
 
 
 if __name__ == "__main__":
