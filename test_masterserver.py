@@ -674,6 +674,7 @@ class AnnounceTest(unittest.TestCase):
     def test_an_own_game(self) -> None:
         form = b"game=mygame&port=4000&name=My+server&players=3&max_players=8&mode=duel&map=m1&version=2&description=Hi"
         self.assertEqual(self.post(form), (200, {"listed": True, "ttl": 120}))
+        [server] = self.registry.servers("mygame")
         told = "address", "port", "name", "players", "max_players", "mode", "map", "version", "description", "verified"
         self.assertEqual(
             tuple(getattr(server, name) for name in told),
@@ -715,6 +716,13 @@ class AnnounceTest(unittest.TestCase):
         self.assertEqual(len(self.registry.servers("hyperbol")), 1)
         self.assertEqual(self.post(b"game=hyperbol&port=27888&action=stop", now=3.0)[0], 200)
         self.assertEqual((self.registry.servers("hyperbol"), self.core.poller.targets), ([], {}))
+
+    def test_stop_does_not_reach_behind_a_router(self) -> None:
+        self.registry.rules.address_map["192.168.1.5"] = "203.0.113.9"
+        self.post({"game": "mygame", "port": 4000}, address="192.168.1.5")
+        self.assertEqual(self.post(b"game=mygame&port=4000&action=stop", address="203.0.113.9")[0], 404)
+        self.assertEqual([server.address for server in self.registry.servers("mygame")], ["203.0.113.9"])
+        self.assertEqual(self.post(b"game=mygame&port=4000&action=stop", address="192.168.1.5")[0], 200)
 
     def test_errors_in_words(self) -> None:
         for body, type, status, words in (
