@@ -35,7 +35,9 @@ import codecs
 import collections
 import configparser
 import difflib
+import email.errors
 import errno
+import ftplib
 import functools
 import gzip
 import hashlib
@@ -49,10 +51,12 @@ import json
 import logging
 import logging.handlers
 import math
+import netrc
 import os
 import queue
 import random
 import re
+import select
 import selectors
 import signal
 import socket
@@ -253,6 +257,8 @@ def read_choice(*choices: str) -> Callable[[str], str]:
 def read_game_id(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
         raise ValueError("a game's id has 1 to 32 of a-z, 0-9, - and _")
+    if text in {row.section for row in SETTINGS}:
+        raise ValueError("the id %s is taken" % text)
     return text
 
 
@@ -802,8 +808,8 @@ class Registry:
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
 
-    def admit(self, game: str, address: str, port: int, source: str, name: str = "") -> None:
-        """Raise Refused if a server that is not listed yet may not be."""
+    def admit(self, game: str, address: str, port: int, source: str, name: str = "", known: bool = False) -> None:
+        """Raise Refused if a server that is not listed yet may not be. `known`: named in the ini, without limits."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
@@ -813,6 +819,8 @@ class Registry:
             raise Refused("banned", ban)
         if self.rules.refuse_names:
             self.admit_name(name)
+        if known:
+            return
         if self.total >= self.rules.servers:
             raise Refused("limit", "this master lists %d servers at the most" % self.rules.servers)
         if (self.sources.get(source_key(source), 0) >= self.rules.servers_per_source
@@ -824,11 +832,12 @@ class Registry:
         if pattern:
             raise Refused("name", "names matching %s are not listed here" % pattern)
 
-    def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, fields: Mapping[str, Any]) -> Server:
+    def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
+             fields: Mapping[str, Any], known: bool = False) -> Server:
         """List a server, or refresh it, with what it told; raises Refused. Fields are names in MEASURED."""
         server = self.get(game, address, port)
         if server is None:
-            self.admit(game, address, port, source, fields.get("name", ""))
+            self.admit(game, address, port, source, fields.get("name", ""), known)
             server = Server(game, address, port, source, now, lifetime)
             self.insert(server, fields)
         else:
@@ -904,6 +913,8 @@ class Registry:
             server.playing = clamp(server.playing, server.players)
 
     def count(self, server: Server, sign: int) -> None:
+        if not server.responding:           # named in the ini and not there: nobody plays on it
+            return
         census = self.census[server.game]
         census[0] += sign
         census[1] += sign * server.players
@@ -1457,23 +1468,25 @@ POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone (PROTOCOLS)
 POLL_SHARE = 12                     # at most a twelfth of all targets is asked in one second: no volleys
 POLL_MIN_PER_S = 10                 # but so many always, so that a few new servers do not wait for each other
+POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, lie evenly however many there are
 
 
 class Target:
     """One game server to be asked. `step` and `scratch` belong to its querier."""
 
-    __slots__ = ("querier", "address", "port", "server_port", "due", "nonce", "asked_at", "attempt", "step", "missed", "ping_ms",
-                 "scratch", "known")
+    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
+                 "attempt", "step", "missed", "ping_ms", "scratch")
 
-    def __init__(self, querier: Querier, address: str, port: int, server_port: int, known: bool) -> None:
+    def __init__(self, querier: Querier, address: str, port: int, server_port: int, phase: float) -> None:
         self.querier, self.address, self.port, self.server_port = querier, address, port, server_port
-        self.due = 0.0
+        self.phase = phase                              # its place in the interval, from 0 to 1
+        self.known = False                              # named in the ini: polled however long it is silent
+        self.announced = False                          # it asked for it
+        self.asked_at = 0.0
         self.nonce = 0
-        self.asked_at: Optional[float] = None           # None: no question is open
         self.attempt = self.step = self.missed = 0
-        self.ping_ms: Optional[float] = None            # round trip of the last answer
+        self.ping_ms = 0.0                              # round trip of the answer at hand
         self.scratch: Any = None
-        self.known = known                              # named in the ini: polled however long it is silent
 
     def __repr__(self) -> str:
         return endpoint(self.address, self.port)
@@ -1482,6 +1495,7 @@ class Target:
 class Querier:
     """A protocol whose game servers answer questions. The poller asks; the querier knows the bytes."""
 
+    game = ""                       # as in the registry
     attempts = POLL_ATTEMPTS
 
     def nonce(self) -> int:
@@ -1503,7 +1517,7 @@ class Querier:
 
 
 class Poller(UdpProtocol):
-    """Asks game servers what they really are, from one UDP socket, evenly over the interval.
+    """Asks game servers what they really are, from one UDP port, evenly over the interval.
 
     An answer counts only from the address and port that were asked, while a question is open there. Nobody is asked whom neither the
     ini nor a packet from that address named; that is for the protocols to see to, as they alone call `add`.
@@ -1511,68 +1525,88 @@ class Poller(UdpProtocol):
 
     ipv4_only = False
 
-    def __init__(self, settings: Settings, seed: Optional[int] = None) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, settings: Settings) -> None:
         self.targets: Dict[Tuple[str, int], Target] = {}
-        self.fresh: collections.deque[Target] = collections.deque()
-        self.open: collections.OrderedDict[Tuple[str, int], Target] = collections.OrderedDict()
+        self.sources: collections.Counter[str] = collections.Counter()  # targets by source
+        self.fresh: collections.deque[Target] = collections.deque()     # to be asked before all others
+        self.open: collections.OrderedDict[Tuple[str, int], Target] = collections.OrderedDict()     # asked, by time
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
-        self.count = 0
+        self.added = 0              # targets ever
+        self.count = 0              # of the entries in the heap, to keep equals in order
+        self.asked = 0              # questions since the last tick
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
         self.interval: float = settings["poll.interval"]
         self.rate: int = settings["poll.rate"]
+        self.most: int = settings["limits.servers"]
+        self.most_by_source: int = settings["limits.servers_per_source"]
+        self.exempt: Tuple[Network, ...] = settings["limits.exempt"]
+
+    def crowded(self, address: str) -> bool:
+        """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked."""
+        return len(self.targets) >= self.most or (
+            self.sources[source_key(address)] >= self.most_by_source and not in_networks(address, self.exempt))
 
     def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
-        """Poll this endpoint from now on; asked within 2 s. `server_port`: the game's port where it differs."""
+        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
         target = self.targets.get((address, port))
         if target is None or target.querier is not querier:
-            target = self.targets[address, port] = Target(querier, address, port, server_port or port, known)
-            self.fresh.append(target)
-        target.known = target.known or known
+            if target is not None:
+                self.remove(target)
+            target = self.targets[address, port] = Target(
+                querier, address, port, server_port or port, self.added * POLL_PHASE % 1.0)
+            self.added += 1
+            self.sources[source_key(address)] += 1
+            if known:
+                self.wait(target, 0.0)      # a long list in the ini takes its turn
+            else:
+                self.fresh.append(target)
+        if known:
+            target.known = True
+        else:
+            target.announced = True
         return target
 
     def remove(self, target: Target) -> None:
-        if self.targets.get((target.address, target.port)) is target:
-            del self.targets[target.address, target.port]
-            self.open.pop((target.address, target.port), None)
+        if self.targets.get((target.address, target.port)) is not target:
+            return
+        del self.targets[target.address, target.port]
+        self.open.pop((target.address, target.port), None)
+        source = source_key(target.address)
+        self.sources[source] -= 1
+        if not self.sources[source]:
+            del self.sources[source]
+
+    def find(self, game: str, address: str, server_port: int) -> Optional[Target]:
+        """The target behind a game server's own port."""
+        return next((t for t in self.targets.values()
+                     if t.server_port == server_port and t.address == address and t.querier.game == game), None)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        address = canonical(peer[0])
-        target = self.open.get((address, peer[1]))
-        if target is None or target.asked_at is None:
+        target = self.open.get((canonical(peer[0]), peer[1]))
+        if target is None:
             raise Malformed("an answer that nobody asked for")
-        complete = target.querier.answer(target, data, now)
         target.ping_ms = (now - target.asked_at) * 1000
-        if not complete:
+        if target.querier.answer(target, data, now):
+            target.missed = 0
+            self.rest(target, now)
+        elif self.asked < self.rate:
             return self.ask(target, now)
-        target.missed = 0
-        self.rest(target, now)
+        else:                               # no more questions in this second: it is the first in the next
+            self.open.pop((target.address, target.port), None)
+            self.fresh.appendleft(target)
         return []
-
-    def ask(self, target: Target, now: float) -> Replies:
-        target.nonce = target.querier.nonce()
-        target.asked_at = now
-        self.open[target.address, target.port] = target
-        self.open.move_to_end((target.address, target.port))
-        return [(target.querier.query(target), (target.address, target.port))]
-
-    def rest(self, target: Target, now: float) -> None:
-        """The poll is over; the next one comes an interval later, give or take a tenth so that no volley builds up."""
-        self.open.pop((target.address, target.port), None)
-        target.asked_at = None
-        target.attempt = target.step = 0
-        self.count += 1
-        heapq.heappush(self.waiting, (now + self.interval * self.random.uniform(0.9, 1.0), self.count, target))
 
     def tick(self, now: float) -> Replies:
         out: Replies = []
+        self.asked = 0
         budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE))
-        while self.open:
+        while self.fresh and self.asked < min(budget, POLL_MIN_PER_S):
+            out += self.begin(self.fresh.popleft(), now)
+        while self.open and self.asked < budget:
             target = next(iter(self.open.values()))
-            assert target.asked_at is not None
-            if now - target.asked_at < POLL_TIMEOUT_S or len(out) >= budget:
+            if now - target.asked_at < POLL_TIMEOUT_S:
                 break
             target.attempt += 1
             if target.attempt < target.querier.attempts:
@@ -1582,14 +1616,34 @@ class Poller(UdpProtocol):
             self.rest(target, now)
             if target.querier.missed(target, now):
                 self.remove(target)
-        while self.waiting and self.waiting[0][0] <= now and len(out) < budget:
-            out += self.ask_if_current(heapq.heappop(self.waiting)[2], now)
-        while self.fresh and len(out) < budget:
-            out += self.ask_if_current(self.fresh.popleft(), now)
+        while self.waiting and self.waiting[0][0] <= now and self.asked < budget:
+            out += self.begin(heapq.heappop(self.waiting)[2], now)
+        while self.fresh and self.asked < budget:
+            out += self.begin(self.fresh.popleft(), now)
         return out
 
-    def ask_if_current(self, target: Target, now: float) -> Replies:
-        return self.ask(target, now) if self.targets.get((target.address, target.port)) is target else []
+    def begin(self, target: Target, now: float) -> Replies:
+        if self.targets.get((target.address, target.port)) is not target:
+            return []                       # removed while it waited
+        return self.ask(target, now)
+
+    def ask(self, target: Target, now: float) -> Replies:
+        self.asked += 1
+        target.nonce = target.querier.nonce()
+        target.asked_at = now
+        self.open[target.address, target.port] = target
+        self.open.move_to_end((target.address, target.port))
+        return [(target.querier.query(target), (target.address, target.port))]
+
+    def rest(self, target: Target, now: float) -> None:
+        """The poll is over; the next one comes at the target's place in the interval, whenever this one came."""
+        self.open.pop((target.address, target.port), None)
+        target.attempt = target.step = 0
+        self.wait(target, now + ((target.phase * self.interval - now) % self.interval or self.interval))
+
+    def wait(self, target: Target, due: float) -> None:
+        self.count += 1
+        heapq.heappush(self.waiting, (due, self.count, target))
 
 
 class Core(NamedTuple):
@@ -1599,6 +1653,8 @@ class Core(NamedTuple):
     registry: Registry
     poller: Poller
     resolve: Callable[[str, Callable[[str, float], None]], None]        # (host, done): done(address or "", now) follows later
+    # By game, what takes an announcement that came by HTTP: (source, port, fields, now); raises Refused
+    announcers: Dict[str, Callable[[str, int, Mapping[str, Any], float], None]]
     storage: Optional[Storage] = None       # only for jobs in the worker
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
@@ -1607,6 +1663,7 @@ class Core(NamedTuple):
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
+RESOLVE_RETRY_S = 60.0              # sooner where one was not found: the network may have come up after us
 
 
 class Known:
@@ -1616,29 +1673,64 @@ class Known:
         """`offset`: from a server's port to the one that answers questions."""
         self.core, self.querier, self.offset = core, querier, offset
         self.targets: Dict[Tuple[str, int], Optional[Target]] = {}      # by host and port as the ini has them
+        self.places: Dict[Tuple[str, int], Tuple[str, int]] = {}        # the way back, by address and port as listed
+        self.unresolved: Set[str] = set()
+        self.pending = 0                    # look-ups under way: a slow name server does not get them twice
         self.due = float("-inf")
 
-    def read(self, endpoints: Iterable[Tuple[str, int]]) -> None:
+    def read(self, places: Iterable[Tuple[str, int]]) -> None:
         before = self.targets
-        self.targets = {place: before.get(place) for place in endpoints}
+        self.targets = {place: before.get(place) for place in places}
         for place, target in before.items():
             if target is not None and place not in self.targets:
-                target.known = False        # from now on it goes when it falls silent, as others do
+                self.release(target)
         self.due = float("-inf")
 
     def tick(self, now: float) -> None:
-        if now >= self.due:
-            self.due = now + RESOLVE_S
-            for host, port in self.targets:
-                self.core.resolve(host, functools.partial(self.found, host, port))
+        if now < self.due or self.pending:
+            return
+        self.due = now + RESOLVE_S
+        for host, port in self.targets:
+            self.pending += 1
+            done = functools.partial(self.found, host, port)
+            if is_unicast(host):
+                done(host, now)             # an address as it is does not wait behind slow names
+            else:
+                self.core.resolve(host, done)
 
     def found(self, host: str, port: int, address: str, now: float) -> None:
-        if not address or (host, port) not in self.targets:
+        self.pending -= 1
+        if (host, port) not in self.targets:
             return
+        if not is_unicast(address):
+            self.due = min(self.due, now + RESOLVE_RETRY_S)
+            if host not in self.unresolved:
+                log.warning("%s: the host name %s in the ini leads to no address; it is looked up again",
+                            self.querier.game, ascii(host))
+                self.unresolved.add(host)
+            return
+        self.unresolved.discard(host)
         before = self.targets[host, port]
-        if before is not None and before.address != address:
-            before.known = False
-        self.targets[host, port] = self.core.poller.add(self.querier, address, port + self.offset, port, known=True)
+        target = self.core.poller.add(self.querier, address, port + self.offset, port, known=True)
+        self.targets[host, port] = target
+        if before is not None and before is not target:
+            self.release(before)
+        self.places[self.identity(target)] = host, port
+
+    def identity(self, target: Target) -> Tuple[str, int]:
+        return self.core.registry.rules.listed_address(target.address), target.server_port
+
+    def release(self, target: Target) -> None:
+        """The ini does not lead here any more: it stays only if it announced itself."""
+        if target in self.targets.values():
+            return
+        target.known = False
+        self.places.pop(self.identity(target), None)
+        if not target.announced:
+            self.core.poller.remove(target)
+            server = self.core.registry.get(self.querier.game, *self.identity(target))
+            if server is not None:
+                self.core.registry.remove(server)
 
 
 # --- Iceball ---------------------------------------------------------------------------------------------------------
@@ -1947,6 +2039,201 @@ def draft_identity(port: int, mac: bytes) -> int:
 
 # --- Hyperbol --------------------------------------------------------------------------------------------------------
 
+HYPERBOL_GREETING = struct.Struct("<4sII")                          # "HBSL", key, players
+HYPERBOL_REQUEST_BYTES = 8
+HYPERBOL_UNOFFICIAL = 16                                            # in the first byte of the filter
+HYPERBOL_ENTRY = struct.Struct("<4sIB3x")                           # address in network order, port, flavor
+HYPERBOL_INFO = struct.Struct("<32s32sBBB64s20sxIIBBBB16sIIIIB20s3BBxxx")       # the format in the document's script
+HYPERBOL_INFO_BYTES = 5 + HYPERBOL_INFO.size                        # 229
+HYPERBOL_REQUEST_S = 5.0                                            # "just a few seconds to ask for the full list"
+
+
+class Hyperbol(TcpProtocol, Querier):
+    """Hyperbol's list by TCP, and its game servers by UDP; document 001.
+
+        < 4842534c key.u32 players.u32                      "HBSL"; players on all servers; one segment
+        > key.u32 filter[4]                                 10 in the first byte: unofficial servers as well
+        < { address[4] port.u32 flavor.u8 000000 }*         address in network order; then the connection is closed
+
+        the master to a game server, and its answer (229 bytes):
+        > 02 timestamp.u32
+        < 1b timestamp.u32 name[32] gametype[32] players.u8 maximum.u8 00 map[64] address[20] 00 port.u32 flags.u32
+          inet[4] version[16] 00×37 factions[3] skill.u8 000000     texts are NUL-terminated unless full
+
+    The document does not say how game servers register: the ini names them, or they announce themselves by HTTP. Either
+    way one is listed while it answers; one of the ini that does not is kept as not responding. Flavor is of the ini.
+    """
+
+    game = "hyperbol"
+
+    def __init__(self, core: Core) -> None:
+        self.registry, self.poller = core.registry, core.poller
+        self.known = Known(core, self)
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rendered: Tuple[int, bytes, bytes] = (-1, b"", b"")        # generation, official servers, all servers
+        core.announcers[self.game] = self.announce
+        self.registry.watchers.append(self.watch)
+        for server in self.registry.servers(self.game):
+            self.watch("listed", server)
+        self.read(core.settings)
+
+    def read(self, settings: Settings) -> None:
+        self.flavors: Dict[Tuple[str, int], int] = {
+            (host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
+        self.known.read(self.flavors)
+        for server in self.registry.servers(self.game):
+            self.registry.update(server, {"flavor": self.flavor(server.address, server.port)})
+
+    def tick(self, now: float) -> None:
+        self.known.tick(now)
+
+    # The list
+
+    def session(self, address: str, now: float) -> Session:
+        return HyperbolSession(self, address)
+
+    def greeting(self, key: int) -> bytes:
+        return HYPERBOL_GREETING.pack(b"HBSL", key, self.registry.census[self.game][1])
+
+    def entries(self, filter: int) -> bytes:
+        if self.rendered[0] != self.registry.generation:
+            entries = [(server.flavor, HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor))
+                       for server in self.registry.in_order(self.game)
+                       if server.responding and ":" not in server.address]
+            self.rendered = (self.registry.generation, b"".join(entry for flavor, entry in entries if flavor),
+                             b"".join(entry for _, entry in entries))
+        _, official, everything = self.rendered
+        return everything if filter & HYPERBOL_UNOFFICIAL else official
+
+    # The game servers
+
+    def flavor(self, address: str, port: int) -> int:
+        place = self.known.places.get((address, port))
+        return self.flavors.get(place, 0) if place else 0
+
+    def announce(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+        """An announcement by HTTP: the server is asked, and listed with what it answers; raises Refused."""
+        if ":" in source:
+            raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; this came from %s" % source)
+        address = self.registry.rules.listed_address(source)
+        if self.registry.get(self.game, address, port) is None:
+            self.registry.admit(self.game, address, port, source)
+            target = self.poller.targets.get((source, port))
+            if (target is None or target.querier is not self) and self.poller.crowded(source):
+                raise Refused("limit", "too many servers of %s wait for their first answer already" % source)
+            self.registry.note(source, self.game, port, "announced", now)
+        self.poller.add(self, source, port)
+
+    def query(self, target: Target) -> bytes:
+        return struct.pack("<BI", 2, target.nonce)
+
+    def answer(self, target: Target, data: bytes, now: float) -> bool:
+        fields = hyperbol_info(data, target.nonce)
+        address, port = self.registry.rules.listed_address(target.address), target.server_port
+        fields["name"] = fields["name"] or endpoint(address, port)
+        # Whole milliseconds: jitter alone makes no new list
+        fields.update(verified="query", responding=True, flavor=self.flavor(address, port),
+                      ping_ms=round(target.ping_ms))
+        before = self.registry.get(self.game, address, port)
+        if before is None or not before.responding:
+            self.registry.note(target.address, self.game, port, "listed", now)
+        try:
+            self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, target.known)
+        except Refused as refused:
+            self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
+            if before is not None:
+                self.registry.remove(before)
+            if not target.known:
+                self.poller.remove(target)
+        return True
+
+    def missed(self, target: Target, now: float) -> bool:
+        address, port = self.registry.rules.listed_address(target.address), target.server_port
+        server = self.registry.get(self.game, address, port)
+        gone = target.missed >= POLL_MISSED
+        if gone or server is None:
+            self.registry.note(target.address, self.game, port, "silent", now, "no answer from UDP port %d" % port)
+        if not target.known:
+            if server is not None and (gone or not server.responding):
+                self.registry.remove(server)
+            return gone
+        if server is None:
+            try:
+                fields = {"name": endpoint(address, port), "responding": False, "flavor": self.flavor(address, port)}
+                self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, known=True)
+            except Refused as refused:
+                self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
+        elif gone:
+            self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None})
+        return False
+
+    def watch(self, event: str, server: Server) -> None:
+        if server.game != self.game:
+            return
+        if event == "listed" and server.unconfirmed:        # restored from disk
+            self.poller.add(self, server.source, server.port).announced = False
+        target = self.poller.targets.get((server.source, server.port))
+        if event == "gone" and target is not None and target.querier is self and not target.known:
+            self.poller.remove(target)
+
+
+class HyperbolSession(Session):
+    """One player who asks for the list."""
+
+    def __init__(self, hyperbol: Hyperbol, address: str) -> None:
+        self.hyperbol, self.address = hyperbol, address
+        self.key = random.SystemRandom().getrandbits(32)
+        self.request = b""
+
+    def opened(self, now: float) -> bytes:
+        self.wake_at = now + HYPERBOL_REQUEST_S
+        return self.hyperbol.greeting(self.key)
+
+    def receive(self, data: bytes, now: float) -> bytes:
+        self.request += data
+        if self.done or len(self.request) < HYPERBOL_REQUEST_BYTES:
+            return b""
+        self.done = True
+        key, filter = struct.unpack_from("<IB", self.request)
+        if key != self.key:
+            raise Malformed("key: %08x instead of %08x" % (key, self.key))
+        return self.hyperbol.entries(filter) if self.hyperbol.limiter.allow(self.address, now) else b""
+
+    def tick(self, now: float) -> bytes:
+        if self.wake_at is not None and now >= self.wake_at:
+            self.done = True
+        return b""
+
+
+def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
+    """What a game server answers to the query with this timestamp; names in MEASURED. Raises Malformed."""
+    if len(data) < HYPERBOL_INFO_BYTES:
+        raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_INFO_BYTES))
+    kind, echo = struct.unpack_from("<BI", data)
+    if kind != 27:
+        raise Malformed("an answer begins with 27 and not with %d" % kind)
+    if echo != timestamp:
+        raise Malformed("timestamp: not that of the open question")
+    values = HYPERBOL_INFO.unpack_from(data, 5)
+    name, mode, map, version = (decode_legacy(c_string(values[i])) for i in (0, 1, 5, 13))
+    return {"name": name, "mode": mode, "map": map, "version": version, "players": values[2], "max_players": values[3],
+            "details": {"skill": str(values[23]), "flags": "0x%08x" % values[8],
+                        "factions": "IMF %d, Syndicate %d, Republic %d" % values[20:23]}}
+
+
+def hyperbol_greeting(data: bytes) -> Tuple[int, int]:
+    """Key and number of players in a master's greeting, 12 bytes. Raises Malformed."""
+    if len(data) < HYPERBOL_GREETING.size or data[:4] != b"HBSL":
+        raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s" % ascii(data[:12]))
+    return HYPERBOL_GREETING.unpack_from(data)[1:]
+
+
+def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
+    """Address, port and flavor of each server in a list; what is left of less than 12 bytes is none."""
+    whole = len(data) - len(data) % HYPERBOL_ENTRY.size
+    return [(".".join(map(str, address)), port, flavor)
+            for address, port, flavor in HYPERBOL_ENTRY.iter_unpack(data[:whole])]
+
 
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
@@ -2088,11 +2375,13 @@ class SubSpacePing(UdpProtocol, Querier):
     Listed zones are in the registry, where SubSpaceList finds them; here are only the claims and who owns which name.
     """
 
+    game = "subspace"
     attempts = len(PING_FORMS)
 
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.poller = core.poller
+        core.announcers[self.game] = self.announced
         self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
@@ -3654,6 +3943,10 @@ SECURITY_HEADERS = (
 )
 
 JSON_TYPE, HTML_TYPE, TEXT_TYPE = "application/json; charset=utf-8", "text/html; charset=utf-8", "text/plain; charset=utf-8"
+XML_TYPE = "application/xml; charset=utf-8"
+# The others are of a multipart body, which is not looked at
+HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
+                  email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
 METHODS_KNOWN = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT")     # others: 501
 
 
@@ -3702,7 +3995,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if len(words) != 3:
             raise HttpError(400, "The request line is not METHOD PATH HTTP/VERSION.")
         self.parse_request()
-        if self.headers.defects or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers):
+        if (any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
+                or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
         if self.request_version >= "HTTP/1.1" and "Host" not in self.headers:
             raise HttpError(400, "HTTP/1.1 asks for a Host header.")
@@ -3912,6 +4206,47 @@ class HttpSession(Session):
 
 HEAD_END = re.compile(rb"\r?\n\r?\n")
 
+ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before (PROTOCOLS, 6)
+REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and what else there may be: 403
+
+
+def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
+    """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
+    type = exchange.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if exchange.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise HttpError(415, "An announcement is not compressed.")
+    if type == "application/json":
+        try:
+            fields = json.loads(body.decode("utf-8"))
+        except (ValueError, RecursionError):
+            raise Refused("bad packet", "the body is not JSON in UTF-8") from None
+        if not isinstance(fields, dict):
+            raise Refused("bad packet", 'the body is not a JSON object such as {"game": "hyperbol", "port": 27888}')
+        return {name: value for name, value in fields.items() if value is not None}
+    if type in ("application/x-www-form-urlencoded", ""):
+        try:
+            form = body.decode("utf-8", "replace")
+            return dict(urllib.parse.parse_qsl(form, keep_blank_values=True, max_num_fields=50))
+        except ValueError as error:
+            raise Refused("bad packet", "the form cannot be read: %s" % error) from None
+    raise HttpError(415, "application/x-www-form-urlencoded or application/json is wanted, not %s." % ascii(type[:100]))
+
+
+def announced_text(fields: Mapping[str, Any], name: str, characters: int = NAME_CHARACTERS) -> str:
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise Refused("bad packet", "%s is not a text" % name)
+    return clean(str(value), characters)
+
+
+def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = fields.get(name)
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise Refused("bad packet", "%s: a number from %d to %d is wanted" % (name, low, high))
+    return value
+
 
 class Rendering:
     """One list as bytes, made once an edition if anybody asks for it."""
@@ -3948,6 +4283,25 @@ def iceball_json(server: Server) -> bytes:
     return to_json(fields)
 
 
+def server_xml(server: Server) -> bytes:
+    """A server in /servers.xml and in an exported file, as the script in Hyperbol's document writes it."""
+    fields: Dict[str, Any] = {"ip": server.address, "port": server.port, "responding": int(server.responding)}
+    if server.responding:
+        fields.update(servername=server.name, gametype=server.mode, playercount=server.players,
+                      maxplayercount=server.max_players, mapname=server.map, version=server.version,
+                      skill=server.details.get("skill", "0"), flavor=server.flavor,
+                      ping_milliseconds=round(server.ping_ms or 0))
+    attributes = "".join(' %s="%s"' % (name, html.escape(str(value))) for name, value in fields.items())
+    return b"<server%s/>\n" % attributes.encode("utf-8")
+
+
+def servers_xml(servers: Iterable[bytes], wall: float) -> bytes:
+    """The document around them; `wall` is the time in seconds since 1970."""
+    made = datetime.fromtimestamp(wall, timezone.utc).replace(microsecond=0)
+    return b'<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n%s</serverlist>\n' % (
+        made.astimezone().isoformat().encode(), made.isoformat().encode(), b"".join(servers))
+
+
 class Web(TcpProtocol):
     """The HTTP side: routes, renderings, and what is remembered of both."""
 
@@ -3957,6 +4311,8 @@ class Web(TcpProtocol):
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
+        self.poller = core.poller
+        self.announcers = core.announcers
         self.epoch = 0.0            # wall clock minus monotonic clock, told by the event loop
         self.start_tag = "%x" % random.SystemRandom().getrandbits(32)       # numbers in ETags start over with the program
         # All lists change together, from one edition to the next: when a server has changed, but at most once in RENDER_S,
@@ -4047,6 +4403,8 @@ class Web(TcpProtocol):
                 answer = self.finish(exchange, route.answer(self, Request(parsed.path, query, body, exchange, address, now)))
         except HttpError as error:
             answer = self.error(error, "text/html" in exchange.headers.get("Accept", ""))
+            if parsed.path == "/announce":
+                answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
             if parsed.path == "/master.json" and error.status == 429:
                 answer = answer._replace(body=self.master_json_frame([]), type=JSON_TYPE)
         except ValueError as error:
@@ -4135,6 +4493,70 @@ class Web(TcpProtocol):
     def look(self) -> Look:
         text = self.settings.texts.get("http.template", "")
         return Look(self.settings["http.title"], self.settings["http.intro"], list_template(text) if text else None)
+
+    def servers_xml(self, request: Request) -> Answer:
+        game = request.query.get("game", "hyperbol")
+        if game not in GAME_TITLES and game not in self.settings["games"]:
+            raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
+        return self.rendered("servers.xml", game, request, XML_TYPE, lambda now: servers_xml(
+            parts(self.registry.in_order(game), "servers.xml", server_xml), self.epoch + now))
+
+    def announce(self, request: Request) -> Answer:
+        """An announcement by HTTP; the address is the connection's."""
+        source, now, game, port = request.address, request.now, "announce", 0
+        try:
+            sent = announced_fields(request.exchange, request.body)
+            named = announced_text(sent, "game") if "game" in sent else ""
+            games = [*self.announcers, *self.settings["games"]]
+            if named not in games:
+                raise Refused("bad packet", "game: one of %s is wanted, not %s" % (", ".join(games), ascii(named)))
+            game = named
+            port = announced_number(sent, "port", 1, 65535)
+            fields: Dict[str, Any] = {}
+            for name in sent.keys() & {"name", "mode", "map", "version", "description"}:
+                fields[name] = announced_text(sent, name, TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
+            for name in sent.keys() & {"players", "max_players"}:
+                fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
+            action = announced_text(sent, "action") if "action" in sent else ""
+            if action == "stop":
+                return self.stop(game, source, port)
+            if action not in ("", "announce"):
+                raise Refused("bad packet", "action: stop, or nothing, is wanted")
+            if game in self.announcers:
+                self.announcers[game](source, port, fields, now)
+            else:
+                self.announce_own(game, source, port, fields, now)
+        except Refused as refused:
+            self.registry.note(source, game, port, refused.outcome, now, str(refused))
+            raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+        server = self.registry.get(game, self.registry.rules.listed_address(source), port)
+        if server is not None and server.responding:
+            return Answer(to_json({"listed": True, "ttl": ANNOUNCED_TTL_S}), JSON_TYPE)
+        target = self.poller.find(game, source, port)
+        reason = "waiting for its answer to a query on UDP port %d" % (target.port if target else port)
+        return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": reason}), JSON_TYPE)
+
+    def announce_own(self, game: str, source: str, port: int, fields: Dict[str, Any], now: float) -> None:
+        """A game of the operator's own: nobody can ask its servers, so it is listed with what it says."""
+        address = self.registry.rules.listed_address(source)
+        if self.registry.get(game, address, port) is None:
+            fields.setdefault("name", "")
+            self.registry.note(source, game, port, "listed", now)
+        if fields.get("name") == "":
+            fields["name"] = endpoint(address, port)
+        self.registry.hear(game, address, port, source, now, ANNOUNCED_TTL_S, {**fields, "verified": "self-reported"})
+
+    def stop(self, game: str, source: str, port: int) -> Answer:
+        """action=stop: only the address that a server is announced from can end it."""
+        server = self.registry.get(game, self.registry.rules.listed_address(source), port)
+        target = self.poller.find(game, source, port)
+        if target is not None and not target.known:
+            self.poller.remove(target)
+        if server is not None and server.source == source:
+            self.registry.remove(server)
+        elif target is None:
+            raise HttpError(404, "No server of %s on port %d is listed here as %s." % (source, port, game))
+        return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
 
     def page(self, request: Request) -> Answer:
         game, chosen = self.chosen(request)
@@ -4396,6 +4818,8 @@ ROUTES = {
     "/history.json": Route(Web.history_json),
     "/metrics": Route(Web.metrics),
     "/healthz": Route(Web.healthz),
+    "/servers.xml": Route(Web.servers_xml),
+    "/announce": Route(Web.announce, ("POST", "OPTIONS")),
 }
 
 # =====================================================================================================================
@@ -4414,11 +4838,12 @@ class Row(NamedTuple):
 
 
 PROTOCOLS = (
-    Row("poll", "udp", "", 0, lambda core: core.poller),
     Row("iceball", "udp", "iceball.port", 0, Iceball),
+    Row("hyperbol", "tcp", "hyperbol.port", 0, Hyperbol),
     Row("subspace", "udp", "subspace.port", 0, SubSpaceList),
     Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
     Row("http", "tcp", "http.ports", 0, Web),
+    Row("poll", "udp", "", 0, lambda core: core.poller),        # last: the others may just have named some
 )
 
 # =====================================================================================================================
@@ -4458,7 +4883,6 @@ class Datagrams:
 
     def __init__(self, name: str, sock: socket.socket, protocol: UdpProtocol, tally: Tally, limiter: Limiter) -> None:
         self.name, self.sock, self.protocol, self.tally, self.limiter = name, sock, protocol, tally, limiter
-        self.mapped = sock.family == socket.AF_INET6
 
     def ready(self, mask: int, now: float) -> None:
         receive, send, handle, allow = self.sock.recvfrom, self.sock.sendto, self.protocol.datagram, self.limiter.allow
@@ -4504,20 +4928,14 @@ class Datagrams:
             log.error("%s %s: a packet ended in an error of the program: %s", endpoint(peer[0], peer[1]), self.name, ascii(data[:600]),
                       exc_info=error)
 
-    def send(self, replies: Replies) -> None:
-        for reply, to in replies:
-            if self.mapped and ":" not in to[0]:
-                to = ("::ffff:" + to[0],) + to[1:]
-            try:
-                self.sock.sendto(reply, to)
-            except OSError:
-                self.tally.unsent += 1
-            else:
-                self.tally.sent += 1
-                self.tally.bytes_out += len(reply)
-
-    def tick(self, now: float) -> None:
-        self.send(self.protocol.tick(now))
+    def send(self, data: bytes, to: Peer) -> bool:
+        try:
+            self.sock.sendto(data, to)
+        except OSError:             # no room, or no way there from this socket
+            return False
+        self.tally.sent += 1
+        self.tally.bytes_out += len(data)
+        return True
 
 
 class Connection:
@@ -4887,7 +5305,7 @@ class MasterServer:
         self.gauges: Dict[str, float] = {}
         database = self.settings.file("server.database")
         self.storage = Storage(database) if database else None
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve, self.storage, self.tallies, self.health, self.gauges,
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies, self.health, self.gauges,
                          lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
         self.reload_asked = False
@@ -4930,6 +5348,8 @@ class MasterServer:
                     ports = (ports,)
                 if any(port is not None for port in ports):
                     protocol = row.make(self.core)
+                    if isinstance(protocol, Web):
+                        protocol.epoch = time.time() - time.monotonic()
                     self.protocols.append(protocol)
                     for port in ports:
                         if port is not None:
@@ -5086,10 +5506,10 @@ class MasterServer:
         self.registry.expire(now)
         self.log_events()
         for source in self.endpoints:
-            self.guarded(source.tick, now)
+            if isinstance(source, Acceptor):
+                self.guarded(source.tick, now)
         for protocol in self.protocols:
-            if isinstance(protocol, TcpProtocol):
-                self.guarded(protocol.tick, now)
+            self.guarded(functools.partial(self.tick_protocol, protocol), now)
         for connection in list(self.connections):
             connection.tick(now)
         if self.keeper:
@@ -5104,6 +5524,17 @@ class MasterServer:
         if self.reload_asked:
             self.reload_asked = False
             self.reload()
+
+    def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
+        """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
+        if isinstance(protocol, TcpProtocol):
+            protocol.tick(now)
+            return
+        sockets = [source for source in self.endpoints if isinstance(source, Datagrams) and source.protocol is protocol]
+        for data, to in protocol.tick(now):
+            family = socket.AF_INET6 if ":" in to[0] else socket.AF_INET
+            if not any(source.send(data, to) for source in sockets if source.sock.family == family) and sockets:
+                sockets[0].tally.unsent += 1
 
     def guarded(self, tick: Callable[[float], None], now: float) -> None:
         try:
@@ -5372,23 +5803,10 @@ def ping_subspace(host: str, port: int) -> Dict[str, Any]:
     return dict(poll.fields(), arenas=poll.arenas_text(), ping_ms=round(ping_ms, 1))
 
 
-# After 1b and the timestamp; from the document's script
-HYPERBOL_ANSWER = struct.Struct("<32s32sBBB64s20sxIIBBBB16sIIIIB20s3BBxxx")
-
-
 def ping_hyperbol(host: str, port: int) -> Dict[str, Any]:
     nonce = random.SystemRandom().getrandbits(32)
-
-    def answer(data: bytes) -> Dict[str, Any]:
-        if len(data) != 5 + HYPERBOL_ANSWER.size or data[:5] != struct.pack("<BI", 0x1B, nonce):
-            raise Malformed("not the 229 bytes of an answer")
-        row = HYPERBOL_ANSWER.unpack_from(data, 5)
-        name, mode, map, version = (decode_legacy(c_string(row[i])) for i in (0, 1, 5, 13))
-        return {"name": name, "mode": mode, "players": row[2], "max_players": row[3], "map": map, "version": version,
-                "flags": row[8], "factions": list(row[20:23]), "skill": row[23]}
-
-    found, ping_ms = udp_ask(host, port, lambda attempt: struct.pack("<BI", 2, nonce), answer)
-    return dict(found, ping_ms=round(ping_ms, 1))
+    found, ping_ms = udp_ask(host, port, lambda attempt: struct.pack("<BI", 2, nonce), lambda data: hyperbol_info(data, nonce))
+    return dict(found, ping_ms=round(ping_ms, 1), **found.pop("details"))
 
 
 def ping_aio(host: str, port: int) -> Dict[str, Any]:
@@ -5644,11 +6062,11 @@ def add_client_commands(commands: Any) -> None:
     ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
                       help="the game's port, also where questions go to another")
     ping.add_argument("--game", choices=sorted(PINGS), required=True)
-    ping.set_defaults(run=command_ping)
+    ping.set_defaults(command=command_ping)
     listing = commands.add_parser("list", help="what a master server lists")
     listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place))
     listing.add_argument("--game", choices=sorted(LISTS), required=True)
-    listing.set_defaults(run=command_list)
+    listing.set_defaults(command=command_list)
     for command in (ping, listing):
         command.add_argument("--json", action="store_true", help="as JSON")
 
@@ -5662,9 +6080,19 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", metavar="FILE", help="write what listens where, as JSON, once it does")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at debug level")
     parser.add_argument("--version", action="version", version="masterserver.py " + __version__)
-    parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", description="Without one, it serves.")
+    parser.set_defaults(command=command_serve)
+    commands = parser.add_subparsers(title="other things it can do", metavar="COMMAND")
     add_client_commands(commands)
+
+    export = commands.add_parser("export", help="write a master's list as XML", description=EXPORT_HELP,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    export.set_defaults(command=command_export)
+    export.add_argument("--game", choices=("hyperbol",), default="hyperbol", help="what the master speaks (hyperbol)")
+    export.add_argument("master", metavar="HOST[:PORT]", help="the master; on port %d if none is given" % HYPERBOL_PORT)
+    export.add_argument("--output", metavar="FILE", default="servers.xml", help="the file (servers.xml)")
+    export.add_argument("--ftp", metavar="ftp://USER@HOST/PATH/", help="upload it there; see above for the password")
+    export.add_argument("--every", metavar="SECONDS", type=argument(read_number(1, 86400, float)),
+                        help="do it again and again, with so long a pause")
     return parser
 
 
@@ -5690,12 +6118,24 @@ def start_log(settings: Settings, verbose: bool) -> None:
     log.propagate = False
 
 
+def write_file(path: str, data: bytes) -> None:
+    """All of it or nothing: readers find the old file or the new one. Raises OSError."""
+    try:
+        with open(path + ".new", "wb") as file:
+            file.write(data)
+        os.replace(path + ".new", path)
+    except OSError:
+        try:
+            os.remove(path + ".new")
+        except OSError:
+            pass
+        raise
+
+
 def write_ready_file(path: str, listeners: Sequence[Listener]) -> None:
     text = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in listeners]})
     try:
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(path + ".new", path)
+        write_file(path, text.encode("utf-8") + b"\n")
     except OSError as error:
         raise StartError("the ready file cannot be written: %s" % error) from None
 
@@ -5739,25 +6179,242 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def command_serve(arguments: argparse.Namespace) -> int:
+    if arguments.print_config:
+        sys.stdout.write(config_text())
+        return EXIT_OK
+    settings = load_settings(arguments)
+    if arguments.check:
+        print("The settings are good.")
+        return EXIT_OK
+    return serve(settings, arguments)
+
+
+# --- Export ----------------------------------------------------------------------------------------------------------
+
+HYPERBOL_PORT = 20203
+EXPORT_CONNECT_S = 5.0              # the document's script waits so long for the master …
+EXPORT_LIST_S = 60.0                # … and this is for the whole list, however slowly it comes
+EXPORT_LIST_BYTES = 12 * 65536      # 65,536 servers are more than any master has
+EXPORT_ROUND_S = 1.5                # who has not answered is asked once more, and has as long again: the script's 3 s
+EXPORT_BURST = 50                   # queries sent between two looks at the answers, so that no buffer overflows
+EXPORT_FTP_S = 30.0
+
+# The script's own numbers
+EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
+EXPORT_HELP = """\
+Fetch the list of a Hyperbol master, ask every server in it what it is, and write that as XML, as the script in
+Hyperbol's protocol document does. A server that does not answer has responding="0".
+
+The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc. PATH begins in
+the user's folder (%2F at its front: in the root); if it does not end in /, its last part is the name of the file.
+
+Exit status: 0 done; 2 wrong usage; 3 no connection to the master; 4 it is no Hyperbol master; 6 its list is empty;
+7 the file cannot be written; 8 the upload failed. With --every it goes on until it is stopped by Ctrl-C."""
+
+
+class ToolError(Exception):
+    """A tool's end: its exit status and a message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def command_export(arguments: argparse.Namespace) -> int:
+    host, port = read_host(arguments.master, HYPERBOL_PORT)
+    upload = FtpPlace(arguments.ftp, os.path.basename(arguments.output)) if arguments.ftp else None
+    while True:
+        try:
+            print(export_once(host, port, arguments.output, upload), flush=True)
+        except ToolError as error:
+            if not arguments.every:
+                raise
+            print("masterserver.py: %s" % error, file=sys.stderr, flush=True)
+        if not arguments.every:
+            return EXIT_OK
+        time.sleep(arguments.every)
+
+
+def read_host(text: str, port: int) -> Tuple[str, int]:
+    """`HOST` or `HOST:PORT`; raises ToolError."""
+    if re.fullmatch(r"[^:]+|\[.*\]", text):
+        return text.strip("[]"), port
+    try:
+        return read_endpoint(text)
+    except ValueError:
+        raise ToolError(EXIT_USAGE, "%r is not HOST or HOST:PORT." % text) from None
+
+
+def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> str:
+    """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
+    entries = fetch_hyperbol_list(host, port)
+    if not entries:
+        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is." % (endpoint(host, port), path))
+    servers = query_hyperbol_servers(entries)
+    data = servers_xml(map(server_xml, servers), time.time())
+    try:
+        write_file(path, data)
+    except OSError as error:
+        raise ToolError(EXIT_FILE, "%s cannot be written: %s." % (path, error.strerror or error)) from None
+    if upload:
+        upload.store(data)
+    return "%d servers, %d of them responding, %d players: %s written%s." % (
+        len(servers), sum(s.responding for s in servers), sum(s.players for s in servers), path,
+        " and uploaded to " + upload.host if upload else "")
+
+
+def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
+    """Address, port and flavor of every server that the master lists. Raises ToolError."""
+    deadline = time.monotonic() + EXPORT_LIST_S
+    data = b""
+    try:
+        with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
+            while len(data) < HYPERBOL_GREETING.size:
+                part = sock.recv(HYPERBOL_GREETING.size - len(data))
+                if not part:
+                    break
+                data += part
+            key, _ = hyperbol_greeting(data)
+            sock.sendall(struct.pack("<I4B", key, 255, 0, 0, 0))
+            data = b""
+            while len(data) < EXPORT_LIST_BYTES:
+                if time.monotonic() > deadline:
+                    raise socket.timeout("timed out")
+                part = sock.recv(RECV_BYTES)
+                if not part:
+                    break
+                data += part
+    except OSError as error:
+        raise ToolError(EXIT_CONNECTION, "No list from %s: %s." % (
+            endpoint(host, port), error.strerror or error)) from None
+    except Malformed as error:
+        raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
+    return hyperbol_entries(data)
+
+
+def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Server]:
+    """Ask all of them at once what they are; those that do not answer have responding False."""
+    servers: Dict[Tuple[str, int], Server] = {}
+    for address, port, flavor in entries:
+        server = servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0)
+        server.flavor, server.responding = flavor, False
+    silent = dict(servers)
+    asked: Dict[Tuple[str, int], List[Tuple[int, float]]] = {place: [] for place in servers}    # timestamp, sent at
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setblocking(False)
+        for _ in range(POLL_ATTEMPTS):
+            for number, place in enumerate(list(silent)):
+                timestamp = random.SystemRandom().getrandbits(32)
+                asked[place].append((timestamp, time.monotonic()))
+                try:
+                    sock.sendto(struct.pack("<BI", 2, timestamp), place)
+                except (OSError, OverflowError):        # no way there, or no port: it does not answer
+                    pass
+                if number % EXPORT_BURST == 0:
+                    read_answers(sock, asked, silent, 0.01)
+            deadline = time.monotonic() + EXPORT_ROUND_S
+            while silent and time.monotonic() < deadline:
+                read_answers(sock, asked, silent, min(0.1, deadline - time.monotonic()))
+                progress("%d of %d servers have answered" % (len(servers) - len(silent), len(servers)))
+    progress("")
+    return list(servers.values())
+
+
+def read_answers(sock: socket.socket, asked: Mapping[Tuple[str, int], List[Tuple[int, float]]],
+                 silent: Dict[Tuple[str, int], Server], wait: float) -> None:
+    """Wait for answers, take what there is, and strike their servers off `silent`."""
+    select.select([sock], [], [], max(0.0, wait))
+    while True:
+        try:
+            data, place = sock.recvfrom(MAX_DATAGRAM_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:             # Windows: an earlier query met a closed port
+            continue
+        now = time.monotonic()
+        for timestamp, sent_at in asked.get(place, ()):
+            try:
+                fields = hyperbol_info(data, timestamp)
+            except Malformed:
+                continue
+            server = silent.pop(place, None)
+            if server is not None:
+                for name, value in fields.items():
+                    setattr(server, name, value)
+                server.responding, server.ping_ms = True, (now - sent_at) * 1000
+
+
+def progress(text: str) -> None:
+    """A line that the next one overwrites, if there is somebody to see it."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K" + text)
+        sys.stderr.flush()
+
+
+class FtpPlace:
+    """Where a file goes by FTP: `ftp://USER@HOST[:PORT]/PATH/`. Raises ToolError."""
+
+    def __init__(self, url: str, name: str) -> None:
+        """`name`: of the file, if the URL has none."""
+        try:
+            parts = urllib.parse.urlsplit(url)
+            self.host, self.port = parts.hostname or "", parts.port or ftplib.FTP_PORT
+        except ValueError:
+            raise ToolError(EXIT_USAGE, "--ftp %s: that is no URL." % url) from None
+        if parts.scheme != "ftp" or not self.host or parts.query or parts.fragment:
+            raise ToolError(EXIT_USAGE, "--ftp %s: ftp://USER@HOST/PATH/ is wanted." % url)
+        if parts.password is not None:
+            raise ToolError(EXIT_USAGE, "--ftp: others can see the command line; put the password into the environment "
+                                        "variable MASTERSERVER_FTP_PASSWORD or into ~/.netrc.")
+        folder, _, last = parts.path[1:].rpartition("/")
+        self.folder, self.name = urllib.parse.unquote(folder), urllib.parse.unquote(last) or name
+        self.user = urllib.parse.unquote(parts.username or "")
+
+    def login(self) -> Tuple[str, str]:
+        """User and password; a server without either is used as anonymous."""
+        password = os.environ.get("MASTERSERVER_FTP_PASSWORD")
+        if password is not None:
+            return self.user or "anonymous", password
+        try:
+            found = netrc.netrc().authenticators(self.host)
+        except FileNotFoundError:
+            found = None
+        except (OSError, netrc.NetrcParseError) as error:
+            raise ToolError(EXIT_FTP, "~/.netrc cannot be used: %s." % error) from None
+        if found and (not self.user or found[0] == self.user):
+            return found[0], found[2] or ""
+        if self.user:
+            raise ToolError(EXIT_FTP, "MASTERSERVER_FTP_PASSWORD and ~/.netrc have no password for %s at %s." % (
+                self.user, self.host))
+        return "anonymous", ""
+
+    def store(self, data: bytes) -> None:
+        user, password = self.login()
+        try:
+            with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
+                ftp.connect(self.host, self.port)
+                ftp.login(user, password)
+                if self.folder:
+                    ftp.cwd(self.folder)
+                ftp.storbinary("STOR " + self.name, io.BytesIO(data))
+        except (ftplib.Error, OSError, EOFError, ValueError) as error:      # ValueError: a line break in a name
+            raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (
+                endpoint(self.host, self.port), error)) from None
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = arguments_parser().parse_args(argv)
     try:
-        if arguments.run:
-            return int(arguments.run(arguments))
-        if arguments.print_config:
-            sys.stdout.write(config_text())
-            return EXIT_OK
-        settings = load_settings(arguments)
-        if arguments.check:
-            print("The settings are good.")
-            return EXIT_OK
-        return serve(settings, arguments)
-    except SettingsError as error:
+        status: int = arguments.command(arguments)
+        return status
+    except KeyboardInterrupt:
+        return EXIT_OK if getattr(arguments, "every", None) else EXIT_FAILED
+    except (SettingsError, StartError, ToolError) as error:
         print("masterserver.py: %s" % error, file=sys.stderr)
-        return EXIT_USAGE
-    except StartError as error:
-        print("masterserver.py: %s" % error, file=sys.stderr)
-        return EXIT_FAILED
+        if isinstance(error, ToolError):
+            return error.status
+        return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
 
 
 if __name__ == "__main__":
