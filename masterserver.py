@@ -60,7 +60,7 @@ import threading
 import time
 import urllib.parse
 from datetime import datetime, timezone
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
 
 __version__ = "1.0"
 
@@ -897,7 +897,7 @@ class Registry:
         generation, order = self.ordered.get(game, (-1, []))
         if generation != self.generation:
             generation = self.generation
-            listed = [self.games[game]] if game else list(self.games.values())
+            listed = [self.games.get(game, {})] if game else list(self.games.values())
             members = {server for servers in listed for server in list(servers.values())}
             order = [server for server in order if server in members]
             order += members.difference(order)
@@ -2065,7 +2065,7 @@ class Connection:
     __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "writing", "linger_until",
                  "linger_bytes", "working", "eof", "source")
 
-    def __init__(self, loop: MasterServer, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
         self.out: Union[bytes, memoryview] = b""
@@ -2284,15 +2284,112 @@ class Worker:
             self.thread.join(timeout)
 
 
-class MasterServer:
-    """The running program. `run()` serves in this thread, `start()` in one of its own; either until `stop()`.
+class Loop:
+    """A life between start and stop: `run()` in this thread or `start()` in one of its own, either until `stop()`.
 
-    `settings`: a Settings, or texts by name such as {"iceball.port": "0"}. `on_event(event, server)` is called in the serving thread
-    with "listed", "changed" or "gone".
+    One life only; `with` starts and stops. What is made and never started wants stop() as well, for it holds a pair of sockets.
+    """
+
+    disk: Worker
+
+    def __init__(self) -> None:
+        self.state = "new"                  # then binding, bound, running, closed
+        self.life = threading.RLock()       # for the changes of state; a signal handler may interrupt one and stop()
+        self.stopping = False
+        self.thread: Optional[threading.Thread] = None
+        self.selector = selectors.DefaultSelector()
+        self.wake_in, self.wake_out = socket.socketpair()
+        self.wake_in.setblocking(False)
+        self.wake_out.setblocking(False)
+        self.names = Worker("names", self.wake)
+
+    def bind(self) -> None:
+        """Open what can fail; raises StartError."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Serve until stop()."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close every socket, once."""
+        raise NotImplementedError
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is about to be closed."""
+        raise NotImplementedError
+
+    def begin(self) -> bool:
+        """What run() begins with: False if stop() was quicker."""
+        self.bind()
+        with self.life:
+            if self.state == "running" or self.thread not in (None, threading.current_thread()) and self.state != "closed":
+                raise StartError("It is running already.")
+            if self.state == "closed":
+                return False
+            self.state = "running"
+            return True
+
+    def start(self) -> None:
+        """Serve in a thread; returns once everything is bound. A second call changes nothing; raises StartError."""
+        if self.state == "closed":
+            raise StartError("It has been stopped; make a new one.")
+        self.bind()
+        with self.life:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
+                self.thread.start()
+
+    def stop(self) -> None:
+        """End run(), from any thread, a callback or a signal handler, and wait for the thread if there is one."""
+        with self.life:
+            self.stopping = True
+            if self.state in ("new", "bound") and self.thread is None:
+                self.close()
+        self.wake()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def __enter__(self: Started) -> Started:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stop()
+
+    def watch(self, connection: Connection, events: int) -> None:
+        try:
+            self.selector.unregister(connection.sock)
+        except KeyError:
+            pass
+        if events:
+            self.selector.register(connection.sock, events, connection.ready)
+
+    def wake(self) -> None:
+        """Make select() return; from any thread."""
+        try:
+            self.wake_out.send(b"\0")
+        except OSError:
+            pass
+
+
+Started = TypeVar("Started", bound=Loop)
+
+
+class MasterServer(Loop):
+    """The running program, to be embedded as well:
+
+        with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as server:
+            print(server.listeners, [s.name for s in server.registry.servers()])
+
+    `settings`: a Settings, or texts by name as for --set; raises SettingsError. `listeners` says what is bound where.
+    `registry.servers()` may be called from any thread. `on_event(event, server)` is called in the serving thread with "listed", "changed"
+    or "gone"; it must be quick and change nothing, may call stop(), and what it raises is logged. Several can run in one process.
     """
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None) -> None:
+        super().__init__()
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
@@ -2305,19 +2402,12 @@ class MasterServer:
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
-        self.selector = selectors.DefaultSelector()
-        self.stopping = False
-        self.thread: Optional[threading.Thread] = None
-        self.wake_in, self.wake_out = socket.socketpair()
-        self.wake_in.setblocking(False)
-        self.wake_out.setblocking(False)
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
-        self.names = Worker("names", self.wake)
         self.loop_delay_s = 0.0             # the longest that a ready socket waited, since the last look
         self.registry.watchers.append(self.log_event)
         if on_event is not None:
-            self.registry.watchers.append(on_event)
+            self.registry.watchers.append(functools.partial(self.report, on_event))
         self.datagram_limiter = Limiter(*self.settings["limits.datagrams"], verdict=self.rules.verdict)
         self.connection_limiter = Limiter(*self.settings["limits.connections"], verdict=self.rules.verdict)
 
@@ -2325,8 +2415,10 @@ class MasterServer:
 
     def bind(self) -> None:
         """Open every listener of the settings; raises StartError."""
-        if self.listeners:
-            return
+        with self.life:
+            if self.state != "new":
+                return
+            self.state = "binding"
         try:
             for row in PROTOCOLS:
                 ports = self.settings[row.setting] if row.setting else 0
@@ -2341,6 +2433,7 @@ class MasterServer:
         except BaseException:
             self.close()
             raise
+        self.state = "bound"
 
     def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
         tally = self.tallies.setdefault(row.name, Tally())
@@ -2405,14 +2498,6 @@ class MasterServer:
         idle.tally.limited += 1
         idle.close(now)
 
-    def watch(self, connection: Connection, events: int) -> None:
-        try:
-            self.selector.unregister(connection.sock)
-        except KeyError:
-            pass
-        if events:
-            self.selector.register(connection.sock, events, connection.ready)
-
     def forget(self, connection: Connection) -> None:
         try:
             self.selector.unregister(connection.sock)
@@ -2427,7 +2512,8 @@ class MasterServer:
 
     def run(self) -> None:
         """Serve until stop(); opens the listeners if bind() has not."""
-        self.bind()
+        if not self.begin():
+            return
         next_tick = time.monotonic() + TICK_S
         try:
             while not self.stopping:
@@ -2471,13 +2557,6 @@ class MasterServer:
     def save(self, now: float) -> None:
         self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
 
-    def wake(self) -> None:
-        """Make select() return; from any thread."""
-        try:
-            self.wake_out.send(b"\0")
-        except OSError:
-            pass
-
     def woken(self, mask: int, now: float) -> None:
         try:
             self.wake_in.recv(4096)
@@ -2491,22 +2570,11 @@ class MasterServer:
         self.names.submit(functools.partial(resolved, host),
                           lambda result, now: done(result if isinstance(result, str) else "", now))
 
-    def start(self) -> None:
-        """Serve in a thread; returns once every listener is bound."""
-        self.bind()
-        self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        """End run(), from any thread or a signal handler, and wait for the thread if there is one."""
-        self.stopping = True
-        self.wake()
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join()
-        elif self.thread is None:
-            pass
-
     def close(self) -> None:
+        with self.life:
+            if self.state == "closed":
+                return
+            self.state = "closed"
         now = time.monotonic()
         for connection in list(self.connections):
             connection.close(now)
@@ -2518,12 +2586,11 @@ class MasterServer:
         self.wake_in.close()
         self.wake_out.close()
 
-    def __enter__(self) -> MasterServer:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.stop()
+    def report(self, on_event: Callable[[str, Server], None], event: str, server: Server) -> None:
+        try:
+            on_event(event, server)
+        except Exception:
+            log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
     def log_event(self, event: str, server: Server) -> None:
         if event != "changed":

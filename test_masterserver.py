@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -135,6 +137,148 @@ def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
 
 
 # --- Client tools ----------------------------------------------------------------------------------------------------
+
+ICEBALL_CAPTURE = hexa("""31434542 0200 25808000 e954 0000 4000 4963656261 6c6c20536572766572 00000000000000000000000000000000
+                          63746600000000000000 636c6173736963283531322c35313229 0000000000000000000000000000""")
+
+
+LOOPBACK = {"server.bind": "127.0.0.1", "server.public_address": "203.0.113.5", "http.ports": "", "iceball.port": "0",
+            "hyperbol.port": "", "subspace.port": "", "aio.port": ""}
+
+
+def port_of(server: ms.MasterServer, protocol: str) -> int:
+    return next(l.port for l in server.listeners if l.protocol == protocol)
+
+
+class Embedded(unittest.TestCase):
+    """MasterServer as a class of somebody else's program."""
+
+    def test_life(self) -> None:
+        server = ms.MasterServer(LOOPBACK)
+        server.start()
+        server.start()
+        self.assertTrue(server.listeners)
+        with self.assertRaises(ms.StartError):
+            server.run()
+        server.stop()
+        server.stop()
+        self.assertFalse(server.thread is not None and server.thread.is_alive())
+        with self.assertRaises(ms.StartError):
+            server.start()
+
+    def test_stop_before_start_and_before_run(self) -> None:
+        for begin in (lambda server: None, ms.MasterServer.bind):
+            server = ms.MasterServer(LOOPBACK)
+            begin(server)
+            server.stop()
+            self.assertEqual(server.wake_out.fileno(), -1)
+            self.assertTrue(all(source.sock.fileno() < 0 for source in server.endpoints))
+            server.run()
+            with self.assertRaises(ms.StartError):
+                server.start()
+
+    def test_a_failed_start_leaves_nothing_open(self) -> None:
+        with ms.MasterServer(LOOPBACK) as first:
+            port = port_of(first, "iceball")
+            second = ms.MasterServer(dict(LOOPBACK, **{"iceball.port": str(port)}))
+            with self.assertRaisesRegex(ms.StartError, "iceball cannot listen on UDP 127.0.0.1:%d" % port):
+                second.start()
+            self.assertEqual(second.wake_out.fileno(), -1)
+            second.stop()
+
+    def announce(self, server: ms.MasterServer, count: int = 1) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(5)
+            for i in range(count):
+                sock.sendto(ICEBALL_CAPTURE[:10] + struct.pack("<H", 1000 + i) + ICEBALL_CAPTURE[12:], ("127.0.0.1", port_of(server, "iceball")))
+                cookie, peer = sock.recvfrom(1000)
+                sock.sendto(b"HSHK" + cookie[4:], peer)
+
+    def test_callbacks(self) -> None:
+        events: List[Tuple[str, str, int]] = []
+        with ms.MasterServer(dict(LOOPBACK, **{"iceball.timeout": "1"}), lambda event, s: events.append((event, s.name, s.port))) as server:
+            self.announce(server)
+            eventually(lambda: len(events) == 2)
+        self.assertEqual(events, [("listed", "Iceball Server", 1000), ("gone", "Iceball Server", 1000)])
+
+    def test_an_error_in_a_callback_is_logged_and_no_more(self) -> None:
+        def fail(event: str, server: ms.Server) -> None:
+            raise KeyError(event)
+        with self.assertLogs("masterserver", "ERROR") as logs, ms.MasterServer(LOOPBACK, fail) as server:
+            self.announce(server, 2)
+            eventually(lambda: len(server.registry.servers()) == 2)
+            self.assertEqual(sum(tally.errors for tally in server.tallies.values()), 0)
+        self.assertIn("on_event('listed'", logs.output[0])
+
+    def test_stop_from_a_callback(self) -> None:
+        server = ms.MasterServer(LOOPBACK, lambda event, listed: server.stop())
+        server.start()
+        self.announce(server)
+        assert server.thread is not None
+        server.thread.join(5)
+        self.assertFalse(server.thread.is_alive())
+        self.assertEqual(server.wake_out.fileno(), -1)
+
+    def test_several_in_one_process(self) -> None:
+        with ms.MasterServer(LOOPBACK) as one, ms.MasterServer(LOOPBACK) as two:
+            self.assertNotEqual(port_of(one, "iceball"), port_of(two, "iceball"))
+            self.announce(one, 3)
+            self.announce(two, 1)
+            eventually(lambda: (len(one.registry.servers()), len(two.registry.servers())) == (3, 1))
+
+    def test_the_registry_is_read_from_another_thread_while_it_changes(self) -> None:
+        registry = make_core().registry
+        errors: List[BaseException] = []
+        done = threading.Event()
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    for game in ("", "iceball", "game3", "none"):
+                        servers = registry.servers(game)
+                        assert len(set(servers)) == len(servers) and None not in servers
+            except BaseException as error:
+                errors.append(error)
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            for reader in readers:
+                reader.start()
+            for i in range(1500):
+                game = ("iceball", "game%d" % (i // 100))[i % 2]
+                registry.hear(game, "203.0.113.%d" % (i % 200), 1 + i % 31, "127.0.0.1", i / 100, 5.0, {"players": i % 7, "name": "n%d" % i})
+                registry.expire(i / 100)
+        finally:
+            done.set()
+            for reader in readers:
+                reader.join()
+            sys.setswitchinterval(interval)
+        self.assertEqual(errors, [])
+        self.assertNotIn("none", registry.games)
+        self.assertEqual({s.key for s in registry.servers()}, {s.key for game in list(registry.games) for s in registry.games[game].values()})
+
+    def test_import_starts_nothing_and_nothing_is_left(self) -> None:
+        script = """if True:
+            import logging, os, signal, sys, threading, time
+            def state():
+                return (threading.active_count(), [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)], list(sys.path),
+                        logging.getLogger().handlers[:], logging.getLogger().level, logging.getLogger("masterserver").handlers[:],
+                        logging.getLogger("masterserver").level, len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0)
+            before = state()
+            import masterserver
+            assert state() == before, state()
+            settings = %r
+            masterserver.MasterServer(settings).stop()
+            with masterserver.MasterServer(settings) as one, masterserver.MasterServer(settings) as two:
+                pass
+            deadline = time.monotonic() + 5             # the thread that resolves names is told to end, not waited for
+            while state() != before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert state() == before, (state(), before)
+            """ % LOOPBACK
+        result = subprocess.run([sys.executable, "-W", "error", "-X", "dev", "-c", script], cwd=HERE, capture_output=True, timeout=30)
+        self.assertEqual((result.returncode, result.stdout, result.stderr), (0, b"", b""))
 
 
 # --- The project -----------------------------------------------------------------------------------------------------
