@@ -2419,6 +2419,7 @@ class MasterServer(Loop):
             if self.state != "new":
                 return
             self.state = "binding"
+        problems = []                       # all of them, as another program often holds several ports
         try:
             for row in PROTOCOLS:
                 ports = self.settings[row.setting] if row.setting else 0
@@ -2429,7 +2430,12 @@ class MasterServer(Loop):
                     self.protocols.append(protocol)
                     for port in ports:
                         if port is not None:
-                            self.open(row, protocol, port)
+                            try:
+                                self.open(row, protocol, port)
+                            except StartError as error:
+                                problems.append(str(error))
+            if problems:
+                raise StartError("\n".join(problems))
         except BaseException:
             self.close()
             raise
@@ -2452,9 +2458,12 @@ class MasterServer(Loop):
                 if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)
                     continue
+                holder = port_holder(row.transport, wanted) if error.errno == errno.EADDRINUSE else ""
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (
                     row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error,
-                    "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
+                    "Change [server] bind; this machine has no such address." if error.errno == errno.EADDRNOTAVAIL or not row.setting
+                    else "%s Change it with [%s] %s (--set %s=PORT)." % (
+                        "It is held by %s." % holder if holder else "Is another master server running?",
                         *row.setting.split("."), row.setting))) from None
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
@@ -2603,6 +2612,30 @@ def resolved(host: str) -> str:
     return canonical(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
+def port_holder(transport: str, port: int) -> str:
+    """The program that has this port, as "command (process 123)"; "" where the system does not tell: only Linux does, of one's own."""
+    sockets = set()
+    for table in (transport, transport + "6"):
+        try:
+            with open("/proc/net/" + table, encoding="ascii") as file:
+                lines = file.readlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if int(fields[1].rpartition(":")[2], 16) == port and (transport == "udp" or fields[3] == "0A"):     # listening
+                sockets.add("socket:[%s]" % fields[9])
+    for process in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
+        folder = "/proc/%s/" % process
+        try:
+            if sockets.isdisjoint(os.readlink(folder + "fd/" + name) for name in os.listdir(folder + "fd")):
+                continue
+            with open(folder + "cmdline", "rb") as file:
+                return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
+        except OSError:             # another user's, or it has ended meanwhile
+            continue
+    return ""
+
+
 def bound_socket(family: int, transport: str, address: str, port: int) -> socket.socket:
     """A non-blocking socket on this address; port 0 takes a free one. Raises OSError."""
     sock = socket.socket(family, socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM)
@@ -2635,23 +2668,64 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_STATUSES = """exit status:
+  0  ended as it was told to, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or all is well
+  1  it cannot start as it stands, or cannot go on; standard error says why
+  2  wrong arguments or settings; standard error says which
 
+Nothing is written to standard output but what was asked for; the log goes to standard error or to [server] log_file."""
+
+
+# --- Command line ----------------------------------------------------------------------------------------------------
 
 def arguments_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="masterserver.py", description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.")
+    """Serving is what it does without a command. In order to add one: a function command_NAME(arguments) -> int, and its part here."""
+    parser = argparse.ArgumentParser(prog="masterserver.py", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXIT_STATUSES,
+                                     description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.")
     parser.add_argument("--config", metavar="FILE", help="settings; masterserver.ini beside the program if it is there")
     parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="a setting that overrides the ini; repeatable")
-    parser.add_argument("--check", action="store_true", help="look at the settings, say what is wrong with them, and end")
+    parser.add_argument("--check", action="store_true", help="say what is wrong with the settings, or likely to be on this machine, and end")
     parser.add_argument("--print-config", action="store_true", help="print every setting with its default and its meaning")
     parser.add_argument("--ready-file", metavar="FILE", help="write what listens where, as JSON, once it does")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input is closed, as a child process should")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at debug level")
     parser.add_argument("--version", action="version", version="masterserver.py " + __version__)
+    parser.set_defaults(command=command_serve)
     return parser
 
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
     return Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+
+
+def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
+    """In a thread of its own: each line of standard input, then `end`.
+
+    From the descriptor itself: a thread that waits in sys.stdin keeps the interpreter from ending."""
+    def read() -> None:
+        rest = b""
+        try:
+            while True:
+                data = os.read(0, 4096)
+                if not data:
+                    break
+                *lines, rest = (rest[-4096:] + data).split(b"\n")
+                for text in lines:
+                    line(text.decode("utf-8", "replace"))
+        except OSError:
+            pass                    # there is none, or it has been taken away: the same as its end
+        if rest:
+            line(rest.decode("utf-8", "replace"))
+        end()
+    threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
+
+
+def stop_on_signals(stop: Callable[[], None]) -> None:
+    """SIGINT, SIGTERM and Ctrl+Break end the program as it should end."""
+    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, frame: stop())
 
 
 def start_log(settings: Settings, verbose: bool) -> None:
@@ -2693,38 +2767,124 @@ def summary(server: MasterServer) -> str:
         if page else "")
 
 
+# For each listener (setting and offset), what to put into a game server's settings
+CONTACTS = {
+    ("iceball.port", 0): 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
+    ("subspace.port", 1): "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
+    ("aio.port", 0): "AIO servers: master server %(host)s, port %(port)d",
+    ("hyperbol.port", 0): "Hyperbol servers, which cannot do it themselves: "
+                          "python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
+}
+
+
+def own_address() -> str:
+    """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))          # an address for documentation: no one has it
+            return str(sock.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def first_contact(server: MasterServer) -> List[str]:
+    """For people: what to put into each game server's settings, and where players look."""
+    bound = server.settings["server.bind"]
+    wild = any(ipaddress.ip_address(address).is_unspecified for address in bound)
+    host = server.rules.public_address or (own_address() if wild else bound[0]) or "localhost"
+    ports: Dict[str, List[int]] = {}
+    for listener in server.listeners:
+        ports.setdefault(listener.protocol, []).append(listener.port)
+    page = endpoint(host, ports["http"][0]) if "http" in ports else host
+    lines = [CONTACTS[row.setting, row.offset] % {"host": host, "port": ports[row.name][-1 if row.offset else 0], "page": page}
+             for row in PROTOCOLS if (row.setting, row.offset) in CONTACTS and row.name in ports]
+    return lines + (["Players and browsers: http://%s/" % page] if "http" in ports else [])
+
+
+def check(settings: Settings) -> Tuple[List[str], List[str]]:
+    """What keeps the server from starting on this machine, and what is likely to be wrong though it starts."""
+    errors, warnings = [], []
+    server = MasterServer(settings)
+    try:
+        server.bind()
+    except StartError as error:
+        errors += str(error).split("\n")
+    server.stop()
+    path = settings["server.log_file"]
+    if path:
+        folder = os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            errors.append("[server] log_file: %s cannot be written." % path)
+    bound = settings["server.bind"]
+    if any(":" in address for address in bound):
+        try:
+            bound_socket(socket.AF_INET6, "udp", "::1", 0).close()
+        except OSError as error:
+            warnings.append("This machine has no IPv6 (%s): players who have nothing else cannot reach it." % (error.strerror or error))
+    public = settings["server.public_address"]
+    own = own_address()
+    if public and is_local(public):
+        warnings.append("[server] public_address: %s is private; players outside cannot reach what is listed there." % public)
+    if not public:
+        warnings.append("[server] public_address is empty: game servers on this machine that announce to localhost are listed as 127.0.0.1, "
+                        "where no other machine finds them. Set it to the address that players use.")
+    if all(is_loopback(address) for address in bound):
+        warnings.append("[server] bind: %s is reached from this machine alone." % ", ".join(bound))
+    elif not any(ipaddress.ip_address(address).is_unspecified or not is_local(address) for address in bound):
+        warnings.append("[server] bind: %s is private; the router must forward the ports to it for players outside." % ", ".join(bound))
+    elif own and is_local(own) and not public:
+        warnings.append("This machine's address %s is private: for players outside, the router must forward the ports to it." % own)
+    elif not own:
+        warnings.append("This machine has no way to the internet over IPv4.")
+    return errors, warnings
+
+
+def command_check(settings: Settings) -> int:
+    errors, warnings = check(settings)
+    print("The settings are good." if not errors else "The settings can be read, but it cannot start:")
+    for text in errors:
+        print("error: " + text)
+    for text in warnings:
+        print("warning: " + text)
+    return EXIT_FAILED if errors else EXIT_OK
+
+
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
     server = MasterServer(settings)
-    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: server.stop())
+    stop_on_signals(server.stop)
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
     try:
         server.bind()
         log.info("%s", summary(server))
+        for line in first_contact(server):
+            log.info("%s", line)
         if arguments.ready_file:
             write_ready_file(arguments.ready_file, server.listeners)
+        if arguments.exit_with_stdin:
+            read_stdin(lambda line: None, server.stop)
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
+        server.stop()
     for name, tally in server.tallies.items():
         log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in tally.items() if item[1]) or "nothing")
     return EXIT_OK
 
 
+def command_serve(arguments: argparse.Namespace) -> int:
+    if arguments.print_config:
+        sys.stdout.write(config_text())
+        return EXIT_OK
+    settings = load_settings(arguments)
+    return command_check(settings) if arguments.check else serve(settings, arguments)
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = arguments_parser().parse_args(argv)
     try:
-        if arguments.print_config:
-            sys.stdout.write(config_text())
-            return EXIT_OK
-        settings = load_settings(arguments)
-        if arguments.check:
-            print("The settings are good.")
-            return EXIT_OK
-        return serve(settings, arguments)
+        return int(arguments.command(arguments))
     except SettingsError as error:
         print("masterserver.py: %s" % error, file=sys.stderr)
         return EXIT_USAGE

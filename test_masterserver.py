@@ -281,6 +281,68 @@ class Embedded(unittest.TestCase):
         self.assertEqual((result.returncode, result.stdout, result.stderr), (0, b"", b""))
 
 
+class ChildProcess(unittest.TestCase):
+    def test_ends_with_standard_input_and_writes_nothing_to_standard_output(self) -> None:
+        options = [word for name, value in LOOPBACK.items() for word in ("--set", "%s=%s" % (name, value))]
+        with tempfile.TemporaryDirectory() as folder:
+            ready_file = os.path.join(folder, "ready")
+            process = subprocess.Popen([sys.executable, "-W", "error", "-X", "dev", PROGRAM, "--exit-with-stdin", "--ready-file", ready_file, *options,
+                                        "--set", "http.ports=0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            eventually(lambda: process.poll() is not None or os.path.exists(ready_file), 20)
+            self.assertIsNone(process.poll())
+            with open(ready_file, encoding="utf-8") as file:
+                ports = {l["protocol"]: l["port"] for l in json.load(file)["listeners"]}
+            out, err = process.communicate(b"anything\n", timeout=20)
+        self.assertEqual((process.returncode, out), (0, b""), err)
+        self.assertNotIn(b"Traceback", err)
+        self.assertIn(b'svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["203.0.113.5", %d]]' % ports["iceball"], err)
+        self.assertIn(b"http://203.0.113.5:%d/" % ports["http"], err)
+
+
+class Checking(unittest.TestCase):
+    def check(self, **settings: str) -> Tuple[str, str]:
+        errors, warnings = ms.check(ms.Settings(dict(LOOPBACK, **{name.replace("__", "."): value for name, value in settings.items()})))
+        return "\n".join(errors), "\n".join(warnings)
+
+    def test_a_port_that_is_taken_and_by_whom(self) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, socket.socket() as tcp:
+            udp.bind(("127.0.0.1", 0))
+            tcp.bind(("127.0.0.1", 0))
+            tcp.listen(1)
+            port = udp.getsockname()[1]
+            errors, _ = self.check(iceball__port=str(port), http__ports=str(tcp.getsockname()[1]))
+        self.assertIn("iceball cannot listen on UDP 127.0.0.1:%d" % port, errors)
+        self.assertIn("http cannot listen on TCP", errors)
+        self.assertEqual(errors.count("(process %d)" % os.getpid()), 2 if sys.platform == "linux" else 0, errors)
+
+    def test_an_address_that_this_machine_does_not_have(self) -> None:
+        self.assertIn("[server] bind", self.check(server__bind="203.0.113.77")[0])
+
+    def test_a_log_that_cannot_be_written(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for path in (folder, os.path.join(folder, "none", "log")):
+                self.assertIn("[server] log_file", self.check(server__log_file=path)[0])
+            self.assertEqual(self.check(server__log_file=os.path.join(folder, "log"))[0], "")
+            self.assertEqual(os.listdir(folder), [])
+
+    def test_addresses_that_players_cannot_use(self) -> None:
+        self.assertIn("from this machine alone", self.check()[1])
+        self.assertIn("public_address is empty", self.check(server__public_address="")[1])
+        self.assertIn("192.168.1.5 is private", self.check(server__public_address="192.168.1.5")[1])
+        self.assertIn("10.1.2.3 is private", self.check(server__bind="10.1.2.3")[1])
+
+    def test_exit_statuses(self) -> None:
+        options = [word for name, value in LOOPBACK.items() for word in ("--set", "%s=%s" % (name, value))]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+            taken.bind(("127.0.0.1", 0))
+            for more, status, words in (([], 0, b"warning: [server] bind"), (["--set", "iceball.port=%d" % taken.getsockname()[1]], 1, b"error: iceball"),
+                                        (["--set", "iceball.prt=1"], 2, b"")):
+                result = subprocess.run([sys.executable, "-W", "error", "-X", "dev", PROGRAM, "--check", *options, *more], capture_output=True, timeout=20)
+                self.assertEqual(result.returncode, status, result)
+                self.assertIn(words, result.stdout)
+                self.assertEqual(result.stderr == b"", status != 2, result)
+
+
 # --- The project -----------------------------------------------------------------------------------------------------
 
 
