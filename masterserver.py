@@ -31,8 +31,10 @@ Licence: MIT, see the end of README.md.
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import configparser
+import copy
 import difflib
 import errno
 import functools
@@ -47,6 +49,7 @@ import ipaddress
 import json
 import logging
 import logging.handlers
+import math
 import os
 import queue
 import random
@@ -54,6 +57,7 @@ import re
 import selectors
 import signal
 import socket
+import sqlite3
 import string
 import struct
 import sys
@@ -62,7 +66,7 @@ import time
 import types
 import urllib.parse
 import zlib
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
 
 __version__ = "1.0"
@@ -122,6 +126,10 @@ PAGE_ROWS = 2000                    # rows on one page; a search finds the other
 # =====================================================================================================================
 
 
+Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
+Pattern = Any                       # re.Pattern[str], which Python 3.8 cannot subscript
+
+
 class SettingsError(Exception):
     """A setting that cannot be used; the text names file, key and the nearest right name."""
 
@@ -165,6 +173,19 @@ def read_address(text: str) -> str:
         return str(ipaddress.ip_address(text.strip().strip("[]")))
     except ValueError:
         raise ValueError("%r is not an IP address" % text.strip()) from None
+
+
+THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
+
+
+def is_unicast(address: str) -> bool:
+    """An IP address that a game server can have."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return not (parsed.is_multicast or parsed.is_unspecified or str(parsed) == "255.255.255.255"
+                or parsed.version == 4 and parsed in THIS_NETWORK)
 
 
 def read_unicast(text: str) -> str:
@@ -230,8 +251,16 @@ def read_rate(text: str) -> Tuple[float, float]:
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
 
 
-def read_version(text: str) -> int:
-    return iceball_version_number(text.strip())
+def read_iceball_version(text: str) -> int:
+    """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits, written w.x[.y][letter][-z] (PROTOCOLS, section 1)."""
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7f])?(?:-(\d+))?", text)
+    if not match:
+        raise ValueError("a version such as 0.2.1-37 is wanted")
+    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
+    a = ord(match.group(4)) - 96 if match.group(4) else 0
+    if w > 31 or x > 31 or y > 127 or z > 1023:
+        raise ValueError("a part of %s is too large" % text)
+    return w << 27 | x << 22 | y << 15 | a << 10 | z
 
 
 class Setting(NamedTuple):
@@ -254,6 +283,9 @@ SETTINGS = (
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
     Setting("server", "public_address", "", read_unicast,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
+    Setting("server", "database", "masterserver.db", read_text,
+            "What outlives a restart: the list and the history of player counts (SQLite). A path, from the folder of this file on; "
+            "empty: nothing is kept."),
     Setting("server", "refuse_names", "", read_list(read_pattern, "\n"),
             "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
@@ -261,8 +293,14 @@ SETTINGS = (
     Setting("server", "log_file", "", read_text, "A file for the log, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
+    Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
+    Setting("http", "intro", "", read_text, "A sentence or two at the top of the page.", live=True),
+    Setting("http", "template", "", read_text, "A file with your own list page; its placeholders stand at LIST_PAGE in the program.", live=True),
+    Setting("http", "stylesheet", "", read_text, "A file with your own style.css.", live=True),
+    Setting("http", "trusted_proxies", "", read_list(read_network),
+            "Networks of reverse proxies whose X-Forwarded-For header is believed.", live=True),
     Setting("iceball", "port", "27790", read_port, "UDP port for announcements."),
-    Setting("iceball", "version", "0.2.1-37", read_version,
+    Setting("iceball", "version", "0.2.1-37", read_iceball_version,
             "The current version of the game: players with an older one are told of an update.", live=True),
     Setting("iceball", "accept_versions", "", read_list(read_text),
             "Versions that may be listed, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all.", live=True),
@@ -311,12 +349,19 @@ SETTINGS = (
 )
 
 
+# Settings that name a text file, which is read with the settings and again when it changes
+TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
+
+
 class Settings:
     """Values by name: `settings["iceball.port"]`, and for a section of data a dict: `settings["official"]`."""
 
     def __init__(self, values: Optional[Mapping[str, str]] = None) -> None:
         """`values`: texts by name as for --set; anything wrong raises SettingsError."""
-        self.path = ""
+        self.path = ""              # of the ini, if one was read
+        self.folder: Optional[str] = None       # where relative paths begin; None: settings made by a program, which keeps nothing unasked
+        self.given: Set[str] = set()
+        self.texts: Dict[str, str] = {}         # of the files that settings in TEXT_FILES name, read by the event loop
         self.values: Dict[str, Any] = {s.name: s.read(s.default) if s.key else {} for s in SETTINGS}
         for name, text in (values or {}).items():
             section, _, key = name.partition(".")
@@ -333,6 +378,7 @@ class Settings:
         row = rows.get(key) or rows.get("")
         if row is None:
             raise SettingsError("%s: [%s] has no key %s%s" % (where, section, key, nearest(key, rows)))
+        self.given.add(row.name)
         try:
             if row.key:
                 self.values[row.name] = row.read(text)
@@ -358,6 +404,7 @@ class Settings:
         if not found and not missing_ok:
             raise SettingsError("%s: cannot be read; is the name right?" % path)
         self.path = path if found else ""
+        self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
                 self.put(section, "", "", path)
@@ -371,8 +418,16 @@ class Settings:
             self.put(section, key.strip(), text.strip(), "--set")
         return self
 
+    def file(self, name: str) -> str:
+        """The path that a setting names, from the ini's folder on; "" if there is none."""
+        path = self.values[name]
+        if not path or self.folder is None and name not in self.given:
+            return ""
+        return os.path.join(self.folder or "", path)
+
     def different(self, other: Settings) -> List[Setting]:
-        return [s for s in SETTINGS if self.values[s.name] != other.values[s.name]]
+        """The settings that differ, in themselves or in the file they name."""
+        return [s for s in SETTINGS if self.values[s.name] != other.values[s.name] or self.texts.get(s.name) != other.texts.get(s.name)]
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -400,10 +455,9 @@ def config_text() -> str:
 # limiter. Nothing here does I/O.
 # =====================================================================================================================
 
-Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
-Pattern = Any                       # re.Pattern[str], which Python 3.8 cannot subscript
 Peer = Tuple[Any, ...]              # as the socket gives it: (address, port) or (address, port, flow, scope)
 Replies = List[Tuple[bytes, Peer]]
+Key = Tuple[str, str, int]          # a server's identity: game, address, port
 
 
 class Malformed(Exception):
@@ -437,13 +491,9 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
 
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
-    for cut in range(1, 4):         # a lead byte within the last three whose character needs more than is there
-        lead = raw[-cut] if cut <= len(raw) else 0
-        if lead >= 0xC0:
-            if cut < (2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):
-                raw = raw[:-cut]
-            break
-    return clean(raw.decode("utf-8", "replace"), characters)
+    if raw.isascii():
+        return clean(raw.decode("ascii"), characters)
+    return clean(codecs.getincrementaldecoder("utf-8")("replace").decode(raw), characters)
 
 
 def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
@@ -481,29 +531,21 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def is_unicast(address: str) -> bool:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return not (parsed.is_multicast or parsed.is_unspecified or str(parsed) == "255.255.255.255"
-                or parsed.version == 4 and parsed in THIS_NETWORK)
-
-
-THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
+parsed_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)        # 3 µs each time, for addresses that come again and again
 
 
 def in_networks(address: str, networks: Iterable[Network]) -> bool:
-    parsed = ipaddress.ip_address(address)
+    parsed = parsed_address(address)
     return any(parsed.version == n.version and parsed in n for n in networks)
 
 
 def source_key(address: str) -> str:
     """What a limit by source counts: an IPv4 address, an IPv6 /64 (a host has all of it)."""
-    if ":" not in address:
-        return address
-    address = canonical(address)
-    return address if ":" not in address else str(ipaddress.ip_network(address + "/64", strict=False))
+    if ":" in address:
+        address = canonical(address)
+        if ":" in address:
+            return str(ipaddress.ip_network(address + "/64", strict=False))
+    return address
 
 
 def endpoint(address: str, port: int) -> str:
@@ -543,23 +585,24 @@ EXEMPT, BLOCKED = float("-inf"), float("inf")
 
 
 class Limiter:
-    """Token buckets by source in a bounded table: `rate` a second, `burst` at once.
+    """Token buckets by source in a bounded table.
 
     A bucket is one number, the time at which it will be full again (the "generic cell rate algorithm"). An unknown source has a full
     bucket, so a full table forgets the least recently used one and refuses nobody. `verdict(address)` says once, when a source
     is first seen, whether it is EXEMPT or BLOCKED; else 0.
     """
 
-    def __init__(self, rate: float, burst: float, verdict: Callable[[str], float] = lambda address: 0.0,
+    def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0,
                  sources: int = LIMITER_SOURCES) -> None:
+        """`rate`: tokens a second, tokens at once."""
         self.verdict = verdict
         self.sources = sources
         self.table: collections.OrderedDict[str, float] = collections.OrderedDict()
-        self.set_rate(rate, burst)
+        self.set_rate(rate)
 
-    def set_rate(self, rate: float, burst: float) -> None:
-        self.cost_s = 1.0 / rate
-        self.depth_s = (burst + 0.001) / rate       # a thousandth of a token, so that sums of fractions come out exact
+    def set_rate(self, rate: Tuple[float, float]) -> None:
+        self.cost_s = 1.0 / rate[0]
+        self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
     def allow(self, address: str, now: float) -> bool:
@@ -575,8 +618,8 @@ class Limiter:
                 if len(table) >= self.sources:
                     table.popitem(last=False)
                 full_at = table[address] = self.verdict(address.partition("/")[0])
-                if full_at == EXEMPT:
-                    return True
+            if full_at == EXEMPT:
+                return True
         table.move_to_end(address)
         full_at = (full_at if full_at > now else now) + self.cost_s
         if full_at - now > self.depth_s:
@@ -591,8 +634,12 @@ class Tally:
     __slots__ = ("received", "sent", "bytes_in", "bytes_out", "malformed", "limited", "unsent", "errors", "connections")
 
     def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+        self.received = self.sent = self.bytes_in = self.bytes_out = 0
+        self.malformed = 0          # packets or connections that were not what the document says
+        self.limited = 0            # turned away by a limit
+        self.unsent = 0             # replies that the system would not take
+        self.errors = 0             # faults of this program
+        self.connections = 0
 
     def items(self) -> List[Tuple[str, int]]:
         return [(name, getattr(self, name)) for name in self.__slots__]
@@ -606,7 +653,7 @@ class Tally:
 # =====================================================================================================================
 
 class Refused(Exception):
-    """A server that is not to be listed: `outcome` as in Heard, and the reason in words."""
+    """A server that is not to be listed: `outcome` is a key of OUTCOMES (section 9), and the reason in words."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -649,6 +696,8 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
+        if not self.bans and not self.blocks:
+            return ""
         for network, reason in list(self.bans.items()) + list(self.blocks.items()):
             if any(in_networks(address, (network,)) for address in addresses):
                 return reason or "no reason given"
@@ -687,11 +736,11 @@ class Server:
         self.details: Dict[str, str] = NO_DETAILS
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
-        self.parts: Optional[Dict[str, bytes]] = None       # its part of each list, as rendered last
+        self.parts: Optional[Dict[str, Any]] = None       # its part of each list, as rendered last
         self.packet = b""                                   # the announcement heard last, for protocols that repeat it
 
     @property
-    def key(self) -> Tuple[str, str, int]:
+    def key(self) -> Key:
         return self.game, self.address, self.port
 
     def set_rank(self) -> None:
@@ -706,16 +755,6 @@ STORED = ("name", "mode", "map", "version", "players", "max_players", "playing",
           "responding", "details", "source")
 
 
-class Heard(NamedTuple):
-    """What became of the last packet about one server, for /check."""
-
-    at: float
-    protocol: str
-    port: int                       # the announced port; 0 if it could not be read
-    outcome: str                    # a key of OUTCOMES in section 9
-    detail: str
-
-
 class Registry:
     """The servers, by game and by identity, their expiry, and a generation number that moves whenever a list changes."""
 
@@ -727,15 +766,17 @@ class Registry:
         self.total = 0
         self.generation = 0
         self.watchers: List[Callable[[str, Server], None]] = []        # called with listed, changed or gone
-        self.heard: collections.OrderedDict[Tuple[str, str, int], Heard] = collections.OrderedDict()
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
         self.ordered: Dict[str, Tuple[int, List[Server]]] = {}
+        # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
+        # the announced one, 0 if it could not be read
+        self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
         # What storage has not been told yet
         self.seen: Set[Server] = set()
         self.altered: Set[Server] = set()
-        self.left: Set[Tuple[str, str, int]] = set()
+        self.left: Set[Key] = set()
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
@@ -744,12 +785,13 @@ class Registry:
         """Raise Refused if a server that is not listed yet may not be."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
-        if not is_unicast(address):
+        if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         ban = self.rules.ban(source, address)
         if ban:
             raise Refused("banned", ban)
-        self.admit_name(name)
+        if self.rules.refuse_names:
+            self.admit_name(name)
         if self.total >= self.rules.servers:
             raise Refused("limit", "this master lists %d servers at the most" % self.rules.servers)
         if (self.sources.get(source_key(source), 0) >= self.rules.servers_per_source
@@ -911,10 +953,11 @@ class Registry:
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
         key = (source, protocol, port)
-        self.heard[key] = Heard(now, protocol, port, outcome, detail)
-        self.heard.move_to_end(key)
-        if len(self.heard) > HEARD_SOURCES:
-            self.heard.popitem(last=False)
+        heard = self.heard
+        heard[key] = now, outcome, detail
+        heard.move_to_end(key)
+        if len(heard) > HEARD_SOURCES:
+            heard.popitem(last=False)
 
 
 def rank_of(server: Server) -> Tuple[Any, ...]:
@@ -923,7 +966,378 @@ def rank_of(server: Server) -> Tuple[Any, ...]:
 
 # =====================================================================================================================
 # 6  Storage
+#
+# The registry and the history of player counts in one SQLite file. It knows sqlite3 and the name of its file, no
+# server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come in, rows go out, and the
+# caller sees to it that one call is made at a time. A file that is damaged is renamed and a new one begun. Any other
+# trouble (a full disk, a locked file) is left in `trouble` and raised as sqlite3.Error; the next call opens the file
+# again and tries anew.
 # =====================================================================================================================
+
+MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
+WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY    # the longest of each, so that a whole one is always there
+
+# How history is kept: step -> (seconds a block covers, seconds it is kept). A block is one row of the table, a sample 2
+# bytes in the block of minutes and 4 (mean and peak) in the others: 120, 384 and 672 bytes. A WITHOUT ROWID table moves
+# what exceeds 1,002 bytes to a page of its own, which would waste most of it: hence a week of hours and not a
+# fortnight.
+BLOCKS = {MINUTE: (HOUR, DAY), QUARTER: (DAY, MONTH), HOUR: (WEEK, YEAR)}
+SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH), "year": (HOUR, YEAR)}
+SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1 = n players
+SPARKLINE_HOURS = 24
+
+KNOWN_SERVERS = 60_000      # rows in `server`: the 50,000 that can be listed, and those that left most recently
+STORAGE_BUSY_SECONDS = 2    # how long SQLite waits for another program's lock; we save about as often
+WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
+
+# The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
+# rewrites a few pages. `server` keeps everyone seen within a year; its numbers are never given out twice
+# (AUTOINCREMENT), so that blocks of a server removed early belong to nobody and age away. Blocks sort by time first:
+# one sample of all servers lies together, and so does what is to be thinned. There is no NOT NULL: no row from outside
+# breaks a constraint, and one that breaks means damage.
+SCHEMA_VERSION = 1          # PRAGMA user_version: the tables, and what the bytes in a block mean
+SCHEMA = (
+    "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT, port INTEGER,"
+    " first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
+    "CREATE TABLE listed (server INTEGER PRIMARY KEY, expires REAL, last_seen REAL)",
+    "CREATE TABLE block (step INTEGER, start INTEGER, server INTEGER, samples BLOB,"
+    " PRIMARY KEY (step, start, server)) WITHOUT ROWID",
+)
+SERVER_ID = "(SELECT id FROM server WHERE game = ? AND address = ? AND port = ?)"
+
+ListedRow = Tuple[str, str, int, float, float, float, str]         # key, expires, first seen, last seen, fields as JSON
+
+
+class Series(NamedTuple):
+    """Player counts from `start` on, one every `step` seconds; None where the server or the master was away."""
+    start: int
+    step: int
+    means: List[Optional[int]]
+    peaks: List[Optional[int]]
+
+
+class Remembered(NamedTuple):
+    """What is remembered of a server, listed or gone: wall-clock seconds, and its last fields as JSON."""
+    first_seen: float
+    last_seen: float
+    fields: str
+
+
+def roll_up(samples: Sequence[int]) -> bytes:
+    """Mean and peak of the samples that are not gaps, as 4 bytes; 0 and 0 where all are gaps."""
+    here = [sample for sample in samples if sample]
+    return struct.pack("<HH", (sum(here) + len(here) // 2) // len(here), max(here)) if here else bytes(4)
+
+
+def is_damage(error: Exception) -> bool:
+    """Is the file itself broken? Locks, full disks and the like are OperationalErrors; damage is the bare base class
+    (SQLITE_CORRUPT, SQLITE_NOTADB), a broken constraint, or text that is not UTF-8, in a row or in SQLite's message.
+    https://www.sqlite.org/rescode.html"""
+    return (type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError)
+            or str(error).startswith("Could not decode to UTF-8"))
+
+
+def typed(rows: Iterable[Tuple[Any, ...]], *kinds: type) -> List[Any]:
+    """The rows, if their values are of these types: SQLite keeps anything in any column, and noise may look like it."""
+    found = list(rows)
+    if any(tuple(map(type, row)) != kinds for row in found):
+        raise sqlite3.DatabaseError("a value of the wrong type")
+    return found
+
+
+class Storage:
+    """One SQLite file. Every method may raise sqlite3.Error, and any of them may be called again after that.
+
+    `trouble` is the last error in words, "" once something has been written since. `set_aside` is where the last
+    damaged file went, "" if there was none. `renewed` moves whenever the file is another one than before (first opened,
+    begun anew, replaced from outside): what was saved earlier is not in it, so save the whole registry again.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.trouble = ""
+        self.set_aside = ""
+        self.renewed = 0
+        self._db: Optional[sqlite3.Connection] = None
+        self._file: Optional[Tuple[int, int]] = None    # device and inode of the file that was opened last
+        self._wall = 0.0                                # of the last call that knew it: names the files set aside
+        self._sampled = 0                               # the minute of the last sample
+
+    def open(self, wall: float) -> None:
+        """Open the file or create it. Raises only where neither is possible; later calls try again by themselves."""
+        self._wall = wall
+        self._run(lambda db: None, "BEGIN")
+
+    def close(self) -> None:
+        """Close the file; a transaction that is open is rolled back."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    # -- the registry
+
+    def load(self, wall: float) -> List[ListedRow]:
+        """The servers listed and not expired at `wall`, as save() took them, with the time each was first seen ever.
+        If the clock was put back meanwhile, `expires` may lie further ahead than any server lives."""
+        self._wall = wall
+        return self._run(lambda db: typed(db.execute(
+            "SELECT game, address, port, expires, first_seen, listed.last_seen, fields FROM listed JOIN server"
+            " ON id = server WHERE expires > ? ORDER BY server", (wall,)),
+            str, str, int, float, float, float, str), "BEGIN")
+
+    def save(self, listed: Sequence[ListedRow], seen: Sequence[Tuple[float, float, str, str, int]],
+             gone: Sequence[Key]) -> None:
+        """Write one batch in one transaction: rows new or changed, (last seen, expires, key) of servers only heard
+        from, and keys no longer listed. A key stands in one of the three. On return the rows outlive the process."""
+        def work(db: sqlite3.Connection) -> None:
+            for key in gone:
+                self._leave(db, "server = " + SERVER_ID, key)
+            db.executemany(
+                "INSERT INTO server (game, address, port, first_seen, last_seen, fields) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (game, address, port) DO UPDATE SET fields = excluded.fields"
+                " WHERE fields IS NOT excluded.fields",
+                [row[:3] + row[4:] for row in listed])
+            db.executemany("INSERT OR REPLACE INTO listed VALUES (" + SERVER_ID + ", ?, ?)",
+                           [row[:4] + (row[5],) for row in listed])
+            db.executemany("UPDATE listed SET last_seen = ?, expires = ? WHERE server = " + SERVER_ID, seen)
+            if listed:
+                self._forget(db)
+        if listed or seen or gone:
+            self._run(work)
+
+    def known(self, game: str, address: str, port: int) -> Optional[Remembered]:
+        """What is remembered of a server, also of one that left within the year; None if nothing is."""
+        rows = self._run(lambda db: typed(db.execute(
+            "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields FROM server LEFT JOIN listed"
+            " ON id = server WHERE id = " + SERVER_ID, (game, address, port)), float, float, str), "BEGIN")
+        return Remembered(*rows[0]) if rows else None
+
+    # -- history
+
+    def sample(self, wall: float, players: Sequence[Tuple[str, str, int, int, int]]
+               ) -> Optional[Dict[Key, List[Optional[int]]]]:
+        """Once a minute: (game, address, port, players, most players) of every listed server; address "" and port 0 are
+        the total of a game. Returns recent() when a quarter hour has ended, otherwise None. A second sample of the same
+        minute takes the place of the first."""
+        self._wall = wall
+        minute = int(wall) // MINUTE * MINUTE
+
+        def work(db: sqlite3.Connection) -> bool:
+            # Whichever way the clock went: a quarter hour other than that of the last sample means that one has ended.
+            turned = minute // QUARTER != self._sampled // QUARTER
+            if turned:
+                self._roll_up(db, self._sampled // HOUR * HOUR)
+            # Thin once an hour, but not right after a leap of the clock: it may be a mistake, and cost a year of
+            # history.
+            if minute // HOUR != self._sampled // HOUR and 0 < minute - self._sampled <= 2 * HOUR:
+                self._thin(db, minute)
+            db.executemany("INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen, fields)"
+                           " VALUES (?, ?, ?, ?, ?, '{}')", [row[:3] + (wall, wall) for row in players])
+            for *key, count, _ in players:
+                [(server,)] = db.execute("SELECT " + SERVER_ID, key)
+                self._put(db, MINUTE, minute, server, struct.pack("<H", max(0, min(count, SAMPLE_MAX)) + 1))
+            return turned
+        turned = self._run(work)
+        self._sampled = minute
+        return self.recent(wall) if turned else None
+
+    def history(self, game: str, address: str, port: int, span: str, wall: float) -> Series:
+        """The last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or 'year' (8,784 hours) of a
+        server, or with "" and 0 of a game. Of minutes the peak is the mean. Raises KeyError for another span."""
+        step, length = SPANS[span]
+        end = self._end(step, wall)
+        start = end - length
+        covers = BLOCKS[step][0]
+        first = start // covers * covers
+
+        def work(db: sqlite3.Connection) -> List[int]:
+            [(server,)] = db.execute("SELECT " + SERVER_ID, (game, address, port))
+            data = b"".join(self._block(db, step, block, server) for block in range(first, end, covers))
+            return list(struct.unpack("<%dH" % (len(data) // 2), data))
+        values = [value - 1 if value else None for value in self._run(work, "BEGIN")]
+        width = self._width(step) // 2
+        values = values[(start - first) // step * width:(end - first) // step * width]
+        return Series(start, step, values[::width], values[width - 1::width])
+
+    def recent(self, wall: float) -> Dict[Key, List[Optional[int]]]:
+        """The hourly means of the last 24 hours, for every server and game that has any."""
+        end = self._end(HOUR, wall)
+        start = end - SPARKLINE_HOURS * HOUR
+        first = start // WEEK * WEEK
+
+        def work(db: sqlite3.Connection) -> Dict[Key, List[Optional[int]]]:
+            found: Dict[Key, List[Optional[int]]] = {}
+            for game, address, port, block, samples in db.execute(
+                    "SELECT game, address, port, start, samples FROM block JOIN server ON id = server"
+                    " WHERE step = ? AND start IN (?, ?)", (HOUR, first, first + WEEK)):
+                self._check(HOUR, samples)
+                lower, upper = max(start, block), min(end, block + WEEK)
+                if lower < upper and any(samples[(lower - block) // HOUR * 4:(upper - block) // HOUR * 4]):
+                    means = found.setdefault((game, address, port), [None] * SPARKLINE_HOURS)
+                    for hour in range(lower, upper, HOUR):
+                        value, = struct.unpack_from("<H", samples, (hour - block) // HOUR * 4)
+                        means[(hour - start) // HOUR] = value - 1 if value else None
+            return found
+        return self._run(work, "BEGIN")
+
+    @staticmethod
+    def _end(step: int, wall: float) -> int:
+        """Where a series ends, so that it never closes with a gap which the next sample fills. The running minute may
+        not be sampled yet; the others are rolled up by the first sample of the next quarter hour, within a minute."""
+        late = MINUTE if step == MINUTE else QUARTER + MINUTE
+        return (int(wall) - late) // step * step + step
+
+    @staticmethod
+    def _width(step: int) -> int:
+        return 2 if step == MINUTE else 4
+
+    def _check(self, step: int, samples: Any) -> bytes:
+        if not isinstance(samples, bytes) or len(samples) != BLOCKS[step][0] // step * self._width(step):
+            raise sqlite3.DatabaseError("a block of history has the wrong size")
+        return samples
+
+    def _block(self, db: sqlite3.Connection, step: int, start: int, server: Optional[int]) -> bytes:
+        rows = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
+                          (step, start, server)).fetchall()
+        return self._check(step, rows[0][0]) if rows else bytes(BLOCKS[step][0] // step * self._width(step))
+
+    def _put(self, db: sqlite3.Connection, step: int, at: int, server: int, new: bytes) -> None:
+        """Write the samples from the time `at` on, all of them in one block."""
+        start = at // BLOCKS[step][0] * BLOCKS[step][0]
+        samples = self._block(db, step, start, server)
+        offset = (at - start) // step * self._width(step)
+        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
+                   (step, start, server, samples[:offset] + new + samples[offset + len(new):]))
+
+    def _roll_up(self, db: sqlite3.Connection, hour: int) -> None:
+        """Make the quarter hours and the hour out of the minutes so far; to do it again changes nothing."""
+        for server, samples in db.execute("SELECT server, samples FROM block WHERE step = ? AND start = ?",
+                                          (MINUTE, hour)).fetchall():
+            minutes = struct.unpack("<60H", self._check(MINUTE, samples))
+            self._put(db, QUARTER, hour, server, b"".join(roll_up(minutes[at:at + 15]) for at in range(0, 60, 15)))
+            self._put(db, HOUR, hour, server, roll_up(minutes))
+
+    def _thin(self, db: sqlite3.Connection, wall: float) -> None:
+        for step, (covers, kept) in BLOCKS.items():
+            # An hour more, as a series ends up to 16 minutes ago.
+            db.execute("DELETE FROM block WHERE step = ? AND start < ?", (step, wall - kept - covers - HOUR))
+        # What was listed when the process was killed, expired while it was down and never came back. No server lives a
+        # day unheard.
+        self._leave(db, "expires < ?", (wall - DAY,))
+        # A week more: by then the last block of hours is gone too. The totals stay, one row a game.
+        db.execute("DELETE FROM server WHERE last_seen < ? AND address != '' AND id NOT IN (SELECT server FROM listed)",
+                   (wall - YEAR - WEEK - HOUR,))
+
+    # -- the file
+
+    @staticmethod
+    def _leave(db: sqlite3.Connection, which: str, values: Sequence[Any]) -> None:
+        db.execute("UPDATE server SET last_seen = (SELECT last_seen FROM listed WHERE server = id)"
+                   " WHERE id IN (SELECT server FROM listed WHERE " + which + ")", values)
+        db.execute("DELETE FROM listed WHERE " + which, values)
+
+    @staticmethod
+    def _forget(db: sqlite3.Connection) -> None:
+        """Drop those gone longest when there are too many: 5 % at once, as finding them means to sort all."""
+        [(count,)] = db.execute("SELECT count(*) FROM server")
+        if count > KNOWN_SERVERS:
+            db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
+                       " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen LIMIT ?)",
+                       (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,))
+
+    def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str = "BEGIN IMMEDIATE") -> Any:
+        """Do `work` in a transaction; if the file turns out to be damaged, once more in a new one."""
+        try:
+            try:
+                return self._attempt(work, begin)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not is_damage(error):
+                    raise
+                self._move_aside()
+                return self._attempt(work, begin)
+        except (sqlite3.Error, OSError) as error:
+            self.trouble = str(error)
+            if isinstance(error, OSError):
+                raise sqlite3.OperationalError(str(error)) from error
+            raise
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], Any], begin: str) -> Any:
+        try:
+            db = self._connection()
+            db.execute(begin)
+            result = work(db)
+            db.execute("COMMIT")
+        except BaseException:
+            # Closing rolls back, and a file that was read-only or broken at first is looked at afresh next time.
+            self.close()
+            raise
+        if begin == "BEGIN IMMEDIATE":  # reading from a full disk succeeds, and is no sign of its end
+            self.trouble = ""
+        return result
+
+    def _connection(self) -> sqlite3.Connection:
+        # SQLite goes on writing to a file that was deleted or replaced under it, without a word, and leaves a log that
+        # would ruin the next one.
+        if self._db is not None and self._identity() != self._file:
+            self.close()
+            self._file = None
+            for suffix in ("-wal", "-shm"):
+                if os.path.lexists(self.path + suffix):
+                    os.remove(self.path + suffix)
+        if self._db is None:
+            self._db = self._connect()
+            self._prepare(self._db)
+            if self._identity() != self._file:
+                self._file = self._identity()
+                self.renewed += 1
+        return self._db
+
+    def _identity(self) -> Optional[Tuple[int, int]]:
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, timeout=STORAGE_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
+        [(version,)] = db.execute("PRAGMA user_version")
+        if not tables and not version:
+            db.execute("BEGIN IMMEDIATE")
+            for statement in SCHEMA:
+                db.execute(statement)
+            db.execute("PRAGMA user_version = %d" % SCHEMA_VERSION)
+            db.execute("COMMIT")
+            self._file = None
+        elif version != SCHEMA_VERSION or not tables.issuperset(SCHEMA):
+            raise sqlite3.DatabaseError("the tables are not those of this program")
+        try:
+            # With the log and NORMAL a commit is a write without fsync: it outlives the process, and a power cut costs
+            # the last seconds and never the file.
+            db.execute("PRAGMA journal_mode = WAL").fetchall()
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA journal_size_limit = %d" % WAL_BYTES).fetchall()
+        except sqlite3.OperationalError:
+            pass    # file systems without shared memory: SQLite's default is slower and as safe
+        [(newest,)] = db.execute("SELECT max(start) FROM block WHERE step = ?", (MINUTE,))
+        self._sampled = newest or 0
+
+    def _move_aside(self) -> None:
+        stamp = datetime.fromtimestamp(self._wall, timezone.utc).strftime("%Y%m%d-%H%M%S")
+        name = free = "%s.damaged-%s" % (self.path, stamp)
+        number = 1
+        while os.path.lexists(free):
+            number += 1
+            free = "%s-%d" % (name, number)
+        # The file itself last: were we stopped on the way, a log must not be left for the new file to read.
+        for suffix in ("-wal", "-shm", "-journal", ""):
+            if os.path.lexists(self.path + suffix):
+                os.replace(self.path + suffix, free + suffix)
+        self.set_aside = free
+        self._file = None
 
 
 # =====================================================================================================================
@@ -936,6 +1350,7 @@ def rank_of(server: Server) -> Tuple[Any, ...]:
 class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
+    game = ""                       # whose servers it lists
     ipv4_only = True                # its lists carry 4-byte addresses
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -944,6 +1359,12 @@ class UdpProtocol:
     def tick(self, now: float) -> Replies:
         """Once a second: polls, retries, expiry of what the protocol itself remembers."""
         return []
+
+    def restored(self, server: Server) -> None:
+        """A server of this game is listed again after a restart, unconfirmed: whoever polls it begins now."""
+
+    def read(self, settings: Settings) -> None:
+        """The settings, at start and after a reload."""
 
 
 class Session:
@@ -976,6 +1397,7 @@ class Session:
 class TcpProtocol:
     """One TCP port: makes a session for each connection."""
 
+    game = ""
     ipv4_only = False
     speaks_first = True             # False: the client does, and the kernel may hold a connection back until it has
 
@@ -984,6 +1406,12 @@ class TcpProtocol:
 
     def tick(self, now: float) -> None:
         """Once a second."""
+
+    def restored(self, server: Server) -> None:
+        """As in UdpProtocol."""
+
+    def read(self, settings: Settings) -> None:
+        """As in UdpProtocol."""
 
 
 # --- Poller ----------------------------------------------------------------------------------------------------------
@@ -1135,6 +1563,11 @@ class Core(NamedTuple):
     registry: Registry
     poller: Poller
     resolve: Callable[[str, Callable[[str, float], None]], None]        # (host, done): done(address or "", now) follows later
+    storage: Optional[Storage] = None       # only for jobs in the worker
+    tallies: Mapping[str, Tally] = {}       # by protocol
+    health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
+    gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
+    recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict         # the last day's hourly player counts
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
@@ -1174,27 +1607,17 @@ class Known:
 
 # --- Iceball ---------------------------------------------------------------------------------------------------------
 
+@functools.lru_cache(maxsize=256)               # a few versions are in use, and all servers of one share the text
 def iceball_version_text(number: int) -> str:
-    """8421413 -> "0.2.1-37": w.5 x.5 y.7 a.5 z.10 from high to low bits (PROTOCOLS, section 1)."""
+    """8421413 -> "0.2.1-37": the way back from read_iceball_version."""
     w, x, y, a, z = number >> 27, number >> 22 & 31, number >> 15 & 127, number >> 10 & 31, number & 1023
     return "%d.%d%s%s%s" % (w, x, ".%d" % y if y else "", chr(96 + a) if a else "", "-%d" % z if z else "")
 
 
-def iceball_version_number(text: str) -> int:
-    """The way back; ValueError if it is none."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7f])?(?:-(\d+))?", text)
-    if not match:
-        raise ValueError("a version such as 0.2.1-37 is wanted")
-    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
-    a = ord(match.group(4)) - 96 if match.group(4) else 0
-    if w > 31 or x > 31 or y > 127 or z > 1023:
-        raise ValueError("a part of %s is too large" % text)
-    return w << 27 | x << 22 | y << 15 | a << 10 | z
-
-
 ICEBALL_HBVERSION = 2
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")           # 86 bytes
-ICEBALL_NUMBERS = struct.Struct("<IHHH")                            # of it: version, port, players, maximum
+ICEBALL_VERSIONS = struct.Struct("<HI")                             # of it: heartbeat version, version
+ICEBALL_NUMBERS = struct.Struct("<IHHH")                              # and version, port, players, maximum
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -1213,6 +1636,8 @@ class Iceball(UdpProtocol):
     first draft, told by the first byte.
     """
 
+    game = "iceball"
+
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.cookie = Cookie(random.SystemRandom().getrandbits(128).to_bytes(16, "little"))
@@ -1221,7 +1646,7 @@ class Iceball(UdpProtocol):
         self.known: Dict[Tuple[str, bytes], Server] = {}        # (source address, whole datagram) of each listed server
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
-        self.reproaches = Limiter(*ICEBALL_REPROACHES)
+        self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
@@ -1248,7 +1673,7 @@ class Iceball(UdpProtocol):
         if len(data) < 10:
             raise Malformed("an announcement without its versions")
         source = peer[0]
-        hbversion, version = struct.unpack_from("<HI", data, 4)
+        hbversion, version = ICEBALL_VERSIONS.unpack_from(data, 4)
         if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
             wrong = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
                      else "Iceball version %s" % iceball_version_text(version))
@@ -1364,7 +1789,7 @@ class IceballDraft:
         self.sessions: Dict[Peer, Tuple[int, Server]] = {}
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
-        self.guesses = Limiter(*DRAFT_GUESSES)
+        self.guesses = Limiter(DRAFT_GUESSES)
         self.registry.watchers.append(self.watch)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -1479,31 +1904,1036 @@ class IceballDraft:
 
 # =====================================================================================================================
 # 8  Pages
+#
+# What people see: a departures board, not a dashboard. Templates, style sheet and script as raw strings; they know nothing of
+# the program around them. The style sheet and the script have addresses of their own and are never formatted, so that the
+# Content-Security-Policy needs no exception: no style attribute, no inline script, nothing from elsewhere. Every page is
+# complete without the script.
 # =====================================================================================================================
+
+SPARK_CROWD = 4             # players that fill a sparkline's height at least: one lone visitor is no crowd
+CHART_POINTS = 366          # a day each in a year, four minutes in a day: about one a pixel on a phone
+CHART_GRIDLINES = 4         # at most, above zero: few enough to be read, not counted
+
+# The list page, and what the operator's own `[http] template` may hold instead. Placeholders, each once or not at all:
+#   $title    the title in the ini (text)             $intro    the paragraph of the ini, or nothing
+#   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers", with the day's sparkline
+#   $tabs     all games or one, with counts           $search   the form: name, minimum of players
+#   $table    the list, or what to do if it is empty  $foot     the links to /check, /servers.json, ...
+# A dollar sign of your own is written $$.
+LIST_PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+$head</head>
+<body>
+<header class="list">
+<div><h1>$title</h1>
+$intro</div>
+$totals</header>
+<main>
+<div class="bar">
+$tabs$search</div>
+$table</main>
+$foot</body>
+</html>
+""")
+
+PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+$head</head>
+<body>
+<header><a class="home" href="/">$title</a></header>
+<main>
+$main</main>
+$foot</body>
+</html>
+""")
+
+HEAD = string.Template("""\
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<link rel="icon" href="/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/style.css">
+<script src="/app.js" defer></script>
+""")
+
+FOOT = """\
+<footer>
+<nav aria-label="More"><a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
+<a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
+</footer>
+"""
+
+TOTALS = string.Template("""\
+<p class="totals" id="totals" data-live>$spark<b>$players</b> $player_word on <b>$servers</b> $server_word</p>
+""")
+
+SEARCH = string.Template("""\
+<form id="search" action="/" role="search">
+$game<label>Name <input type="search" name="name" value="$name" autocomplete="off" spellcheck="false"></label>
+<label>Players from <input type="number" name="players_min" value="$players_min" min="0" max="9999"></label>
+<button>Search</button>
+</form>
+""")
+
+TABLE = string.Template("""\
+<p id="status" role="status">$status</p>
+<table role="table" id="servers" data-total="$total"$one_game>
+<thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Game\
+<th role="columnheader">Mode<th role="columnheader">Map<th role="columnheader">Players\
+<th role="columnheader">Version<th role="columnheader">Seen\
+<th role="columnheader">Address</thead>
+<tbody role="rowgroup">
+$rows</tbody>
+</table>
+$empty""")
+
+EMPTY = string.Template("""\
+<section class="empty" id="empty"$hidden>
+<h2>No servers yet</h2>
+<p>The first game server to announce itself appears here.</p>
+$hint
+</section>
+""")
+
+# Formatted with %, every value escaped before: 2,000 of them are made in one go, Template would take twice as long. End
+# tags that HTML lets one leave out are left out. The cells have no classes: the style sheet counts columns. The roles
+# say what the tags say already, for browsers that forget it when the style sheet makes a row a grid.
+ROW = ('<tr role="row"%s><td role="cell"><a href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
+       '<td role="cell">%s<td role="cell">%s<td role="cell">%s<td role="cell"><span><b>%d</b>%s</span>%s'
+       '<td role="cell">%s<td role="cell"')
+ROW_END = '<td role="cell"><code>%s</code>\n'
+
+BADGES = {      # word: what it means, shown as its title
+    "official": "Run by the makers of the game",
+    "unconfirmed": "Known from before this master was restarted, not heard from since",
+    "self-reported": "Says so itself: this master has not been able to ask it",
+    "not responding": "Announces itself, but does not answer queries",
+}
+
+VERIFIED = {
+    "handshake": "It answered this master's handshake",
+    "query": "It answers this master's queries",
+    "connection": "It keeps a connection to this master",
+    "self-reported": "Not verified: everything here is what it says itself",
+}
+
+SERVER_PAGE = string.Template("""\
+<div id="state" data-live>
+<h1><bdi>$name</bdi> $badges</h1>
+<p class="lead">$lead</p>
+</div>
+$play<section>
+<div class="bar">
+<h2>Players</h2>
+<nav class="tabs" aria-label="Span">$tabs</nav>
+</div>
+<div id="history" data-live>
+$chart</div>
+</section>
+<section>
+<h2>Details</h2>
+<dl id="facts" data-live>
+$facts</dl>
+</section>
+""")
+
+CHECK_PAGE = string.Template("""\
+<h1>Is my server listed?</h1>
+<p class="lead">What this master last received from an address, what became of it, and what to do.</p>
+<form class="check" action="/check">
+<label>Address <input name="address" value="$address" required autocomplete="off" spellcheck="false"
+ placeholder="192.0.2.1"></label>
+<label>Port <input type="number" name="port" value="$port" min="1" max="65535" placeholder="any"></label>
+<button>Check</button>
+</form>
+<section id="listed" data-live>
+<h2>$verdict</h2>
+$listed</section>
+<section id="findings" data-live>
+<h2>What arrived</h2>
+$findings</section>
+""")
+
+FINDING = string.Template("""\
+<li><h3>$outcome</h3>
+<p>$todo</p>
+<p class="from">$when · $protocol from <code>$peer</code></p>
+""")
+
+ERROR_PAGE = string.Template("""\
+<div class="error">
+<p class="status">$status</p>
+<h1>$reason</h1>
+<p class="lead">$hint</p>
+<p><a href="/">All servers</a></p>
+</div>
+""")
+
+ICON_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="6" fill="#131210"/>\
+<g stroke="#f2b23a" stroke-width="3" stroke-linecap="round"><path d="M7 9h11M7 16h8M7 23h12"/>\
+<path d="M24 9h1M21 16h4M24 23h1" stroke="#ece8df"/></g></svg>
+"""
+
+# One set of custom properties, twice. A test computes every pair of text and ground: 4.5:1 at least.
+STYLE_CSS = r""":root {
+  color-scheme: light dark;
+  --ground: #fcfbf8;
+  --raised: #f4f1ea;
+  --ink: #1d1b18;
+  --soft: #625d55;
+  --line: #e3dfd6;
+  --accent: #8a5700;
+  --glow: #fae7bd;
+  --alert: #a3261b;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ground: #131210;
+    --raised: #1d1b18;
+    --ink: #ece8df;
+    --soft: #a8a195;
+    --line: #2d2a26;
+    --accent: #f2b23a;
+    --glow: #43351a;
+    --alert: #ff9484;
+  }
+}
+
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; scrollbar-gutter: stable; }
+body {
+  margin: 0 auto; padding: 0 1.25rem; max-width: 72.5rem;
+  background: var(--ground); color: var(--ink);
+  font: 400 .9375rem/1.5rem system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
+  font-variant-numeric: tabular-nums;
+}
+a { color: inherit; text-decoration-color: var(--soft); text-underline-offset: .2em; }
+a:hover { color: var(--accent); text-decoration-color: currentColor; }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; border-radius: 2px; }
+h1 { margin: 0; font-size: 1.625rem; line-height: 2rem; font-weight: 650; letter-spacing: -.015em; }
+h2 { margin: 0 0 .75rem; font-size: 1rem; font-weight: 650; }
+h3 { margin: 0; font-size: 1rem; font-weight: 650; }
+p { margin: 0; }
+b { font-weight: 650; }
+section { margin-top: 2.5rem; }
+code, pre {
+  font: .8rem/1.5rem ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace;
+}
+[hidden] { display: none !important; }
+main { overflow-x: clip; overflow-clip-margin: .5rem; }      /* a name of combining marks alone has nowhere to break */
+.unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+
+header { padding: 2.5rem 0 1.5rem; }
+header.list { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: end; gap: 1rem 2rem; }
+header.list > div { min-width: 0; max-width: 42rem; }
+header p, .lead { color: var(--soft); overflow-wrap: anywhere; }
+.home { color: var(--soft); font-weight: 650; text-decoration: none; }
+.totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
+.totals svg { width: 4rem; height: 1.5rem; margin-right: .75rem; vertical-align: -.125rem; }
+footer {
+  margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft); font-size: .875rem;
+}
+footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
+
+/* Tabs and forms */
+.bar { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: center; gap: .75rem 2rem; }
+.bar h2 { margin: 0; }
+.tabs { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
+.tabs a { padding: .25rem 0; border-bottom: 2px solid transparent; color: var(--soft); text-decoration: none; }
+.tabs a:hover { color: var(--ink); }
+.tabs a[aria-current] { border-color: var(--accent); color: var(--ink); font-weight: 650; }
+.tabs small { margin-left: .25rem; font-size: .8125rem; font-weight: 400; color: var(--soft); }
+form { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; color: var(--soft); font-size: .875rem; }
+form label { display: inline-flex; align-items: center; gap: .5rem; }
+input, button { font: inherit; color: var(--ink); }
+input:not([type=checkbox]) {
+  height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft); border-radius: 3px;
+  background: var(--raised);
+}
+input[type=search], .check input { width: 11rem; }
+#search input[type=number] { width: 3.75rem; }
+input[type=checkbox] { margin: 0; width: 1rem; height: 1rem; accent-color: var(--accent); }
+::placeholder { color: var(--soft); opacity: 1; }
+form button {
+  height: 2rem; padding: 0 .875rem; border: 1px solid var(--soft); border-radius: 3px; background: none; cursor:
+  pointer;
+}
+form button:hover { border-color: var(--accent); color: var(--accent); }
+form.check { margin-top: 1.5rem; }
+.check input { width: 16rem; max-width: 100%; }
+.check input[type=number] { width: 6rem; }
+
+/* The board: rows are grids, so that those out of sight cost no layout and a phone can fold them.
+   Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
+#status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
+#status.old { color: var(--alert); }
+table, thead, tbody { display: block; }
+table { --columns: minmax(0, 1fr) 5rem 6rem 6.5rem 8rem 4.25rem 5rem 12rem; }
+.one-game { --columns: minmax(0, 1fr) 6.5rem 8rem 8rem 5rem 5rem 12rem; }
+tr {
+  display: grid; grid-template-columns: var(--columns); column-gap: .875rem; align-items: center; border-bottom: 1px
+  solid var(--line);
+}
+thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
+tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
+tbody tr:hover { background: var(--raised); }
+th { padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left; }
+th button {
+  margin: 0 -.25rem; padding: 0 .25rem; border: 0; background: none; color: inherit; cursor: pointer; white-space:
+  nowrap;
+}
+th button:hover { color: var(--accent); }
+th[aria-sort] { color: var(--ink); }
+th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
+th[aria-sort=descending] button::after { content: "\00a0↓"; }
+td {
+  min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; line-height: 1.5rem;
+  max-height: 1.5rem;
+}
+.one-game :is(th, td):nth-child(2) { display: none; }
+td:first-child { display: flex; }
+td:first-child a {
+  flex: 0 1 auto; min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; text-decoration: none;
+}
+td:first-child a:hover { text-decoration: underline; }
+td:nth-child(n+2) { color: var(--soft); }
+td:nth-child(4), td:nth-child(5) { color: var(--ink); }
+tr.empty td:first-child a { font-weight: 400; }
+tr.empty td:nth-child(n+4), tr.full td { color: var(--soft); }
+tr.empty b { font-weight: 400; }
+tr.full :is(svg, meter) { opacity: .5; }
+td:nth-child(5), td:last-child { display: flex; align-items: center; }
+td span { flex: 0 0 4rem; line-height: 1.25rem; }
+td svg { width: 3.25rem; height: 1.21875rem; margin-left: .625rem; }
+td svg, .totals svg { fill: var(--accent); opacity: .75; }
+meter {
+  display: block; width: 100%; height: 2px; appearance: none; -webkit-appearance: none; border: 0; background:
+  var(--line);
+}
+meter::-webkit-meter-inner-element { display: block; }
+meter::-webkit-meter-bar { height: 2px; border: 0; border-radius: 0; background: var(--line); }
+meter::-webkit-meter-optimum-value { background: var(--accent); }
+meter::-moz-meter-bar { background: var(--accent); }
+i {
+  flex: none; margin-left: .5rem; color: var(--soft); font-size: .75rem; font-style: normal; font-weight: 400;
+  letter-spacing: 0; white-space: nowrap;
+}
+td i { line-height: 1.625rem; }
+/* the first to give way, then the name */
+td i + i {
+  flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis;
+}
+td a, td .copy { outline-offset: -2px; }
+td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
+td code a { text-decoration: none; }
+td code a:hover { text-decoration: underline; }
+.copy {
+  position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0; border: 0;
+  background: none; color: var(--soft); vertical-align: top; cursor: pointer;
+}
+.copy::before, .copy::after {
+  content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid; border-radius: 2px;
+}
+.copy::before { left: .3125rem; top: .3125rem; border-right-color: transparent; border-bottom-color: transparent; }
+.copy::after { left: .5rem; top: .5rem; }
+.copy:hover { color: var(--accent); }
+.copy.done::before { display: none; }
+.copy.done::after {
+  left: .5rem; top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0;
+  color: var(--accent); rotate: 40deg;
+}
+section.empty { margin: 3rem 0; max-width: 42rem; }
+.empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
+.empty pre {
+  padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap;
+}
+
+@media (max-width: 68rem) {
+  table { --columns: minmax(0, 1fr) 5rem 6.5rem 8rem 5rem 12rem; }
+  .one-game { --columns: minmax(0, 1fr) 8rem 8rem 5rem 12rem; }
+  :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; }
+}
+@media (max-width: 54rem) {
+  table, .one-game { --columns: minmax(0, 1fr) 6rem 8rem 12rem; }
+  :is(th, td):nth-child(2), :is(th, td):nth-child(7) { display: none; }
+}
+
+/* A phone: every row is two lines, name and players above, game, mode, map and address below */
+@media (max-width: 40rem) {
+  body { padding: 0 1rem; }
+  header { padding: 1.5rem 0 1.25rem; }
+  h1 { font-size: 1.375rem; }
+  .totals b { font-size: 1.25rem; }
+  #search input[type=search] { flex: 1; width: auto; min-width: 6rem; }
+  #search, #search label:has([type=search]) { flex: 1 0 100%; }
+  .check input { flex: 1; width: auto; min-width: 0; }
+  .check label:first-child { flex: 1 0 100%; }
+  table, .one-game { --columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto; }
+  thead tr { display: flex; flex-wrap: wrap; }
+  tbody tr { height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem; column-gap: 0; align-items: start; }
+  table:not(.one-game) :is(th, td):nth-child(2), :is(th, td):nth-child(3) { display: block; }
+  td:first-child { grid-area: 1 / 1 / 2 / 5; margin-right: .75rem; font-size: 1rem; }
+  td:nth-child(5) { grid-area: 1 / 5; width: 7.25rem; }
+  td:nth-child(2), td:nth-child(3), td:nth-child(4) {
+    grid-area: 2 / 1; padding-right: .5rem; color: var(--soft); font-size: .8125rem;
+  }
+  td:nth-child(3) { grid-column: 2; }
+  td:nth-child(4) { grid-column: 3; }
+  td:last-child { grid-area: 2 / 4 / 3 / 6; justify-content: end; }
+  td:last-child code { flex: none; max-width: 10.5rem; font-size: .75rem; }
+  td span { flex-basis: 3.5rem; }
+  form { gap: .5rem .875rem; font-size: .8125rem; }
+}
+
+/* One server, one check */
+h1 bdi, h3, dd, li, .from { overflow-wrap: anywhere; }
+h1 bdi { display: inline-block; max-width: 100%; max-height: 4rem; overflow: hidden; vertical-align: top; }
+h1 i { vertical-align: .25rem; }
+.play {
+  display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius:
+  3px; color: var(--accent); font-weight: 650; text-decoration: none;
+}
+.play:hover { background: var(--accent); color: var(--ground); }
+dl {
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem 2rem; margin: 0;
+}
+dl div { min-width: 0; max-height: 9rem; overflow: hidden; padding-top: .5rem; border-top: 1px solid var(--line); }
+dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
+dd { margin: 0; }
+.findings { margin: 0; padding: 0; list-style: none; max-width: 48rem; }
+.findings li { padding: 1rem 0; border-top: 1px solid var(--line); overflow: hidden; }
+.findings li:first-child { border-left: 2px solid var(--accent); padding-left: 1rem; border-top: 0; }
+.from { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
+.servers { margin: 0; padding: 0; list-style: none; }
+.servers li { overflow: hidden; }
+.servers small { margin-left: .5rem; color: var(--soft); white-space: nowrap; }
+.servers code { margin-left: .5rem; }
+.servers bdi { font-weight: 650; }
+.error { padding: 3rem 0; }
+.error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
+.error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
+
+/* A chart: text keeps its size at every width, only the line inside is stretched */
+figure { margin: .75rem 0 0; }
+.chart { display: block; width: 100%; height: 16rem; overflow: visible; }
+.chart text { fill: var(--soft); font-size: .75rem; }
+.chart .grid { stroke: var(--line); }
+.chart .axis { stroke: var(--soft); }
+.chart svg { overflow: visible; }
+.chart path { vector-effect: non-scaling-stroke; stroke-linejoin: round; stroke-linecap: round; fill: none; }
+.chart .peak { fill: var(--accent); opacity: .18; }
+.chart .mean { stroke: var(--accent); stroke-width: 1.75; }
+.chart circle { fill: var(--ground); stroke: var(--accent); stroke-width: 1.5; }
+.chart .label {
+  fill: var(--ink); paint-order: stroke; stroke: var(--ground); stroke-width: 4px; stroke-linejoin: round;
+}
+.chart .latest { fill: var(--accent); font-size: .9375rem; font-weight: 650; }
+.middle { text-anchor: middle; }
+.end { text-anchor: end; }
+figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
+@media (max-width: 40rem) {
+  .chart { height: 13rem; }
+  .chart .minor { display: none; }
+}
+@media print { form, .copy, footer { display: none; } }
+"""
+
+APP_JS = r"""'use strict';
+// Every page is complete without this script. It adds: search as you type, sorting, hiding, copy buttons, and a refresh
+// every five seconds that touches only what has changed.
+
+const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500;
+const SEEN = 6, ADDRESS = 7;                            // columns that do not fade: one always moves, one never changes
+const table = document.querySelector('#servers');
+const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
+const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
+const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
+// ---- Times: relative, the exact one in the title. The master's clock counts, known from the answers' Date.
+
+let skew = 0;
+
+function ago(seconds) {
+  if (seconds < 1) return 'now';
+  for (const [unit, size, next] of [['s', 1, 90], ['min', 60, 5400], ['h', 3600, 129600]])
+    if (seconds < next) return Math.floor(seconds / size) + ' ' + unit + ' ago';
+  return Math.floor(seconds / 86400) + ' d ago';
+}
+
+function tellTimes() {
+  const now = Date.now() + skew;
+  for (const time of document.querySelectorAll('time, td[title]'))
+    put(time, ago((now - Date.parse(time.title)) / 1000));
+}
+
+// ---- Copy: a button beside every <code> that one may want, which says what it did to the eye and to the ear
+
+const said = make('div', {className: 'unseen'});
+said.setAttribute('role', 'status');
+document.body.append(said);
+
+function addCopyButtons(root) {
+  for (const code of root.querySelectorAll('code:not(.from code)')) {
+    if (code.nextElementSibling && code.nextElementSibling.className === 'copy') continue;
+    const button = make('button', {type: 'button', className: 'copy', title: 'Copy'});
+    button.setAttribute('aria-label', 'Copy ' + code.textContent);
+    code.after(button);
+  }
+}
+
+document.addEventListener('click', async event => {
+  const button = event.target.closest('.copy');
+  if (!button) return;
+  const text = button.previousElementSibling.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {                                             // plain http has no clipboard: copy a selection instead
+    const area = make('textarea', {value: text, className: 'unseen'});
+    document.body.append(area);
+    area.select();
+    document.execCommand('copy');
+    area.remove();
+    button.focus({preventScroll: true});
+  }
+  said.textContent = 'Copied ' + text;
+  button.classList.add('done');
+  setTimeout(() => { button.classList.remove('done'); said.textContent = ''; }, COPIED_MS);
+});
+
+// ---- The view: what is searched, sorted and hidden, kept in the address so that a link reproduces it
+
+const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
+const LARGEST_FIRST = ['players', 'seen'];
+const asked = new URLSearchParams(location.search);
+const view = {
+  name: asked.get('name') || '', players_min: asked.get('players_min') || '',
+  hide: (asked.get('hide') || '').split(',').filter(Boolean), sort: asked.get('sort') || '',
+};
+const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
+const players = row => parseInt(row.cells[4].textContent, 10) || 0;
+const nameOf = row => row.querySelector('bdi').textContent;
+const keyOf = row => row.querySelector('a').getAttribute('href');
+let order = [];                                         // the rows in the master's order
+let capped = false;                                     // the master has more rows than a page shows: it must search
+
+function viewQuery() {
+  const query = new URLSearchParams(location.search);
+  for (const [key, value] of [['name', view.name], ['players_min', +view.players_min ? view.players_min : ''],
+                              ['hide', view.hide.join(',')], ['sort', view.sort]])
+    value ? query.set(key, value) : query.delete(key);
+  return query;
+}
+
+function keepView() {
+  const query = viewQuery(), search = String(query) && '?' + query;
+  if (search !== location.search) history.replaceState(null, '', location.pathname + search);
+  for (const link of document.querySelectorAll('#tabs a')) {
+    const game = new URL(link.href).searchParams.get('game');
+    game ? query.set('game', game) : query.delete('game');
+    link.href = '/?' + query;
+  }
+}
+
+function wanted(row) {
+  return players(row) >= (+view.players_min || 0) && nameOf(row).toLowerCase().includes(view.name.trim().toLowerCase())
+    && !view.hide.includes(row.className);
+}
+
+function sorted(rows) {
+  const column = COLUMNS.indexOf(view.sort.replace('-', '')), sign = view.sort.startsWith('-') ? -1 : 1;
+  if (column < 0) return rows;
+  const value = column === 4 ? players : column === SEEN ? row => Date.parse(row.cells[SEEN].title)
+    : column === 0 ? nameOf : row => row.cells[column].textContent;
+  const compare = column === 4 || column === SEEN ? (a, b) => a - b : collator.compare;
+  return rows.map(row => [value(row), row]).sort((a, b) => sign * compare(a[0], b[0])).map(pair => pair[1]);
+}
+
+function show() {
+  for (const row of order) row.hidden = !wanted(row);
+  const rows = sorted(order), body = table.tBodies[0];
+  let place = body.firstElementChild;
+  if (rows.filter((row, index) => body.rows[index] !== row).length > 100) body.append(...rows);
+  else for (const row of rows) {                        // a few rows move: leave the others where they are
+    if (place && place !== row && place.nextElementSibling === row) place = row;
+    if (place === row) place = row.nextElementSibling;
+    else body.insertBefore(row, place);
+  }
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const on = COLUMNS[index] === view.sort.replace('-', '');
+    if (on) head.setAttribute('aria-sort', view.sort.startsWith('-') ? 'descending' : 'ascending');
+    else head.removeAttribute('aria-sort');
+  }
+  tellStatus();
+}
+
+// ---- The refresh
+
+let lastText, lastUrl, lastAnswer = Date.now(), failed = false, asking = false;
+const lastParts = new Map();
+const number = n => n.toLocaleString('en');
+
+function tellStatus() {
+  const status = document.querySelector('#status');
+  if (!status) return;
+  const visible = order.filter(row => !row.hidden).length, total = Math.max(+table.dataset.total, order.length);
+  status.classList.toggle('old', failed);
+  put(status, failed
+    ? 'The master does not answer. This list is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
+    : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
+    : visible < total ? number(visible) + ' of ' + number(total) + ' servers shown'
+    : total === 0 ? '' : number(total) + (total === 1 ? ' server' : ' servers'));
+}
+
+function source() {                                     // filters stay here, unless the master has too many rows
+  if (!table) return location.pathname + location.search;
+  const query = new URLSearchParams(), now = viewQuery();
+  for (const key of capped ? ['game', 'name', 'players_min'] : ['game']) if (now.get(key)) query.set(key, now.get(key));
+  return location.pathname + (String(query) && '?' + query);
+}
+
+function fade(element) {
+  if (!matchMedia('(prefers-reduced-motion: reduce)').matches)
+    element.animate([{backgroundColor: 'var(--glow)'}, {backgroundColor: 'transparent'}], FADE_MS);
+}
+
+function patchRow(row, fresh) {
+  row.className = fresh.className;
+  for (const [index, cell] of [...fresh.cells].entries()) {
+    const old = row.cells[index];
+    if (index === ADDRESS || old.isEqualNode(cell)) continue;
+    if (index === SEEN) old.title = cell.title;
+    old.replaceChildren(...cell.childNodes);
+    if (index !== SEEN) fade(old);
+  }
+}
+
+function patchRows(page, fading) {
+  const known = new Map(order.map(row => [keyOf(row), row]));
+  order = rowsOf(page).map(fresh => {
+    const key = keyOf(fresh), row = known.get(key);
+    if (row) { patchRow(row, fresh); known.delete(key); return row; }
+    addCopyButtons(fresh);
+    if (fading) setTimeout(fade, 0, fresh);
+    return fresh;
+  });
+  for (const gone of known.values()) gone.remove();
+  table.dataset.total = page.querySelector('#servers').dataset.total;
+}
+
+function patch(page, fading) {
+  const held = document.activeElement, row = held.closest && held.closest('#servers tbody tr');
+  const tag = held.tagName, inAddress = row && row.cells[ADDRESS].contains(held);
+  for (const part of document.querySelectorAll('[data-live]')) {
+    const fresh = page.getElementById(part.id);
+    if (!fresh || fresh.innerHTML === lastParts.get(part.id) || part.contains(held)) continue;
+    lastParts.set(part.id, fresh.innerHTML);
+    part.replaceChildren(...fresh.childNodes);
+    addCopyButtons(part);
+  }
+  if (table && page.querySelector('#servers')) {
+    patchRows(page, fading);
+    const empty = document.querySelector('#empty');
+    empty.hidden = order.length > 0 || capped;
+    table.hidden = !order.length && !empty.hidden;
+    show();
+    keepView();
+    if (row && row.isConnected && document.activeElement !== held)      // a row that moved or changed keeps the focus
+      (held.isConnected ? held : (inAddress ? row.cells[ADDRESS] : row).querySelector(tag))
+        .focus({preventScroll: true});
+  }
+}
+
+function reading() {                                    // text held selected in the table: nothing may move under it
+  const selection = getSelection();
+  return table && !selection.isCollapsed && selection.rangeCount && selection.getRangeAt(0).intersectsNode(table);
+}
+
+async function refresh() {
+  if (document.hidden || asking || reading()) return;
+  asking = true;
+  const url = source();
+  try {
+    const answer = await fetch(url, {cache: 'no-cache', signal: AbortSignal.timeout(ANSWER_MS)});
+    if (!answer.ok) throw new Error(answer.status);
+    const text = await answer.text();
+    skew = Date.parse(answer.headers.get('date')) - Date.now() || 0;
+    if (Math.abs(skew) < 2000) skew = 0;                // Date has whole seconds, and the answer was on its way
+    lastAnswer = Date.now();
+    failed = false;
+    if (text !== lastText && url === source() && !reading()) {
+      const page = new DOMParser().parseFromString(text, 'text/html');
+      if (table && !capped && +page.querySelector('#servers').dataset.total > rowsOf(page).length) capped = true;
+      if (url === source()) {                           // else: it has too many rows, ask it to search
+        patch(page, url === lastUrl);
+        [lastText, lastUrl] = [text, url];
+      }
+    }
+    if (!reading()) tellTimes();
+  } catch {
+    failed = true;
+  }
+  asking = false;
+  if (table) tellStatus();
+  if (url !== source()) refresh();                      // the view moved on while the answer came
+}
+
+// ---- Start
+
+for (const part of document.querySelectorAll('[data-live]')) lastParts.set(part.id, part.innerHTML);
+addCopyButtons(document);
+
+if (table) {
+  order = rowsOf(document);
+  capped = +table.dataset.total > order.length;
+  const form = document.querySelector('#search');
+  if (form) {                                           // an operator's own template may have none
+    form.elements.name.value = view.name;               // a browser may put back what stood there before
+    form.elements.players_min.value = view.players_min;
+    form.querySelector('button').hidden = true;
+    for (const word of ['empty', 'full']) {
+      const box = make('input', {type: 'checkbox', value: word, checked: view.hide.includes(word)});
+      const label = make('label');
+      label.append(box, 'Hide ' + word);
+      form.append(label);
+    }
+    form.addEventListener('submit', event => event.preventDefault());
+    form.addEventListener('input', () => {
+      view.name = form.elements.name.value;
+      view.players_min = form.elements.players_min.value;
+      view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
+      keepView();
+      show();
+      if (capped || asked.get('name') || asked.get('players_min')) refresh();   // it came filtered: fetch the rest
+    });
+  }
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const button = make('button', {type: 'button', textContent: head.textContent});
+    head.replaceChildren(button);
+    button.addEventListener('click', () => {            // one way, the other way, back to the master's order
+      const column = COLUMNS[index], ways = [column, '-' + column];
+      if (LARGEST_FIRST.includes(column)) ways.reverse();
+      view.sort = view.sort === ways[0] ? ways[1] : view.sort === ways[1] ? '' : ways[0];
+      keepView();
+      show();
+    });
+  }
+  keepView();
+  show();
+}
+
+if (document.querySelector('[data-live]')) {
+  setInterval(refresh, REFRESH_MS);
+  document.addEventListener('visibilitychange', refresh);
+}
+"""
+
 
 class Html(str):
     """Text that is HTML already; everything else is escaped by fill()."""
 
 
-def fill(template: string.Template, **values: Any) -> Html:
-    return Html(template.substitute({name: value if isinstance(value, Html) else html.escape(str(value))
-                                     for name, value in values.items()}))
+def fill(template: string.Template, **values: object) -> Html:
+    """The template with every value in its place, escaped unless it is Html. KeyError: a value is missing."""
+    return Html(template.substitute({key: value if isinstance(value, Html) else html.escape(str(value), quote=True)
+                                     for key, value in values.items()}))
 
 
-LIST_PAGE = string.Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$title</title><link rel="stylesheet" href="/style.css">
-<h1>$title</h1>
-<table><tr><th>Name<th>Mode<th>Map<th>Players<th>Version<th>Address</tr>
-$rows</table>
-""")
-ROW = string.Template("""<tr><td>$name<td>$mode<td>$map<td>$players/$max_players<td>$version<td>$address</tr>
-""")
-ERROR_PAGE = string.Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$status $reason</title><link rel="stylesheet" href="/style.css">
-<h1>$status $reason</h1>
-<p>$hint</p>
-""")
-STYLE_CSS = "body { font: 1rem system-ui, sans-serif }\n"
+def joined(parts: Iterable[str]) -> Html:
+    return Html("".join(parts))
+
+
+def list_template(text: str) -> string.Template:
+    """An operator's own list page from its text. ValueError says what does not parse or is unknown."""
+    template = string.Template(text)
+    known = ("title", "intro", "head", "totals", "tabs", "search", "table", "foot")
+    try:
+        template.substitute(dict.fromkeys(known, ""))
+    except KeyError as error:
+        raise ValueError("unknown placeholder $%s (there are: %s)" % (error.args[0], ", ".join(known))) from None
+    return template
+
+
+def ago(seconds: float) -> str:
+    """12 -> '12 s ago'. The same steps as in the script."""
+    if seconds < 1:
+        return "now"
+    for unit, size, following in ("s", 1, 90), ("min", 60, 5400), ("h", 3600, 129600):
+        if seconds < following:
+            return "%d %s ago" % (seconds // size, unit)
+    return "%d d ago" % (seconds // 86400)
+
+
+def utc(wall: float) -> datetime:
+    return datetime.fromtimestamp(wall, timezone.utc)
+
+
+def time_tag(then: float, wall: float) -> Html:
+    exact = utc(then).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Html('<time datetime="%s" title="%s">%s</time>' % (exact, exact, ago(wall - then)))
+
+
+def server_link(server: Any) -> Html:
+    return Html("/server?game=%s&amp;address=%s&amp;port=%d" % (urllib.parse.quote(server.game), urllib.parse.quote(server.address), server.port))
+
+
+def badges(server: Any) -> Html:
+    words = [word for word, on in (("official", server.official), ("unconfirmed", server.unconfirmed),
+                                   ("self-reported", server.verified == "self-reported"),
+                                   ("not responding", not server.responding)) if on]
+    return Html("".join('<i title="%s">%s</i>' % (BADGES[word], word) for word in words))
+
+
+def plural(number: int, word: str) -> str:
+    return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
+
+
+def server_row(server: Any, spark: Html, title: str) -> Tuple[str, str]:
+    """One row of the list, about 570 bytes, in two pieces: the time that the server was last seen comes between (seen_cell), as
+    it moves when nothing else does. `spark` is sparkline(...), `title` the game's."""
+    escape = html.escape
+    address = escape(endpoint(server.address, server.port))
+    bar, state = "", ""
+    if server.max_players:
+        bar = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>' % (server.max_players, server.max_players, server.players)
+        if server.players >= server.max_players:
+            state = ' class="full"'
+    if not server.players:
+        state = ' class="empty"'
+    quote = urllib.parse.quote
+    return ROW % (
+        state, quote(server.game), quote(server.address), server.port, escape(server.name) or address, badges(server), escape(title),
+        escape(server.mode), escape(server.map), server.players, bar, spark, escape(server.version)), ROW_END % (
+        '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address) if server.game == "iceball" else address)
+
+
+def seen_cell(then: float, wall: float) -> str:
+    """What stands between the two pieces of a row."""
+    return ' title="%sZ">%s' % (utc(then).isoformat()[:19], ago(wall - then))
+
+
+def sparkline(values: Sequence[Optional[float]]) -> Html:
+    """24 hourly values, None where there is none: a histogram about 100 bytes long. Nothing known: nothing."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return Html("")
+    crowd = max(SPARK_CROWD, max(known))
+    path, level, width = ["M0 9"], 9, 0             # 9 is the ground: away. 8: here and empty. 0: the day's peak
+    for value in values:
+        y = 9 if value is None else 8 - round(8 * value / crowd)
+        if y == level:
+            width += 1
+            continue
+        if width:
+            path.append("h%d" % width)
+        path.append("V%d" % y)
+        level, width = y, 1
+    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="%sh%dV9"/></svg>' % ("".join(path), width))
+
+
+def head(title: str) -> Html:
+    return fill(HEAD, title=title)
+
+
+def page(look: Any, title: str, main: Html) -> Html:
+    return fill(PAGE, head=head("%s · %s" % (title, look.title)), title=look.title, main=main, foot=Html(FOOT))
+
+
+def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Html:
+    return fill(string.Template('<a href="$link"$current>$text$count</a>\n'), link=link, text=text,
+                current=Html(' aria-current="page"') if current else "",
+                count="" if count is None else Html("<small>%s</small>" % format(count, ",")))
+
+
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, total: int, players: int,
+              wall: float, look: Any,
+              name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> Html:
+    """The list. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: joined
+    server_row(), PAGE_ROWS at most; total: how many servers match; players: on all of them; hint: what a game server
+    needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
+    shown = rows.count("<tr")                       # in the rows every other "<" is escaped or another tag
+    if total > shown:
+        status = "The first %s of %s. Search by name to find the others." % (
+            format(shown, ","), plural(total, "server"))
+    else:
+        status = plural(total, "server") if total else "No server matches." if name or players_min else ""
+    tabs = joined([tab("/", "All games", not game, sum(counts.values()))] + [
+        tab("/?game=" + urllib.parse.quote(key), title, key == game, counts.get(key, 0)) for key, title in titles.items()])
+    nothing = not total and not name and not players_min
+    number, word = plural(players, "player").split(" ")
+    servers, servers_word = plural(total, "server").split(" ")
+    return fill(
+        look.template or LIST_PAGE, title=look.title, head=head(look.title), foot=Html(FOOT),
+        intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
+        totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
+        tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % tabs)
+        if len(titles) > 1 else "",
+        search=fill(SEARCH, name=name, players_min=players_min or "",
+                    game=fill(string.Template('<input type="hidden" name="game" value="$game">\n'), game=game)
+                    if game else ""),
+        table=fill(TABLE, status=status, total=total, rows=Html(rows),
+                   one_game=Html((' class="one-game"' if game else "") + (" hidden" if nothing else "")),
+                   empty=fill(EMPTY, hint=hint, hidden="" if nothing else Html(" hidden"))))
+
+
+def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Any, title: str = "") -> Html:
+    """One server. server: as listed now, or None; known: game, address, port, name, first_seen, last_seen (as last
+    known); series: of the span ('day', 'week', 'month', 'year'), see chart(); title: the game's."""
+    here = server or known
+    address = endpoint(here.address, here.port)
+    name = here.name or address
+    game = title or here.game
+    facts = [("Address", fill(string.Template("<code>$address</code>"), address=address)), ("Game", game)]
+    if server:
+        lead = " · ".join(part for part in (game, server.mode, server.map) if part)
+        count = format(server.players, ",")
+        if server.max_players:
+            count += " of %s" % format(server.max_players, ",")
+        if server.playing is not None:
+            count += ", %d of them playing" % server.playing
+        facts += [("Players", count), ("Mode", server.mode), ("Map", server.map), ("Version", server.version),
+                  ("Description", server.description),
+                  ("Ping from this master", "" if server.ping_ms is None else "%.0f ms" % server.ping_ms),
+                  ("Verified", VERIFIED[server.verified])]
+        facts += [(key.replace("_", " ").capitalize(), value) for key, value in server.details.items()]
+    else:
+        lead = Html("Not listed now. Last seen %s. <a href=\"/check?address=%s&amp;port=%d\">Why?</a>"
+                    % (time_tag(known.last_seen, wall), urllib.parse.quote(known.address), known.port))
+    sampled = [mean for index, mean in enumerate(series.means)
+               if here.first_seen - series.step < series.start + index * series.step < wall - series.step]
+    if sampled:
+        here_part = sum(mean is not None for mean in sampled) / len(sampled)
+        facts.append(("Uptime, past " + span, "%.4g %% of the time" % (math.floor(here_part * 1000) / 10)))
+    facts += [("First seen", time_tag(here.first_seen, wall)), ("Last seen", time_tag(here.last_seen, wall))]
+    fact = string.Template("<div><dt>$key</dt><dd>$value</dd></div>\n")
+    return page(look, name, fill(
+        SERVER_PAGE, name=name, badges=badges(server) if server else "", lead=lead,
+        play=fill(string.Template('<p><a class="play" href="iceball://$address">Play</a></p>\n'), address=address)
+        if server and server.game == "iceball" else "",
+        tabs=joined(tab(Html("%s&amp;span=%s" % (server_link(here), key)), key.capitalize(), key == span)
+                           for key in SPANS),
+        chart=chart(series, wall),
+        facts=joined(fill(fact, key=key, value=value) for key, value in facts if value)))
+
+
+def check_page(address: str, port: int, findings: Iterable[tuple], listed: Sequence[Any], wall: float,
+               look: Any) -> Html:
+    """What became of what an address sent. port: 0 for any; findings: (when, protocol, address, port, outcome, what to
+    do), the latest first; listed: the servers of this address that are listed now."""
+    item = string.Template('<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>\n')
+    servers = joined(fill(
+        item, link=server_link(server), name=server.name or endpoint(server.address, server.port),
+        badges=badges(server),
+        peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
+    what = joined(fill(
+        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port), outcome=outcome,
+        todo=todo)
+        for when, protocol, peer, peer_port, outcome, todo in findings)
+    whom = endpoint(address, port) if port else address
+    return page(look, "Is my server listed?", fill(
+        CHECK_PAGE, address=address, port=port or "",
+        verdict="Listed now: " + plural(len(listed), "server") if listed else "Nothing at %s is listed now" % whom,
+        listed=Html('<ul class="servers">\n%s</ul>\n' % servers) if listed else "",
+        findings=Html('<ol class="findings">\n%s</ol>\n' % what) if findings else fill(string.Template(
+            "<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of the game "
+            "server, and does its firewall let packets out?</p>\n"), whom=whom)))
+
+
+def error_page(status: int, reason: str, hint: str, look: Any) -> Html:
+    return page(look, reason, fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
+
+
+def value_ticks(top: float) -> List[int]:
+    """Round whole numbers from 0 to at least `top`, CHART_GRIDLINES above zero at most."""
+    step = next(factor * 10 ** power for power in range(10) for factor in (1, 2, 5)
+                if factor * 10 ** power * CHART_GRIDLINES >= top)
+    return list(range(0, max(step, math.ceil(top / step) * step) + 1, step))
+
+
+def time_ticks(start: float, end: float) -> List[Tuple[float, str]]:
+    """Round times within a span with their words: hours in a day, days in a week, dates, months."""
+    span = end - start
+    if span > 100 * 86400:
+        months = [utc(start).replace(day=1, hour=0, minute=0, second=0)]
+        while months[-1].timestamp() < end:
+            months.append((months[-1] + timedelta(days=31)).replace(day=1))
+        ticks = [(month.timestamp(), "%b" if month.month > 1 else "%Y") for month in months]
+    else:
+        step, words = ((10800, "%H:%M") if span <= 2 * 86400 else (86400, "%a %d") if span <= 10 * 86400 else
+                       (5 * 86400, "%d %b"))
+        ticks = [(tick, words) for tick in range(math.ceil(start / step) * step, math.ceil(end), step)]
+    return [(tick, utc(tick).strftime(words)) for tick, words in ticks if start <= tick <= end]
+
+
+def chart(series: Any, wall: float) -> Html:
+    """Players over time as inline SVG, about 8 kB. series: start (epoch), step (s), mean and peak (a number a step, or
+    None where the server was away). The plot is stretched to the width at hand; the text around it, placed in per cent,
+    keeps its size."""
+    peaks = [mean if peak is None else peak for mean, peak in zip(series.means, series.peaks)]
+    if all(peak is None for peak in peaks):
+        return Html('<p class="lead">No history in this span yet. A sample is taken every minute.</p>\n')
+    start, end = series.start, series.start + len(peaks) * series.step
+    peak = max(value for value in peaks if value is not None)
+    peak_at = peaks.index(peak)
+    last = max(index for index, mean in enumerate(series.means) if mean is not None)
+    ticks = value_ticks(peak)
+    every = math.ceil(len(peaks) / CHART_POINTS)
+    count = len(peaks) / every                      # points; the last may stand for fewer samples
+
+    def x(index: float) -> str:                                   # the plot is from 6 % to 92 % of the width: numbers left and right
+        return "%.5g%%" % (6 + 86 * index / len(peaks))
+
+    def y(value: float) -> str:                                   # and from 14 % to 86 % of the height: the peak's label above
+        return "%.4g%%" % (86 - 72 * value / ticks[-1])
+
+    def height(value: float) -> str:
+        return "%.4g" % (100 - 100 * value / ticks[-1])
+
+    marks = []
+    for tick in ticks:
+        marks.append('<line class="%s" x1="6%%" x2="92%%" y1="%s" y2="%s"/>'
+                     '<text class="end" x="6%%" y="%s" dx="-6" dy="4">%s</text>' % (
+                         "grid" if tick else "axis", y(tick), y(tick), y(tick), format(tick, ",")))
+    for index, (at_time, words) in enumerate(time_ticks(start, end)):
+        at, minor = x((at_time - start) / series.step), " minor" * (index % 2)
+        marks.append('<line class="axis%s" x1="%s" x2="%s" y1="86%%" y2="88%%"/>'
+                     '<text class="middle%s" x="%s" y="95%%">%s</text>' % (minor, at, at, minor, at, words))
+    line, area, drawing = [], [], False
+    for index in range(math.ceil(count)):
+        means = [mean for mean in series.means[index * every:(index + 1) * every] if mean is not None]
+        if means:
+            level = sum(means) / len(means)
+            here = height(level)
+            line.append(("L%d %s" if drawing else "M%d %sh.01") % (index, here))    # h.01: one sample alone is a dot
+            area.append("%s%d %s" % ("L" if drawing else "M%d 100L" % index, index, height(max(
+                value for value in peaks[index * every:(index + 1) * every] if value is not None))))
+        elif drawing:
+            area.append("V100")
+        drawing = bool(means)
+    area.append("V100" * drawing)
+    marks.append('<svg x="6%%" y="14%%" width="86%%" height="72%%" viewBox="0 0 %g 100" preserveAspectRatio="none">'
+                 '<path class="peak" d="%s"/><path class="mean" d="%s"/></svg>' % (count, "".join(area), "".join(line)))
+    anchor = "" if peak_at < .08 * len(peaks) else " end" if peak_at > .92 * len(peaks) else " middle"
+    peak_words = format(round(peak, 1), ",")
+    marks.append('<circle cx="%s" cy="%s" r="3"/><text class="label%s" x="%s" y="%s" dy="-9">peak %s</text>' % (
+        x(peak_at), y(peak), anchor, x(peak_at), y(peak), peak_words))
+    latest = format(round(series.means[last], 1) if series.means[last] < 10 else round(series.means[last]), ",g")
+    marks.append('<text class="label latest" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
+        x(last), y(level), latest))
+    moment = "%Y-%m-%d %H:%M"
+    words = "Peak %s at %s. Latest %s, %s." % (
+        peak_words, utc(start + peak_at * series.step).strftime(moment),
+        latest, ago(max(0, wall - start - (last + 1) * series.step)))
+    return Html('<figure>\n<svg class="chart" role="img" aria-labelledby="chart-title chart-desc">'
+                '<title id="chart-title">Players from %s to %s</title><desc id="chart-desc">%s</desc>\n%s\n</svg>\n'
+                '<figcaption>%s Times are UTC.</figcaption>\n</figure>\n' % (
+                    utc(start).strftime(moment), utc(end).strftime(moment), words, "\n".join(marks), words))
 
 
 # =====================================================================================================================
@@ -1516,6 +2946,8 @@ STYLE_CSS = "body { font: 1rem system-ui, sans-serif }\n"
 
 GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO"}
 
+READABLE_BY_ALL = (("Access-Control-Allow-Origin", "*"),)
+GZIPPED = ("Content-Encoding", "gzip")
 SECURITY_HEADERS = (
     ("Content-Security-Policy", "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
                                 "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"),
@@ -1542,13 +2974,14 @@ class Answer(NamedTuple):
     headers: Tuple[Tuple[str, str], ...] = ()
     etag: str = ""
     shared: bool = False            # the same for everybody until a list changes: may be remembered, and kept by a cache
+    rendering: Optional[Rendering] = None           # where it comes from, and its compressed form may be kept
 
 
 class Later(NamedTuple):
     """An answer that takes too long for the event loop: `job` runs in the worker, `then(result)` makes the answer of it."""
 
     job: Callable[[], Any]
-    then: Callable[[Any], Answer]
+    then: Callable[[Any], Union[Answer, Later]]
 
 
 class Exchange(http.server.BaseHTTPRequestHandler):
@@ -1562,7 +2995,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers with the empty line; raises HttpError. Without one: for an answer to no request."""
         self.rfile = io.BytesIO(head)
-        self.wfile = io.BytesIO()
+        self.wfile = self.out = io.BytesIO()
         self.close_connection = True
         if not head:
             return
@@ -1623,7 +3056,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD" and answer.status != 304:
             self.wfile.write(answer.body)
-        return self.wfile.getvalue()
+        return self.out.getvalue()
 
     def matches(self, etag: str) -> bool:
         wanted = self.headers.get("If-None-Match", "") if self.command in ("GET", "HEAD") else ""
@@ -1659,18 +3092,20 @@ class HttpSession(Session):
     def __init__(self, web: Web, address: str, now: float) -> None:
         self.web = web
         self.address = address
+        self.proxied = bool(web.trusted) and in_networks(address, web.trusted)          # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
         self.request_bytes = b""
         self.body_bytes = 0
-        self.then: Optional[Callable[[Any], Answer]] = None
+        self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
+        self.edition = 0                                    # of the lists when the answer was made
         self.deadline = now + HTTP_HEAD_S
 
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
         if not self.buffer and self.job is None and not self.done:
             remembered = web.remembered(data, now)
-            if remembered is not None and web.allow(self.address, now):
+            if remembered is not None and (self.proxied or web.allow(self.address, now)):
                 self.done = remembered[1]
                 self.deadline = now + HTTP_IDLE_S
                 return remembered[0]
@@ -1718,6 +3153,7 @@ class HttpSession(Session):
         self.request_bytes += body
         self.deadline = now + HTTP_IDLE_S
         answer = self.web.answer(exchange, body, self.address, now)
+        self.edition = self.web.edition
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
             return None
@@ -1726,7 +3162,7 @@ class HttpSession(Session):
     def respond(self, exchange: Exchange, answer: Answer) -> bytes:
         response = exchange.response(answer)
         self.done = exchange.close_connection
-        if answer.shared and exchange.command in ("GET", "HEAD"):
+        if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
             self.web.remember(self.request_bytes, response, self.done)
         return response
 
@@ -1735,6 +3171,8 @@ class HttpSession(Session):
         assert self.then is not None
         self.deadline = now + HTTP_IDLE_S
         try:
+            if isinstance(result, Exception):
+                raise HttpError(503, "The history cannot be read just now: %s." % result)
             answer = self.web.finish(self.waiting, self.then(result))
         except HttpError as error:
             return self.refuse(error)
@@ -1797,7 +3235,7 @@ class Rendering:
                 self.number += 1
 
 
-def parts(servers: Iterable[Server], name: str, render: Callable[[Server], bytes]) -> List[bytes]:
+def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
@@ -1832,6 +3270,7 @@ class Web(TcpProtocol):
     speaks_first = False
 
     def __init__(self, core: Core) -> None:
+        self.core = core
         self.settings = core.settings
         self.registry = core.registry
         self.epoch = 0.0            # wall clock minus monotonic clock, told by the event loop
@@ -1845,13 +3284,32 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
-        self.limiter = Limiter(*core.settings["limits.requests"], verdict=core.registry.rules.verdict)
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.read(core.settings)
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
 
+    def read(self, settings: Settings) -> None:
+        self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
+        self.limiter.set_rate(settings["limits.requests"])
+        self.renderings.clear()
+        self.edition_generation = -1
+
     def allow(self, address: str, now: float) -> bool:
         return self.limiter.allow(address, now)
+
+    def client(self, exchange: Exchange, peer: str) -> str:
+        """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
+        address = peer
+        for text in reversed(exchange.headers.get("X-Forwarded-For", "").split(",")):
+            if not in_networks(address, self.trusted):
+                break
+            try:
+                address = canonical(read_address(text))
+            except ValueError:
+                break
+        return address
 
     # What is remembered
 
@@ -1884,6 +3342,8 @@ class Web(TcpProtocol):
     # Answers
 
     def answer(self, exchange: Exchange, body: bytes, address: str, now: float) -> Union[Answer, Later]:
+        if self.trusted:
+            address = self.client(exchange, address)
         parsed = urllib.parse.urlsplit(exchange.path)
         route = ROUTES.get(parsed.path)
         name = parsed.path if route else "other"
@@ -1911,8 +3371,28 @@ class Web(TcpProtocol):
         return answer
 
     def finish(self, exchange: Exchange, answer: Union[Answer, Later]) -> Union[Answer, Later]:
-        """Compress where the client takes it and it pays."""
-        return answer
+        """Compress where the client takes it and it pays: small ones here, large ones in the worker."""
+        if isinstance(answer, Later) or answer.status != 200 or len(answer.body) < GZIP_MIN_BYTES or GZIPPED in answer.headers:
+            return answer
+        answer = answer._replace(headers=answer.headers + (("Vary", "Accept-Encoding"),))
+        if not exchange.takes_gzip():
+            return answer
+        rendering = answer.rendering
+        packed = answer._replace(headers=answer.headers + (GZIPPED,),
+                                 etag=answer.etag and answer.etag[:-1] + '-gz"')
+        if packed.etag and exchange.matches(packed.etag):
+            return packed
+        if rendering is not None and rendering.body is answer.body and rendering.gzipped is not None:
+            return packed._replace(body=rendering.gzipped)
+
+        def pack() -> bytes:
+            return gzip.compress(answer.body, GZIP_LEVEL)
+
+        def done(body: bytes) -> Answer:
+            if rendering is not None and rendering.body is answer.body:
+                rendering.gzipped = body
+            return packed._replace(body=body)
+        return done(pack()) if len(answer.body) <= GZIP_INLINE_BYTES else Later(pack, done)
 
     def count(self, route: str, status: int) -> None:
         self.requests[route, status] += 1
@@ -1920,7 +3400,7 @@ class Web(TcpProtocol):
     def error(self, error: HttpError, as_html: bool = False) -> Answer:
         reason = http.server.BaseHTTPRequestHandler.responses.get(error.status, ("Error", ""))[0]
         hint = error.hint or reason
-        body = fill(ERROR_PAGE, status=error.status, reason=reason, hint=hint) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
+        body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
         return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
     def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[float], bytes]) -> Answer:
@@ -1930,7 +3410,7 @@ class Web(TcpProtocol):
         self.turn(request.now)
         rendering.refresh(self.edition, request.now)
         etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
-        return Answer(rendering.body, type, etag=etag, shared=True, headers=(("Access-Control-Allow-Origin", "*"),))
+        return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
 
     def master_json(self, request: Request) -> Answer:
         return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda now: self.master_json_frame(
@@ -1940,21 +3420,298 @@ class Web(TcpProtocol):
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
             ICEBALL_HBVERSION, self.settings["iceball.version"], b",\n".join(servers))
 
+    def servers_json(self, request: Request) -> Answer:
+        """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
+        game, chosen = self.chosen(request)
+        if chosen is None:
+            return self.rendered("servers.json", game, request, JSON_TYPE, lambda now: self.servers_json_frame(self.registry.in_order(game), now))
+        return Answer(self.servers_json_frame(chosen, request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
+
+    def servers_json_frame(self, servers: Iterable[Server], now: float) -> bytes:
+        epoch = self.epoch
+        servers = list(servers)
+        ends = [b'%d}' % (server.last_seen + epoch) for server in servers]
+        rows = parts(servers, "servers.json", lambda server: server_json(server, epoch))
+        return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
+            now + epoch, self.registry.generation, b",\n".join([row + end for row, end in zip(rows, ends)]))
+
+    def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
+        """The game asked for ("" for all), and the servers if a filter picks some of its list."""
+        game, name = request.query.get("game", ""), clean(request.query.get("name", "")).casefold()
+        least = whole_number(request, "players_min", 0, PLAYERS_MAX)
+        if game and game not in self.titles():
+            return game, []
+        if not name and not least:
+            return game, None
+        return game, [s for s in self.registry.in_order(game) if s.players >= least and (name in s.name.casefold() or name in s.address)]
+
+    def titles(self) -> Dict[str, str]:
+        return {**GAME_TITLES, **self.settings["games"]}
+
+    def look(self) -> Look:
+        text = self.settings.texts.get("http.template", "")
+        return Look(self.settings["http.title"], self.settings["http.intro"], list_template(text) if text else None)
+
     def page(self, request: Request) -> Answer:
-        return self.rendered("page", "", request, HTML_TYPE, lambda now: fill(
-            LIST_PAGE, title="Servers", rows=Html("".join(
-                fill(ROW, name=s.name, mode=s.mode, map=s.map, players=s.players, max_players=s.max_players, version=s.version,
-                     address=endpoint(s.address, s.port)) for s in self.registry.in_order()))).encode("utf-8"))
+        game, chosen = self.chosen(request)
+        if chosen is None:
+            return self.rendered("page", game, request, HTML_TYPE, lambda now: self.list_page(self.registry.in_order(game), game, now))
+        return Answer(self.list_page(chosen, game, request.now, request.query.get("name", ""), whole_number(request, "players_min", 0, PLAYERS_MAX)),
+                      HTML_TYPE, shared=True)
+
+    def list_page(self, servers: List[Server], game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
+        wall = now + self.epoch
+        titles, recent = self.titles(), self.core.recent()
+        counts = {id: census[0] for id, census in self.registry.census.items() if census[0]}
+        seen = SeenCells(wall)
+        rows: List[str] = []
+        for server, (before, after) in zip(servers, parts(servers[:PAGE_ROWS], "row", lambda server: server_row(
+                server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))):
+            rows += (before, seen[int(server.last_seen + self.epoch)], after)
+        shown_titles = {id: title for id, title in titles.items() if id in counts or id == game}
+        return list_page(shown_titles, counts, game, "".join(rows), len(servers), sum(server.players for server in servers), wall, self.look(),
+                         name, players_min, self.hint(game), sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
+
+    def hint(self, game: str) -> Html:
+        """What a game server needs to appear here."""
+        return Html("")
+
+    def server(self, request: Request) -> Union[Answer, Later]:
+        game, address, port = server_asked_for(request)
+        span = request.query.get("span", "day")
+        if span not in SPANS:
+            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        listed = self.registry.get(game, address, port)
+        wall = request.now + self.epoch
+        storage = self.core.storage
+
+        def job() -> Tuple[Optional[Remembered], Series]:
+            assert storage is not None
+            return storage.known(game, address, port), storage.history(game, address, port, span, wall)
+
+        def then(found: Tuple[Optional[Remembered], Series]) -> Answer:
+            known, series = found
+            if listed is None and (known is None or not address):
+                raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
+            return Answer(server_page(listed and as_shown(listed, self.epoch), known and remembered(game, address, port, known), series, span, wall,
+                                      self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
+        return Later(job, then) if storage else then((None, Series(int(wall), 60, [], [])))
+
+    def history_json(self, request: Request) -> Union[Answer, Later]:
+        """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
+        game, address, port = server_asked_for(request) if "address" in request.query else (request.query.get("game", ""), "", 0)
+        span = request.query.get("span", "day")
+        if span not in SPANS:
+            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        storage = self.core.storage
+        if storage is None:
+            raise HttpError(404, "This master keeps no history ([server] database is empty).")
+        wall = request.now + self.epoch
+
+        def then(series: Series) -> Answer:
+            return Answer(to_json({"game": game, "address": address, "port": port, "span": span, "start": series.start, "step": series.step,
+                                   "players": series.means, "peak": series.peaks}), JSON_TYPE, headers=READABLE_BY_ALL)
+        return Later(lambda: storage.history(game, address, port, span, wall), then)
+
+    def check(self, request: Request) -> Answer:
+        """What became of what an address sent."""
+        text = request.query.get("address", "").strip() or request.address
+        port = whole_number(request, "port", 0, 65535)
+        try:
+            address = canonical(read_address(text))
+        except ValueError:
+            raise HttpError(400, "%s is not an IP address; a server's address is a number such as 203.0.113.7." % text[:100]) from None
+        rules = self.registry.rules
+        addresses = {address, rules.listed_address(address)}
+        epoch = self.epoch
+        listed = [as_shown(server, epoch) for server in self.registry.in_order()
+                  if (server.address in addresses or server.source == address) and port in (0, server.port)]
+        findings = [(at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail))
+                    for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items())
+                    if source in addresses and (not port or announced in (0, port))]
+        findings.sort(key=lambda finding: -finding[0])
+        ban = rules.ban(address)
+        if ban:
+            findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
+        return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
+
+    def metrics(self, request: Request) -> Answer:
+        return Answer(metrics_text(self).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")
+
+    def healthz(self, request: Request) -> Answer:
+        """200 as long as it serves; `trouble` says what does not work."""
+        return Answer(to_json({"status": "trouble" if self.core.health else "ok", "trouble": dict(self.core.health),
+                               "servers": self.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
 
     def style(self, request: Request) -> Answer:
-        return Answer(STYLE_CSS.encode("utf-8"), "text/css; charset=utf-8", shared=True)
+        return fixed(self.settings.texts.get("http.stylesheet") or STYLE_CSS, "text/css; charset=utf-8")
 
+    def script(self, request: Request) -> Answer:
+        return fixed(APP_JS, "text/javascript; charset=utf-8")
+
+    def icon(self, request: Request) -> Answer:
+        return fixed(ICON_SVG, "image/svg+xml")
+
+    def robots(self, request: Request) -> Answer:
+        return fixed("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)
+
+
+def fixed(text: str, type: str) -> Answer:
+    body = text.encode("utf-8")
+    return Answer(body, type, etag='"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest(), shared=True)
+
+
+class Look(NamedTuple):
+    """What the operator has made of the page."""
+
+    title: str
+    intro: str
+    template: Optional[string.Template]
+
+
+def whole_number(request: Request, name: str, low: int, high: int) -> int:
+    """A number in the query, 0 if there is none."""
+    text = request.query.get(name, "").strip()
+    if not text:
+        return 0
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not low <= int(text) <= high:
+        raise HttpError(400, "%s is a number from %d to %d." % (name, low, high))
+    return int(text)
+
+
+def server_asked_for(request: Request) -> Key:
+    try:
+        address = canonical(read_address(request.query.get("address", "")))
+    except ValueError:
+        raise HttpError(400, "game, address and port are wanted, the address as a number such as 203.0.113.7.") from None
+    return request.query.get("game", ""), address, whole_number(request, "port", 1, 65535)
+
+
+def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
+    """A server as pages show it: its times are the wall clock's."""
+    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank")}
+    values.update(first_seen=server.first_seen + epoch, last_seen=server.last_seen + epoch)
+    return types.SimpleNamespace(**values)
+
+
+def remembered(game: str, address: str, port: int, known: Remembered) -> types.SimpleNamespace:
+    """A server that has left, as pages show it."""
+    try:
+        name = json.loads(known.fields).get("name", "")
+    except (ValueError, AttributeError):
+        name = ""
+    return types.SimpleNamespace(game=game, address=address, port=port, name=clean(str(name)), first_seen=known.first_seen, last_seen=known.last_seen)
+
+
+def day_total(recent: Mapping[Key, Sequence[Optional[int]]], games: Iterable[str]) -> List[Optional[int]]:
+    """The last day's hourly player counts of these games together."""
+    days = [recent[game, "", 0] for game in games if (game, "", 0) in recent]
+    return [sum(value or 0 for value in hour) if any(value is not None for value in hour) else None for hour in zip(*days)]
+
+
+JSON_TEXTS = ("game", "address", "name", "mode", "map", "version", "description", "verified")
+JSON_DETAILS = ("arenas", "factions", "skill", "flags")
+
+
+def server_json(server: Server, epoch: float) -> bytes:
+    """A server in /servers.json, up to the value of `last_seen`, which moves without the server's changing."""
+    fields = {
+        "game": server.game, "address": server.address, "port": server.port, "name": server.name, "mode": server.mode, "map": server.map,
+        "version": server.version, "players": server.players, "max_players": server.max_players, "playing": server.playing,
+        "description": server.description, "official": server.official, "priority": server.priority, "flavor": server.flavor,
+        "verified": server.verified, "unconfirmed": server.unconfirmed, "responding": server.responding,
+        "ping_ms": None if server.ping_ms is None else round(server.ping_ms, 1)}
+    fields.update({name: server.details.get(name, "") for name in JSON_DETAILS})
+    fields["first_seen"] = int(server.first_seen + epoch)
+    return to_json(fields)[:-1] + b',"last_seen":'
+
+
+# What /check says of what became of a packet: a title, and what to do, with the detail noted then.
+OUTCOMES = {
+    "announced": ("Announced, but the answer did not come back",
+                  "This master answered and is waiting for the game server's reply. If it stays so, a firewall or router between the game server and "
+                  "here lets packets out but not in: open UDP, or forward the game's port."),
+    "waiting": ("Announced; it is being asked now", "It is listed as soon as it answers. %s"),
+    "version": ("Wrong version", "This master does not list %s. Update the game server."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s."),
+    "silent": ("It does not answer queries", "%s. Open that UDP port in the firewall and forward it in the router."),
+    "banned": ("Banned", "The operator of this master has excluded this address: %s."),
+    "limit": ("Over the limit", "%s."),
+    "name": ("The name is refused", "%s."),
+    "stopped": ("Signed off", "The game server said that it stops."),
+    "listed": ("Listed", "All is well."),
+}
+
+
+def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
+    title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
+    return title, advice.replace("%s", detail or "no more is known")
+
+
+class SeenCells(Dict[int, str]):
+    """The cell with the time a server was last seen, made once for all servers of the same second."""
+
+    def __init__(self, wall: float) -> None:
+        super().__init__()
+        self.wall = wall
+
+    def __missing__(self, second: int) -> str:
+        cell = self[second] = seen_cell(second, self.wall)
+        return cell
+
+
+def metrics_text(web: Web) -> str:
+    """The Prometheus text format, version 0.0.4."""
+    core = web.core
+    out: List[str] = []
+
+    def family(name: str, kind: str, help: str, samples: Iterable[Tuple[Mapping[str, Any], float]]) -> None:
+        out.append("# HELP masterserver_%s %s\n# TYPE masterserver_%s %s\n" % (name, help, name, kind))
+        for labels, value in samples:
+            inside = ",".join('%s="%s"' % (label, str(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
+                              for label, text in labels.items())
+            out.append("masterserver_%s%s %s\n" % (name, "{%s}" % inside if inside else "", repr(value)))
+
+    for field, help in TALLY_HELP.items():
+        family(field + "_total", "counter", help, [({"protocol": name}, getattr(tally, field)) for name, tally in core.tallies.items()])
+    census = [(game, list(counts)) for game, counts in web.registry.census.items()]
+    for position, (name, help) in enumerate((("servers", "Listed servers."), ("players", "Players on listed servers."),
+                                             ("playing", "Players in the game rather than watching."))):
+        family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
+    family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
+           [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
+    family("generation", "counter", "How often a list has changed.", [({}, web.registry.generation)])
+    family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
+    for name, value in core.gauges.items():
+        family(name, "gauge", GAUGE_HELP.get(name, name), [({}, value)])
+    family("info", "gauge", "The program.", [({"version": __version__}, 1)])
+    return "".join(out)
+
+
+TALLY_HELP = {
+    "received": "Packets and pieces of requests received.", "sent": "Packets and answers sent.", "bytes_in": "Bytes received.",
+    "bytes_out": "Bytes sent.", "malformed": "Packets and connections that were not what their protocol says.",
+    "limited": "Packets, connections and requests turned away by a limit.", "unsent": "Packets that the system would not take.",
+    "errors": "Packets and connections ended by an error of the program.", "connections": "Connections accepted."}
+GAUGE_HELP = {
+    "loop_delay_seconds": "The longest round of the event loop in the last second.",
+    "loop_delay_max_seconds": "The longest round of the event loop in the last minutes.",
+    "connections": "Open connections."}
 
 ROUTES = {
     "/": Route(Web.page),
     "/index.html": Route(Web.page),
+    "/server": Route(Web.server),
+    "/check": Route(Web.check),
     "/style.css": Route(Web.style),
+    "/app.js": Route(Web.script),
+    "/icon.svg": Route(Web.icon),
+    "/robots.txt": Route(Web.robots),
     "/master.json": Route(Web.master_json),
+    "/servers.json": Route(Web.servers_json),
+    "/history.json": Route(Web.history_json),
+    "/metrics": Route(Web.metrics),
+    "/healthz": Route(Web.healthz),
 }
 
 # =====================================================================================================================
@@ -1988,6 +3745,12 @@ PROTOCOLS = (
 WINDOWS = os.name == "nt"
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news
+LOGGED_EVENTS = 20                  # lines a second for servers that come and go: a line costs as much as listing a server
+LOOP_DELAY_FADES = 0.99             # a second: the longest delay is remembered for some minutes
+RELOAD_LOOK_S = 3.0                 # how often the ini is looked at
 
 
 class StartError(Exception):
@@ -2287,6 +4050,129 @@ class Worker:
             self.thread.join(timeout)
 
 
+SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
+RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
+LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
+
+
+class Keeper:
+    """Carries the registry to storage and back. What touches the disk runs in the worker; a batch is under way at a time."""
+
+    def __init__(self, storage: Storage, registry: Registry, worker: Worker, health: Dict[str, str]) -> None:
+        self.storage, self.registry, self.worker, self.health = storage, registry, worker, health
+        self.busy = False
+        self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
+        self.renewed = 0
+        self.saved_at = self.minute = 0.0
+        self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
+
+    def restore(self, now: float, wall: float) -> List[Server]:
+        """List what was listed before the restart. Raises sqlite3.Error if the file can neither be read nor made."""
+        self.storage.open(wall)
+        servers = []
+        for row in self.storage.load(wall):
+            server = restored_server(row, now, wall)
+            try:
+                self.registry.admit(server.game, server.address, server.port, server.source, server.name)
+            except Refused:
+                self.registry.left.add(server.key)
+                continue
+            self.registry.insert(server, {})
+            servers.append(server)
+        self.recent = self.storage.recent(wall)
+        self.registry.altered.clear()
+        self.renewed = self.storage.renewed
+        if self.storage.set_aside:
+            log.warning("the database was damaged; it is now %s, and a new one has begun", self.storage.set_aside)
+        return servers
+
+    def tick(self, now: float, wall: float) -> None:
+        """Hand over what has changed, and once a minute the player counts."""
+        if self.busy or now - self.saved_at < SAVE_S:
+            return
+        self.saved_at = now
+        registry = self.registry
+        if self.whole:
+            registry.altered.update(registry.in_order())
+        seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
+        registry.seen, registry.altered, registry.left = set(), set(), set()
+        players = registry.in_order() if wall // 60 != self.minute else None
+        self.minute = wall // 60
+        if seen or altered or left or players is not None:
+            self.busy = True
+            self.worker.submit(functools.partial(self.write, seen, altered, left, players, wall - now, wall),
+                               functools.partial(self.written, left))
+
+    def write(self, seen: Set[Server], altered: Set[Server], left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
+              ) -> Optional[Dict[Key, List[Optional[int]]]]:
+        """In the worker. A server that changes meanwhile is in the next batch again."""
+        self.storage.save([stored_row(server, epoch) for server in altered],
+                          [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key) for server in seen],
+                          list(left))
+        if players is None:
+            return None
+        rows = [(*server.key, server.players, server.max_players) for server in players if server.responding]
+        rows += [(game, "", 0, census[1], 0) for game, census in list(self.registry.census.items())]
+        return self.storage.sample(wall, rows)
+
+    def written(self, left: Set[Key], result: Any, now: float) -> None:
+        self.busy = False
+        failed = isinstance(result, Exception)
+        self.whole = failed or self.storage.renewed != self.renewed
+        self.renewed = self.storage.renewed
+        trouble = str(result) if failed else ""
+        if failed and len(self.registry.left) < KNOWN_SERVERS:
+            self.registry.left |= {key for key in left if self.registry.get(*key) is None}
+        if trouble != self.health.get("database", ""):
+            if trouble:
+                log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
+                self.health["database"] = trouble
+            else:
+                log.info("the list is kept again")
+                del self.health["database"]
+        if result and not failed:
+            self.recent = result
+
+    def close(self, now: float, wall: float) -> None:
+        """The last batch, once the worker has stopped."""
+        try:
+            if not self.busy:
+                registry = self.registry
+                altered = set(registry.in_order()) if self.whole else registry.altered
+                self.write(registry.seen - altered, altered, registry.left, None, wall - now, wall)
+        except sqlite3.Error as error:
+            log.error("the list could not be kept at the end: %s", error)
+        self.storage.close()
+
+
+def stored_row(server: Server, epoch: float) -> ListedRow:
+    fields: Dict[str, Any] = {name: getattr(server, name) for name in STORED}
+    fields["lasting"] = server.lifetime == float("inf")
+    return (*server.key, server.last_seen + min(server.lifetime, LASTING_S) + epoch, server.first_seen + epoch, server.last_seen + epoch,
+            json.dumps(fields, ensure_ascii=False))
+
+
+def restored_server(row: ListedRow, now: float, wall: float) -> Server:
+    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types."""
+    game, address, port, expires, first_seen, last_seen, text = row
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {}
+    server = Server(game, address, port, address, now, 0.0)
+    for name in STORED:
+        value, usual = fields.get(name), getattr(server, name)
+        if type(value) is type(usual) or name == "playing" and type(value) is int:
+            setattr(server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+    server.unconfirmed = True
+    server.first_seen = now - max(0.0, wall - first_seen)
+    server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
+    server.lifetime = expires - last_seen if not fields.get("lasting") else now + RESTORED_S - server.last_seen
+    return server
+
+
 class Loop:
     """A life between start and stop: `run()` in this thread or `start()` in one of its own, either until `stop()`.
 
@@ -2391,28 +4277,39 @@ class MasterServer(Loop):
     """
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
-                 on_event: Optional[Callable[[str, Server], None]] = None) -> None:
-        super().__init__()
+                 on_event: Optional[Callable[[str, Server], None]] = None, reload: Optional[Callable[[], Settings]] = None) -> None:
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        read_text_files(self.settings)
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve)
         self.tallies: Dict[str, Tally] = {}
+        self.health: Dict[str, str] = {}
+        self.gauges: Dict[str, float] = {}
+        database = self.settings.file("server.database")
+        self.storage = Storage(database) if database else None
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, self.storage, self.tallies, self.health, self.gauges,
+                         lambda: self.keeper.recent if self.keeper else {})
+        self.read_again = reload
+        self.reload_asked = False
+        self.ini_stamp = self.stamp()
+        self.ini_looked_at = 0.0
         self.listeners: List[Listener] = []
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
+        super().__init__()
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
-        self.loop_delay_s = 0.0             # the longest that a ready socket waited, since the last look
-        self.registry.watchers.append(self.log_event)
+        self.events: List[Tuple[str, Server]] = []          # to be logged
+        self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
+        self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watchers.append(functools.partial(self.report, on_event))
-        self.datagram_limiter = Limiter(*self.settings["limits.datagrams"], verdict=self.rules.verdict)
-        self.connection_limiter = Limiter(*self.settings["limits.connections"], verdict=self.rules.verdict)
+        self.datagram_limiter = Limiter(self.settings["limits.datagrams"], self.rules.verdict)
+        self.connection_limiter = Limiter(self.settings["limits.connections"], self.rules.verdict)
 
     # Sockets
 
@@ -2439,10 +4336,32 @@ class MasterServer(Loop):
                                 problems.append(str(error))
             if problems:
                 raise StartError("\n".join(problems))
+            self.restore()
         except BaseException:
             self.close()
             raise
         self.state = "bound"
+
+    def restore(self) -> None:
+        now = time.monotonic()
+        try:
+            restored = self.keeper.restore(now, time.time()) if self.keeper else []
+        except sqlite3.Error as error:
+            assert self.keeper is not None
+            trouble = "the database %s cannot be used: %s" % (self.keeper.storage.path, error)
+            if "server.database" in self.settings.given:
+                raise StartError("%s. Change [server] database, or leave it empty." % trouble) from None
+            log.warning("%s; the list will not outlive a restart", trouble)
+            self.health["database"] = str(error)
+            self.keeper.whole = True
+            restored = []
+        for server in restored:
+            for protocol in self.protocols:
+                if protocol.game == server.game:
+                    protocol.restored(server)
+        if restored:
+            log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
+        self.registry.watchers.append(self.log_event)
 
     def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
         tally = self.tallies.setdefault(row.name, Tally())
@@ -2541,16 +4460,21 @@ class MasterServer(Loop):
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
-                self.loop_delay_s = max(self.loop_delay_s, time.monotonic() - now)
+                self.busy_s = max(self.busy_s, time.monotonic() - now)
         finally:
             self.close()
 
     def tick(self, now: float) -> None:
         epoch = time.time() - now
+        self.gauges["loop_delay_seconds"] = self.busy_s
+        self.gauges["loop_delay_max_seconds"] = max(self.busy_s, self.gauges.get("loop_delay_max_seconds", 0.0) * LOOP_DELAY_FADES)
+        self.gauges["connections"] = len(self.connections)
+        self.busy_s = 0.0
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
         self.registry.expire(now)
+        self.log_events()
         for source in self.endpoints:
             self.guarded(source.tick, now)
         for protocol in self.protocols:
@@ -2558,7 +4482,18 @@ class MasterServer(Loop):
                 self.guarded(protocol.tick, now)
         for connection in list(self.connections):
             connection.tick(now)
-        self.save(now)
+        if self.keeper:
+            self.keeper.tick(now, now + epoch)
+        else:
+            self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
+        if now - self.ini_looked_at >= RELOAD_LOOK_S:
+            self.ini_looked_at = now
+            stamp = self.stamp()
+            self.reload_asked = self.reload_asked or stamp != self.ini_stamp
+            self.ini_stamp = stamp
+        if self.reload_asked:
+            self.reload_asked = False
+            self.reload()
 
     def guarded(self, tick: Callable[[float], None], now: float) -> None:
         try:
@@ -2566,8 +4501,51 @@ class MasterServer(Loop):
         except Exception:
             log.exception("an error of the program in the tick of %s", tick)
 
-    def save(self, now: float) -> None:
-        self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
+    def stamp(self) -> Any:
+        """What changes when the ini or a file that it names does."""
+        stamps = []
+        for path in [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]:
+            try:
+                found = os.stat(path)
+                stamps.append((path, found.st_mtime_ns, found.st_size, found.st_ino))
+            except OSError:
+                stamps.append((path, 0, 0, 0))
+        return stamps
+
+    def reload(self) -> None:
+        """Read the settings again. With any error the old ones stay in force, whole."""
+        if self.read_again is None:
+            return
+        notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
+        try:
+            new = self.read_again()
+        except SettingsError as error:
+            log.error("the old settings stay in force: %s", error)
+        else:
+            different = self.settings.different(new)
+            for row in different:
+                if row.live:
+                    self.settings.values[row.name] = new.values[row.name]
+                    self.settings.texts[row.name] = new.texts.get(row.name, "")
+                else:
+                    log.warning("[%s] %s has changed; that takes a restart", row.section, row.key)
+            if any(row.live for row in different):
+                self.apply()
+            log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
+        notify("READY=1")
+
+    def apply(self) -> None:
+        """Let the live settings take effect."""
+        settings = self.settings
+        self.rules.read(settings)
+        self.datagram_limiter.set_rate(settings["limits.datagrams"])
+        self.connection_limiter.set_rate(settings["limits.connections"])
+        self.poller.read(settings)
+        for protocol in self.protocols:
+            protocol.read(settings)
+        self.registry.apply_rules()
+        if "server.log_level" in settings.given:
+            log.setLevel(settings["server.log_level"].upper())
 
     def woken(self, mask: int, now: float) -> None:
         try:
@@ -2588,12 +4566,16 @@ class MasterServer(Loop):
                 return
             self.state = "closed"
         now = time.monotonic()
+        self.log_events()
         for connection in list(self.connections):
             connection.close(now)
         for source in self.endpoints:
             source.sock.close()
         self.disk.stop(5.0)
+        self.disk.deliver(now)
         self.names.stop(0.0)
+        if self.keeper:
+            self.keeper.close(now, time.time())
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()
@@ -2606,13 +4588,49 @@ class MasterServer(Loop):
 
     def log_event(self, event: str, server: Server) -> None:
         if event != "changed":
+            self.events.append((event, server))
+
+    def log_events(self) -> None:
+        """Who came and went in this second, one by one unless they are many."""
+        events, self.events = self.events, []
+        for event, server in events[:LOGGED_EVENTS]:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
+        if len(events) > LOGGED_EVENTS:
+            log.info("and %d more listed or gone in this second", len(events) - LOGGED_EVENTS)
+
+
+def read_text_files(settings: Settings) -> None:
+    """Put the files that the settings name into `settings.texts`; raises SettingsError."""
+    for name in TEXT_FILES:
+        path = settings.file(name)
+        settings.texts[name] = ""
+        if path:
+            try:
+                with open(path, encoding="utf-8-sig") as file:
+                    settings.texts[name] = file.read(TEXT_FILE_CHARACTERS)
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError("[%s] %s = %s: %s" % (*name.split("."), path, error)) from None
+    try:
+        list_template(settings.texts["http.template"])
+    except ValueError as error:
+        raise SettingsError("[http] template = %s: %s" % (settings.file("http.template"), error)) from None
+
+
+def notify(state: str) -> None:
+    """Tell systemd (sd_notify(3)) how we are, if it asked to know."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path and hasattr(socket, "AF_UNIX"):
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
+        except OSError as error:
+            log.debug("systemd cannot be told: %s", error)
 
 
 def resolved(host: str) -> str:
     """The first address of a host, IPv4 if it has one; raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    return canonical(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    return canonical(str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]))
 
 
 def port_holder(transport: str, port: int) -> str:
@@ -2671,6 +4689,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+SWITCH_S = 0.001                    # the event loop gets the interpreter back from the worker within this (Python's default is 5 ms)
 EXIT_STATUSES = """exit status:
   0  ended as it was told to, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or all is well
   1  it cannot start as it stands, or cannot go on; standard error says why
@@ -2686,9 +4705,9 @@ ICEBALL_GAP_S = 1.0                 # between two of them; the document
 ICEBALL_PERIOD_S = 40.0             # from burst to burst; the document
 SUBSPACE_PERIOD_S = 60.0            # as asss does
 SUBSPACE_VERSION = 134              # of the game; in every announcement that was seen
-AIO_KEEPALIVE_S = 30.0              # deployed servers: every 20 to 40 s; the master forgets after 120 s
+AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s; the master forgets after 120 s
 AIO_SILENT_S = 100.0                # three keepalives unanswered: the connection leads nowhere
-AIO_MESSAGE_BYTES = 4096            # what a master tells a server has 20, a reason perhaps 200
+AIO_ANSWER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
 REFUSED_S = 1800.0                  # a master that has refused is asked again after so long, as Iceball servers do
 RETRY_S, RETRY_MAX_S = 1.0, 60.0    # pauses after a failure: 1, 2, 4 … 60 s; a master restarts within seconds
 CONNECT_S = 10.0                    # for a connection to come about
@@ -2768,7 +4787,7 @@ class IceballAnnouncer(UdpProtocol, Announcer):
     def announcement(self) -> bytes:
         server = self.server
         return ICEBALL_ANNOUNCEMENT.pack(
-            b"1CEB", ICEBALL_HBVERSION, iceball_version_number(self.version), server.port, clamp(server.players), clamp(server.max_players),
+            b"1CEB", ICEBALL_HBVERSION, read_iceball_version(self.version), server.port, clamp(server.players), clamp(server.max_players),
             cut_utf8(server.name, 30), cut_utf8(server.mode, 10), cut_utf8(server.map, 30))
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -2888,7 +4907,7 @@ class AioAnnouncer(TcpAnnouncer):
 
     def opened(self, now: float) -> bytes:
         self.done, self.buffer = False, b""
-        self.keepalive_at, self.heard_at = now + AIO_KEEPALIVE_S, now
+        self.keepalive_at, self.heard_at = now + AIO_KEEPALIVE_EVERY_S, now
         return self.publish()
 
     def publish(self) -> bytes:
@@ -2910,7 +4929,7 @@ class AioAnnouncer(TcpAnnouncer):
         self.buffer += data
         self.heard_at = now
         out = self.frames(now) if self.framed else self.messages()
-        if len(self.buffer) > AIO_MESSAGE_BYTES:
+        if len(self.buffer) > AIO_ANSWER_BYTES:
             raise Malformed("a message without end")
         return out
 
@@ -2925,14 +4944,14 @@ class AioAnnouncer(TcpAnnouncer):
         out = b""
         while len(self.buffer) >= 4 and not self.done:
             size, compressed = int.from_bytes(self.buffer[:3], "little"), self.buffer[3]
-            if size > AIO_MESSAGE_BYTES:
+            if size > AIO_ANSWER_BYTES:
                 raise Malformed("a frame of %d bytes" % size)
             if len(self.buffer) < 4 + size:
                 break
             payload, self.buffer = self.buffer[4:4 + size], self.buffer[4 + size:]
             if compressed:
                 try:
-                    payload = zlib.decompressobj().decompress(payload, AIO_MESSAGE_BYTES)
+                    payload = zlib.decompressobj().decompress(payload, AIO_ANSWER_BYTES)
                 except zlib.error as error:
                     raise Malformed("a frame: %s" % error) from None
             if payload[:2] == b"\5\3":
@@ -2949,7 +4968,7 @@ class AioAnnouncer(TcpAnnouncer):
             return b""
         out = self.publish() if self.stale else b""
         if now >= self.keepalive_at:
-            self.keepalive_at = now + AIO_KEEPALIVE_S
+            self.keepalive_at = now + AIO_KEEPALIVE_EVERY_S
             out += self.frame(b"\4") if self.framed else b"KEEPALIVE#%\n"
         return out
 
@@ -3149,7 +5168,7 @@ class Announcement(Loop):
         self.updates: collections.deque[Mapping[str, Any]] = collections.deque()
         self.sockets: List[Datagrams] = []
         self.tally = Tally()
-        self.limiter = Limiter(*ANSWER_RATE)
+        self.limiter = Limiter(ANSWER_RATE)
         super().__init__()
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
 
@@ -3171,7 +5190,7 @@ class Announcement(Loop):
             elif not isinstance(value, str):
                 raise ValueError("%s: a text is wanted" % name)
             if name == "version" and value and self.server.game == "iceball":
-                iceball_version_number(value)
+                read_iceball_version(value)
 
     def apply(self, fields: Mapping[str, Any]) -> None:
         self.check(fields)
@@ -3468,7 +5487,9 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
-    return Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    settings = Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    read_text_files(settings)
+    return settings
 
 
 def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
@@ -3573,20 +5594,29 @@ def first_contact(server: MasterServer) -> List[str]:
     return lines + (["Players and browsers: http://%s/" % page] if "http" in ports else [])
 
 
+def writable(path: str) -> bool:
+    """Whether this file can be written, or made if it is not there; nothing is made."""
+    return not os.path.isdir(path) and os.access(path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK)
+
+
 def check(settings: Settings) -> Tuple[List[str], List[str]]:
     """What keeps the server from starting on this machine, and what is likely to be wrong though it starts."""
     errors, warnings = [], []
-    server = MasterServer(settings)
+    trial = copy.copy(settings)
+    trial.values = dict(settings.values, **{"server.database": ""})         # it is only looked at
+    server = MasterServer(trial)
     try:
         server.bind()
     except StartError as error:
         errors += str(error).split("\n")
     server.stop()
+    path = settings.file("server.database")
+    if path and not writable(path):
+        (errors if "server.database" in settings.given else warnings).append(
+            "[server] database: %s cannot be written; the list would not outlive a restart." % path)
     path = settings["server.log_file"]
-    if path:
-        folder = os.path.dirname(os.path.abspath(path))
-        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            errors.append("[server] log_file: %s cannot be written." % path)
+    if path and not writable(path):
+        errors.append("[server] log_file: %s cannot be written." % path)
     bound = settings["server.bind"]
     if any(":" in address for address in bound):
         try:
@@ -3623,7 +5653,10 @@ def command_check(settings: Settings) -> int:
 
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
-    server = MasterServer(settings)
+    sys.setswitchinterval(SWITCH_S)
+    server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
@@ -3636,6 +5669,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
             write_ready_file(arguments.ready_file, server.listeners)
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
+        notify("READY=1")
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
