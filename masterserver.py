@@ -5601,7 +5601,8 @@ def writable(path: str) -> bool:
 
 def check(settings: Settings) -> Tuple[List[str], List[str]]:
     """What keeps the server from starting on this machine, and what is likely to be wrong though it starts."""
-    errors, warnings = [], []
+    errors: List[str] = []
+    warnings: List[str] = []
     trial = copy.copy(settings)
     trial.values = dict(settings.values, **{"server.database": ""})         # it is only looked at
     server = MasterServer(trial)

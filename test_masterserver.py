@@ -3189,6 +3189,12 @@ class Checking(unittest.TestCase):
             self.assertEqual(self.check(server__log_file=os.path.join(folder, "log"))[0], "")
             self.assertEqual(os.listdir(folder), [])
 
+    def test_a_database_that_cannot_be_written(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertIn("[server] database", self.check(server__database=os.path.join(folder, "none", "db"))[0])
+            self.assertEqual(self.check(server__database=os.path.join(folder, "db"))[0], "")
+            self.assertEqual(os.listdir(folder), [])
+
     def test_addresses_that_players_cannot_use(self) -> None:
         self.assertIn("from this machine alone", self.check()[1])
         self.assertIn("public_address is empty", self.check(server__public_address="")[1])
@@ -3199,7 +3205,8 @@ class Checking(unittest.TestCase):
         options = [word for name, value in LOOPBACK.items() for word in ("--set", "%s=%s" % (name, value))]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
             taken.bind(("127.0.0.1", 0))
-            for more, status, words in (([], 0, b"warning: [server] bind"), (["--set", "iceball.port=%d" % taken.getsockname()[1]], 1, b"error: iceball"),
+            port = "iceball.port=%d" % taken.getsockname()[1]
+            for more, status, words in (([], 0, b"warning: [server] bind"), (["--set", port], 1, b"error: iceball"),
                                         (["--set", "iceball.prt=1"], 2, b"")):
                 command = [sys.executable, "-W", "error", "-X", "dev", PROGRAM, "--check", *options, *more]
                 result = subprocess.run(command, capture_output=True, timeout=20)
