@@ -43,6 +43,7 @@ import html
 import http.server
 import io
 import ipaddress
+import itertools
 import json
 import logging
 import logging.handlers
@@ -59,6 +60,7 @@ import sys
 import threading
 import time
 import urllib.parse
+import zlib
 from datetime import datetime, timezone
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
@@ -918,6 +920,20 @@ def rank_of(server: Server) -> Tuple[Any, ...]:
     return server.rank
 
 
+def parts(servers: Iterable[Server], name: str, render: Callable[[Server], bytes]) -> List[bytes]:
+    """Each server's part of the list `name`, rendered when the server has changed since."""
+    out = []
+    for server in servers:
+        made = server.parts
+        if made is None:
+            made = server.parts = {}
+        part = made.get(name)
+        if part is None:
+            part = made[name] = render(server)
+        out.append(part)
+    return out
+
+
 # =====================================================================================================================
 # 6  Storage
 # =====================================================================================================================
@@ -948,7 +964,8 @@ class Session:
 
     done = False                    # True: write what is out, then close gracefully
     kept = False                    # True: a connection worth keeping when room must be made (a publishing server)
-    wake_at: Optional[float] = None         # set in opened(): tick() is called at this time as well
+    held = False                    # True: input waits for its turn, so that one peer does not keep the loop from the others
+    wake_at: Optional[float] = None         # set by any method: tick() is called at this time as well
     job: Optional[Callable[[], Any]] = None         # work for a thread; its result comes to resume()
 
     def opened(self, now: float) -> bytes:
@@ -956,6 +973,10 @@ class Session:
 
     def receive(self, data: bytes, now: float) -> bytes:
         """Any split of the input gives the same result. Called with b"" when all output is written, for what was held back."""
+        return b""
+
+    def ended(self, now: float) -> bytes:
+        """The peer sends no more, and may still read."""
         return b""
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -1132,6 +1153,8 @@ class Core(NamedTuple):
     registry: Registry
     poller: Poller
     resolve: Callable[[str, Callable[[str, float], None]], None]        # (host, done): done(address or "", now) follows later
+    # (path, bytes, done): done(the first bytes of the file, or an OSError, now) follows later
+    read_file: Callable[[str, int, Callable[[Any, float], None]], None] = lambda path, size, done: None
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
@@ -1680,8 +1703,10 @@ class HttpSession(Session):
 
     def work(self, now: float) -> bytes:
         out: List[bytes] = []
+        self.held = False
         while self.buffer or self.exchange:
-            if self.done or self.job or sum(map(len, out)) >= HTTP_PIPELINE_BYTES:
+            self.held = sum(map(len, out)) >= HTTP_PIPELINE_BYTES
+            if self.done or self.job or self.held:
                 break
             try:
                 piece = self.step(now)
@@ -1792,20 +1817,6 @@ class Rendering:
             if body != self.body or not self.number:
                 self.body, self.gzipped = body, None
                 self.number += 1
-
-
-def parts(servers: Iterable[Server], name: str, render: Callable[[Server], bytes]) -> List[bytes]:
-    """Each server's part of the list `name`, rendered when the server has changed since."""
-    out = []
-    for server in servers:
-        made = server.parts
-        if made is None:
-            made = server.parts = {}
-        part = made.get(name)
-        if part is None:
-            part = made[name] = render(server)
-        out.append(part)
-    return out
 
 
 def to_json(value: Any) -> bytes:
@@ -1984,6 +1995,7 @@ PROTOCOLS = (
 
 WINDOWS = os.name == "nt"
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
+KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))     # a dead peer is found after two minutes
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -2097,10 +2109,10 @@ class Connection:
             return
         if not data:
             self.eof = True
-            if not self.out and not self.working:
+            self.watch()
+            self.call(self.session.ended, now)
+            if not self.out and not self.working and not self.session.held:
                 self.close(now)
-            else:
-                self.watch()
             return
         self.tally.received += 1
         self.tally.bytes_in += len(data)
@@ -2129,7 +2141,10 @@ class Connection:
             if not self.out:
                 self.out_since = now
             self.out = bytes(self.out) + data if self.out else data
-        if data or self.session.done:
+        if self.session.wake_at is not None:
+            self.loop.wake_at(self.session.wake_at, self)
+            self.session.wake_at = None
+        if data or self.session.done or self.session.held:
             self.write(now)
 
     def resumed(self, result: Any, now: float) -> None:
@@ -2159,20 +2174,26 @@ class Connection:
             if not self.writing:
                 self.watch()
             return
-        if self.writing:
-            self.watch()
+        if self.writing:                # a later round of the loop than the one in which this was to be written
+            self.writing = False
             if not self.session.done:
                 self.call(self.session.receive, b"", now)       # what was held back while the output was full
-                return
-        if self.session.done and not self.linger_until:
+                if self.writing or self.sock.fileno() < 0:
+                    return
+            self.watch()
+        if self.linger_until:
+            return
+        if self.session.done:
             self.finish(now)
+        elif self.session.held:
+            self.watch()
         elif self.eof and not self.working:
             self.close(now)
 
     def watch(self) -> None:
         """Tell the selector what to wait for. Nothing is read while output waits: that bounds both."""
-        self.writing = bool(self.out)
-        self.loop.watch(self, selectors.EVENT_WRITE if self.out else 0 if self.eof else selectors.EVENT_READ)
+        self.writing = bool(self.out) or self.session.held and not self.session.done
+        self.loop.watch(self, selectors.EVENT_WRITE if self.writing else 0 if self.eof else selectors.EVENT_READ)
 
     def finish(self, now: float) -> None:
         """Everything is written: end our side, and read away what still comes, for closing with unread input sends a reset."""
@@ -2297,7 +2318,7 @@ class MasterServer:
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve)
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, self.read_file)
         self.tallies: Dict[str, Tally] = {}
         self.listeners: List[Listener] = []
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
@@ -2305,6 +2326,7 @@ class MasterServer:
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
+        self.timer_numbers = itertools.count()
         self.selector = selectors.DefaultSelector()
         self.stopping = False
         self.thread: Optional[threading.Thread] = None
@@ -2394,10 +2416,11 @@ class MasterServer:
         self.connections_by_source[source] += 1
         self.selector.register(sock, selectors.EVENT_READ, connection.ready)
         connection.call(session.opened, now)
-        if session.wake_at is not None:
-            heapq.heappush(self.timers, (session.wake_at, id(connection), connection))
         if not acceptor.protocol.speaks_first and sock.fileno() >= 0:
             connection.read(now)            # its request is usually here already
+
+    def wake_at(self, at: float, connection: Connection) -> None:
+        heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
 
     def make_room(self, now: float) -> None:
         """Close the connection that has been idle for longest, publishing servers last."""
@@ -2491,6 +2514,10 @@ class MasterServer:
         self.names.submit(functools.partial(resolved, host),
                           lambda result, now: done(result if isinstance(result, str) else "", now))
 
+    def read_file(self, path: str, size: int, done: Callable[[Any, float], None]) -> None:
+        """Read the first `size` bytes of a file in the worker; a disk can take its time."""
+        self.disk.submit(functools.partial(read_head, path, size), done)
+
     def start(self) -> None:
         """Serve in a thread; returns once every listener is bound."""
         self.bind()
@@ -2536,6 +2563,22 @@ def resolved(host: str) -> str:
     return canonical(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
+def keep_alive(sock: socket.socket) -> None:
+    """Let the kernel find peers that vanished without a word; the connections of a listener inherit it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE:
+        if hasattr(socket, name):
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            except OSError:             # an older Windows: two hours instead of two minutes
+                pass
+
+
+def read_head(path: str, size: int) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(size)
+
+
 def bound_socket(family: int, transport: str, address: str, port: int) -> socket.socket:
     """A non-blocking socket on this address; port 0 takes a free one. Raises OSError."""
     sock = socket.socket(family, socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM)
@@ -2555,6 +2598,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
                     pass
         sock.bind((address, port))
         if transport == "tcp":
+            keep_alive(sock)
             sock.listen(1024)
         sock.setblocking(False)
         return sock

@@ -134,6 +134,17 @@ def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
 # --- Event loop and whole program ------------------------------------------------------------------------------------
 
 
+class PipelineTest(unittest.TestCase):
+    def test_requests_behind_a_full_pipeline_get_their_turn(self) -> None:
+        """They came in one read and their answers fit the kernel's buffer, so no event of the socket brings their turn about."""
+        with RunningServer() as server, socket.create_connection(("127.0.0.1", server.port("http"))) as client:
+            client.settimeout(5)
+            client.sendall(b"GET /style.css HTTP/1.1\r\nHost: x\r\n\r\n" * 1500)
+            answers = b""
+            while answers.count(b"HTTP/1.1 200") < 1500:
+                answers += client.recv(1 << 20)
+            self.assertGreater(len(answers), 2 * ms.HTTP_PIPELINE_BYTES)
+
 # --- Client tools ----------------------------------------------------------------------------------------------------
 
 
