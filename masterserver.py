@@ -481,6 +481,8 @@ def is_loopback(address: str) -> bool:
 
 
 def is_unicast(address: str) -> bool:
+    if "%" in address:              # a scope means nothing to another machine
+        return False
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -633,7 +635,7 @@ class Rules:
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
         if claimed and is_local(source) and is_unicast(claimed):
-            return str(ipaddress.ip_address(claimed))
+            return canonical(claimed)
         if source in self.address_map:
             return self.address_map[source]
         if self.public_address and is_loopback(source):
@@ -1496,6 +1498,579 @@ class IceballDraft:
 
 # --- AIO -------------------------------------------------------------------------------------------------------------
 
+AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0, and the framed dialect's greeting as well
+AIO_PLACEHOLDER = ("No servers currently online :pepe:",
+                   "There are currently no available servers... Maybe host your own or wait later?:O", "127.0.0.1", 27010)
+AIO_MESSAGE_S = 20.0                # from the greeting to the first byte, and from a message's first byte to its last
+AIO_IDLE_S = 330.0                  # a peer that publishes nothing; a framed client's keepalive comes after about 270 s
+AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then nothing (PROTOCOLS)
+AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted what was written as one
+AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest, four bytes a character, are 2,600
+AIO_FRAME_BYTES = 31                # a publish has 3, or 14 in zlib; and a longer frame could begin with a printable character
+AIO_ANSWER_BYTES = 16384            # the answer to a query, unpacked; the longest that a list can show has 2,600
+AIO_ZLIB_BYTES = 1200               # a longer frame is compressed: then it does not fit one packet
+AIO_SERVERS = 65535                 # a list's index and count are u16
+AIO_NEWS_BYTES = 16384              # several screens; a string16 could carry 65,535
+AIO_NEWS_S = 3.0                    # the news file is read so often
+AIO_TURN_MESSAGES = 64              # answered in one go (3 ms); the other connections have their turn before the rest …
+AIO_TURN_BYTES = 1 << 18            # … and the peer has taken the answers
+AIO_SEEN_S = 60.0                   # a connection that says nothing is a sign of life so often
+AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
+AIO_IN_NAME = {ord("#"): "\uff03", ord("%"): "\uff05"}         # the full-width forms: clients unescape nothing in names
+AIO_IN_TEXT = {ord("#"): "<num>", ord("%"): "<percent>"}
+
+
+def uintv(value: int) -> bytes:
+    """The variable-size integer of AIO's binary dialect, 1 to 4 bytes; OverflowError above 0x2020407f, the last it has.
+
+    0 -> 01, 127 -> ff, 128 -> 0200, 8080 -> 427c, 16512 -> 040000, 27010 -> 144801, 65535 -> fcfb05 (PROTOCOLS, section 5)."""
+    if value < 0x80:
+        return (value << 1 | 1).to_bytes(1, "little")
+    if value < 0x4080:
+        return (value - 0x80 << 2 | 2).to_bytes(2, "little")
+    if value < 0x204080:
+        return (value - 0x4080 << 3 | 4).to_bytes(3, "little")
+    return (value - 0x204080 << 3).to_bytes(4, "little")
+
+
+def read_uintv(data: bytes, at: int) -> Tuple[int, int]:
+    """The value at `at` and where the next field begins; that is past the end of `data` if the value is not whole."""
+    first = data[at] if at < len(data) else 0
+    size, bits, base = (1, 1, 0) if first & 1 else (2, 2, 0x80) if first & 2 else (3, 3, 0x4080) if first & 4 else (4, 3, 0x204080)
+    return (int.from_bytes(data[at:at + size], "little") >> bits) + base, at + size
+
+
+def inflate(data: bytes, limit: int) -> bytes:
+    """One zlib stream; Malformed if it is none, or of more than `limit` bytes, of which it never unpacks more."""
+    stream = zlib.decompressobj()
+    try:
+        unpacked = stream.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise Malformed("zlib: %s" % error) from None
+    if len(unpacked) > limit or not stream.eof:
+        raise Malformed("zlib: %s" % ("more than %d bytes" % limit if len(unpacked) > limit else "cut off"))
+    return unpacked
+
+
+def aio_frame(payload: bytes) -> bytes:
+    """length.u24 compression.u8 payload; zlib where it pays."""
+    packed = zlib.compress(payload, GZIP_LEVEL) if len(payload) > AIO_ZLIB_BYTES else payload
+    if len(packed) < len(payload):
+        return len(packed).to_bytes(3, "little") + b"\1" + packed
+    return len(payload).to_bytes(3, "little") + b"\0" + payload
+
+
+def aio_string16(text: bytes) -> bytes:
+    return struct.pack("<H", len(text)) + text
+
+
+def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
+    """What a publish of the text and the binary dialect tells. A ` [n/max]` at the end of a name is the player count; lists of this game
+    carry the name as published, which is kept in `packet`."""
+    published = decode_legacy(name, TEXT_CHARACTERS)
+    counter = AIO_COUNTER.search(published)
+    text = published[:counter.start() if counter else NAME_CHARACTERS][:NAME_CHARACTERS].strip()
+    players, max_players = map(int, counter.groups()) if counter else (0, 0)
+    return {"name": text, "description": decode_legacy(description, TEXT_CHARACTERS), "players": clamp(players),
+            "max_players": clamp(max_players), "version": "", "ping_ms": None,
+            "packet": (text + counter.group() if counter else text).encode("utf-8")}
+
+
+def aio_published_name(server: Server) -> str:
+    return server.packet.decode("utf-8") or server.name
+
+
+# The lists, as bytes. The two text forms share their parts.
+
+def aio_text_part(server: Server) -> bytes:
+    name, description = aio_published_name(server).translate(AIO_IN_NAME), server.description.translate(AIO_IN_TEXT)
+    return ("%s#%s#%s#%d#" % (name, description, server.address, server.port)).encode("utf-8")
+
+
+def aio_text_parts(servers: Iterable[Server]) -> List[bytes]:
+    return parts(servers, "aio text", aio_text_part) or [("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")]
+
+
+def aio_text_list(servers: Iterable[Server]) -> bytes:
+    return b"%12#" + b"".join(aio_text_parts(servers)) + b"%"
+
+
+def aio_document_list(servers: Iterable[Server]) -> bytes:
+    return b"%12#" + b"".join(b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers))) + b"%"
+
+
+def aio_binary_entry(name: str, description: str, address: str, port: int) -> bytes:
+    return b"".join(text.encode("utf-8") + b"\0" for text in (name, description, address)) + uintv(port)
+
+
+def aio_binary_part(server: Server) -> bytes:
+    return aio_binary_entry(aio_published_name(server), server.description, server.address, server.port)
+
+
+def aio_binary_list(servers: Iterable[Server]) -> bytes:
+    entries = parts(servers, "aio binary", aio_binary_part) or [aio_binary_entry(*AIO_PLACEHOLDER)]
+    return b"\x0c" + b"".join(struct.pack("<H", index) + entry for index, entry in enumerate(entries))
+
+
+def aio_framed_part(server: Server) -> bytes:
+    return bytes((len(server.address),)) + server.address.encode("ascii") + struct.pack("<H", server.port)
+
+
+def aio_framed_list(servers: Iterable[Server]) -> bytes:
+    entries = parts(servers, "aio framed", aio_framed_part)
+    return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
+
+
+class AioText:
+    r"""The document's examples as they are typed there; clients and servers of 2018 to 2022.
+
+        < %1#5#%                                greeting, after a silence: the peer's id
+        > 13#NAME#DESC#27010#%\n                publish           > 13#NAME#DESC#203.0.113.7#27010#%
+        < %SUCCESS#13#%
+        > SET_IP#203.0.113.7#%\n                its public address, from a server on this machine or network
+        < %SUCCESS#SET_IP#%
+        > KEEPALIVE#%\n                         < %SUCCESS#KEEPALIVE#%
+        > 12#%\n                                < %12#NAME#DESC#IP#PORT#NAME#...#%
+        > 12#%                                  < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
+        > NEWS#%\n                              < %NEWS#TEXT#%
+
+    The `%` before every reply flushes the five bytes of AIO_CONNECTED out of the peer's buffer. A `%` occurs inside servers' texts, so a
+    message ends at `#%`. Only the newline tells the two lists apart; without one the answer waits AIO_NEWLINE_S for it.
+    """
+
+    def __init__(self, aio: Aio) -> None:
+        self.aio = aio
+
+    def take(self, session: AioSession, now: float) -> Optional[bytes]:
+        """Take one message from the session's buffer and answer it; None: it is not whole yet."""
+        session.buffer = session.buffer.lstrip(b"\r\n")
+        message, end, rest = session.buffer.partition(b"#%")
+        if len(message) > AIO_MESSAGE_BYTES:
+            raise Malformed("a text of more than %d bytes without its end" % AIO_MESSAGE_BYTES)
+        if not end:
+            return None
+        header, *fields = message.split(b"#")
+        if header == b"12" and not rest and not session.settled(now):
+            return None
+        session.buffer = rest
+        if header == b"12":
+            return self.aio.rendered(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
+        if header == b"NEWS":
+            return self.aio.news_for(session, now)[0]
+        if header == b"13":
+            return b"%SUCCESS#13#%" if self.publish(fields, session, now) else b""
+        if header == b"SET_IP":
+            return b"%SUCCESS#SET_IP#%" if fields and session.claim(fields[0], now) else b""
+        if header == b"KEEPALIVE":
+            session.keepalive(now)
+            return b"%SUCCESS#KEEPALIVE#%"
+        return b""                      # clients of this family send other things to their game servers; no harm in them
+
+    def publish(self, fields: List[bytes], session: AioSession, now: float) -> bool:
+        if len(fields) not in (3, 4):
+            raise Malformed("publish: name, description, perhaps an address, and port are wanted, not %d fields" % len(fields))
+        port = fields.pop()
+        if not re.fullmatch(rb"[0-9]{1,5}", port):
+            raise Malformed("port: %s is not a number" % ascii(port[:16]))
+        name, description, *claim = (field.replace(b"<num>", b"#").replace(b"<percent>", b"%") for field in fields)
+        return session.publish(name, description, b"".join(claim), int(port), now)
+
+
+class AioBinary:
+    """The document, literally.
+
+        < 01 00000000                               CONNECT, id
+        > 0c                                        ASKFORSERVERS
+        < 0c 0000 "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801 0100 …     index.u16, three texts, port.uintv (27010) of each server
+        > 0d "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801                 PUBLISH; no answer
+    """
+
+    def __init__(self, aio: Aio) -> None:
+        self.aio = aio
+
+    def take(self, session: AioSession, now: float) -> Optional[bytes]:
+        data = session.buffer
+        if data[0] == 0x0C:
+            session.buffer = data[1:]
+            return self.aio.rendered(aio_binary_list, session, now)
+        if data[0] != 0x0D:
+            raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
+        name, description, claim, rest = (data[1:].split(b"\0", 3) + [b"", b"", b""])[:4]
+        at = len(name) + len(description) + len(claim) + 4
+        if at > AIO_MESSAGE_BYTES:
+            raise Malformed("a publish of more than %d bytes" % AIO_MESSAGE_BYTES)
+        port, end = read_uintv(data, at)
+        if end > len(data):
+            return None
+        session.buffer = data[end:]
+        session.publish(name, description, claim, port, now)
+        return b""
+
+
+class AioFramed:
+    """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib), then the payload, written in one piece:
+
+        < 01000000 00                               connected
+        > 03000000 03 8269                          publish, port 27010     < 02000000 05 03, or 06 03 reason.string16
+        > 01000000 04                               keepalive               < 02000000 05 04, or 06 04 reason.string16
+        > 01000000 02                               list                    < … 02 n.u16 {ip.string8 port.u16}*
+        > 01000000 01                               news                    < … 01 text.string16
+
+    Peers read a frame with one recv(4) and one recv(length), hence zlib for a long one.
+    """
+
+    def __init__(self, aio: Aio) -> None:
+        self.aio = aio
+
+    def take(self, session: AioSession, now: float) -> Optional[bytes]:
+        data = session.buffer
+        length = int.from_bytes(data[:3], "little")
+        if len(data) < 4:
+            return None
+        if not 0 < length <= AIO_FRAME_BYTES:
+            raise Malformed("length: a frame of %d bytes" % length)
+        if data[3] > 1:
+            raise Malformed("compression %d" % data[3])
+        if len(data) < 4 + length:
+            return None
+        payload = inflate(data[4:4 + length], AIO_FRAME_BYTES) if data[3] else data[4:4 + length]
+        if not payload:
+            raise Malformed("an empty frame")
+        kind = payload[0]
+        if kind == 3 and len(payload) < 3:
+            raise Malformed("port: two bytes are wanted")
+        session.buffer = data[4 + length:]
+        if kind == 1:
+            return self.aio.news_for(session, now)[1]
+        if kind == 2:
+            return self.aio.rendered(aio_framed_list, session, now)
+        reason = "this master knows no request %d" % kind
+        if kind == 3:
+            reason = self.publish(session, payload[1] | payload[2] << 8, now)
+        elif kind == 4:
+            session.keepalive(now)
+            reason = "" if session.server else "nothing is published on this connection"
+        return aio_frame(bytes((6, kind)) + aio_string16(reason.encode("utf-8")) if reason else bytes((5, kind)))
+
+    def publish(self, session: AioSession, port: int, now: float) -> str:
+        """Why not, or "". Name and players are asked for by UDP, at the address that the connection comes from."""
+        try:
+            server = self.aio.publish(session, "", port, {"packet": b""}, now)
+        except Refused as refused:
+            return str(refused)
+        session.target = self.aio.poller.add(self.aio, session.address, port)
+        session.target.scratch = server
+        return ""
+
+
+class AioSession(Session):
+    """One peer of whatever dialect; its first byte tells which."""
+
+    def __init__(self, aio: Aio, address: str, number: int, now: float) -> None:
+        self.aio, self.address, self.number = aio, address, number
+        self.dialect: Union[AioText, AioBinary, AioFramed, None] = None
+        self.buffer = b""
+        self.server: Optional[Server] = None            # published by this connection
+        self.target: Optional[Target] = None            # of a framed server
+        self.claimed = ""                               # SET_IP
+        self.keeps_alive = False
+        self.half_closed = False
+        self.wrong: Optional[Malformed] = None          # raised once the answers before it are written
+        self.greet_at: Optional[float] = None           # the text greeting is due
+        self.since = now                                # the beginning of the message in the buffer, or of the connection
+        self.heard_at = self.message_at = now           # the last byte, the last whole message
+
+    def opened(self, now: float) -> bytes:
+        if list(self.aio.dialects) == ["text"]:
+            return self.greeting()
+        if "text" in self.aio.dialects:
+            self.greet_at = self.wake_at = now + self.aio.greeting_after
+        return AIO_CONNECTED
+
+    def greeting(self) -> bytes:
+        return b"%%1#%d#%%" % self.number
+
+    def receive(self, data: bytes, now: float) -> bytes:
+        if data:
+            if not self.buffer:
+                self.since = now
+            self.heard_at = now
+            self.buffer += data
+        return self.work(now)
+
+    def ended(self, now: float) -> bytes:
+        self.half_closed = True
+        return self.work(now)
+
+    def settled(self, now: float) -> bool:
+        """Whether what is in the buffer is all that the peer has written; if that is open, tick() comes when it is known."""
+        settled_at = self.heard_at + AIO_NEWLINE_S
+        if self.half_closed or now >= settled_at:
+            return True
+        self.wake_at = settled_at
+        return False
+
+    def work(self, now: float) -> bytes:
+        """Answer the messages in the buffer, as many as fit one turn."""
+        if self.wrong is not None:
+            raise self.wrong
+        out: List[bytes] = []
+        self.held = False
+        while self.buffer and not self.done:
+            if len(out) >= AIO_TURN_MESSAGES or sum(map(len, out)) >= AIO_TURN_BYTES:
+                self.held = True
+                break
+            try:
+                if self.dialect is None:
+                    self.dialect = self.aio.dialect(self.buffer[0])
+                answer = self.dialect.take(self, now)
+                if answer is not None and not self.aio.messages.allow(self.address, now):
+                    raise Malformed("too many messages from one address")
+            except Malformed as error:
+                self.buffer = b""
+                self.closed(now)
+                self.aio.registry.note(self.address, "aio", 0, "bad packet", now, str(error))
+                if not out:
+                    raise
+                self.wrong, self.held = error, True
+                break
+            if answer is None:
+                break
+            out.append(answer)
+            self.since = self.message_at = now
+        return b"".join(out)
+
+    def publish(self, name: bytes, description: bytes, claim: bytes, port: int, now: float) -> bool:
+        """List what a text or binary server tells of itself; these dialects have no words for a refusal."""
+        try:
+            self.aio.publish(self, claim.decode("ascii", "replace").strip(), port, aio_fields(name, description), now)
+        except Refused:
+            return False
+        return True
+
+    def claim(self, text: bytes, now: float) -> bool:
+        """SET_IP: True if the peer may say so. What is published already moves to that address."""
+        address = text.decode("ascii", "replace").strip()
+        if not (is_local(self.address) and is_unicast(address)):
+            return False
+        self.claimed = address
+        server = self.server
+        if server is not None:
+            try:
+                self.aio.publish(self, "", server.port, {name: getattr(server, name) for name in AIO_TOLD}, now)
+            except Refused:
+                return False
+        return True
+
+    def keepalive(self, now: float) -> None:
+        self.keeps_alive = True
+        if self.server is not None:
+            self.aio.registry.refresh(self.server, now)
+
+    def own(self, server: Optional[Server]) -> None:
+        """Publish this server from now on, or nothing."""
+        self.server = server
+        self.kept = server is not None
+        if self.target is not None:
+            self.aio.poller.remove(self.target)
+            self.target = None
+
+    def tick(self, now: float) -> bytes:
+        if self.greet_at is not None and now >= self.greet_at:
+            self.greet_at = None
+            if self.dialect is None:
+                return self.greeting()
+        out = self.work(now)                    # a list that was asked for without a newline
+        if out or self.held:
+            return out
+        if self.dialect is None or self.buffer:
+            if now - self.since >= AIO_MESSAGE_S:
+                self.closed(now)
+                raise Malformed("%s in %d s" % ("half a message" if self.buffer else "not a byte", AIO_MESSAGE_S))
+        elif self.server is None:
+            self.done = now - self.message_at >= AIO_IDLE_S
+        elif self.keeps_alive and now - self.message_at >= AIO_KEEPALIVE_S:
+            self.done = True
+            self.closed(now)
+        elif not self.keeps_alive and now - self.server.last_seen >= AIO_SEEN_S:
+            self.aio.registry.refresh(self.server, now)
+        return b""
+
+    def closed(self, now: float) -> None:
+        if self.server is not None:
+            self.aio.registry.remove(self.server)
+
+
+AIO_TOLD = ("name", "description", "players", "max_players", "packet")
+
+
+class Aio(TcpProtocol, Querier):
+    """AIO, three generations of it on one port; document 004 and what its programs became (PROTOCOLS, section 5).
+
+    The master speaks first: AIO_CONNECTED, and after a silence the text greeting. The first byte of the peer tells its dialect: 0c or 0d
+    the binary one, a digit or a letter text, a control character the length of a frame. A server is listed for as long as its
+    connection lasts; if it connects again, the newer connection has it.
+
+    The name of a framed server is asked for by UDP on its game port:
+
+        < 00                                                                                 the question
+        > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16            the answer
+
+    The question has no room for a nonce, so that an answer counts only from the endpoint that was asked, while the question is open.
+    A server that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core, self.registry, self.poller = core, core.registry, core.poller
+        self.greeting_after: float = core.settings["aio.text_greeting_after"]
+        self.dialects: Dict[str, Union[AioText, AioBinary, AioFramed]] = {
+            name: {"text": AioText, "binary": AioBinary, "framed": AioFramed}[name](self) for name in core.settings["aio.dialects"]}
+        self.numbers = itertools.count()
+        self.owners: Dict[Server, AioSession] = {}
+        self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}     # generation, made when, bytes
+        self.messages = Limiter(*core.settings["limits.datagrams"], verdict=self.registry.rules.verdict)
+        self.requests = Limiter(*core.settings["limits.requests"], verdict=self.registry.rules.verdict)
+        self.registry.watchers.append(self.watch)
+        self.read(core.settings)
+
+    def read(self, settings: Settings) -> None:
+        self.messages.set_rate(*settings["limits.datagrams"])
+        self.requests.set_rate(*settings["limits.requests"])
+        self.news_file: str = settings["aio.news_file"]
+        self.news_trouble = ""
+        self.set_news(settings["aio.news"])
+        self.look_for_news()
+
+    def session(self, address: str, now: float) -> AioSession:
+        return AioSession(self, address, next(self.numbers), now)
+
+    def tick(self, now: float) -> None:
+        if now >= self.news_due:
+            self.look_for_news()
+
+    def dialect(self, first: int) -> Union[AioText, AioBinary, AioFramed]:
+        name = ("binary" if first in (0x0C, 0x0D) else "framed" if 0 < first <= AIO_FRAME_BYTES
+                else "text" if first < 0x80 and chr(first).isalnum() else "")
+        if name not in self.dialects:
+            raise Malformed("the first byte, %02x, is of no dialect spoken here" % first)
+        return self.dialects[name]
+
+    # Servers
+
+    def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> Server:
+        """List the server of this connection, or refresh it; raises Refused. One without a name keeps the one it had."""
+        claim = claim if is_unicast(claim) else session.claimed
+        address = self.registry.rules.listed_address(session.address, claim)
+        if session.server is not None and (session.server.address, session.server.port) != (address, port):
+            self.registry.remove(session.server)
+        known = self.registry.get("aio", address, port)
+        name = fields.get("name") or (known.name if known else endpoint(address, port))
+        try:
+            server = self.registry.hear("aio", address, port, session.address, now, float("inf"),
+                                        {**fields, "name": name, "verified": "connection"})
+        except Refused as refused:
+            self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
+            raise
+        self.registry.note(session.address, "aio", port, "listed", now)
+        before = self.owners.get(server)
+        if before is not session:
+            if before is not None:
+                before.own(None)
+            self.owners[server] = session
+            session.own(server)
+        return server
+
+    def watch(self, event: str, server: Server) -> None:
+        if event == "gone":
+            owner = self.owners.pop(server, None)
+            if owner is not None:
+                owner.own(None)
+
+    # Lists and news
+
+    def rendered(self, make: Callable[[Iterable[Server]], bytes], session: AioSession, now: float) -> bytes:
+        """A list, made anew if a server has changed; of a long list not more than a tenth of the time goes into that."""
+        self.allow(session, now)
+        generation, made_at, body = self.lists.get(make, (-1, float("-inf"), b""))
+        rest_s = min(RENDER_S / 2, len(self.registry.games["aio"]) // 100 * 0.01)      # 10 µs a server, measured
+        if generation != self.registry.generation and now - made_at >= rest_s:
+            body = make(self.registry.in_order("aio")[:AIO_SERVERS])
+            self.lists[make] = self.registry.generation, now, body
+        return body
+
+    def news_for(self, session: AioSession, now: float) -> Tuple[bytes, bytes]:
+        """The news as text and framed."""
+        self.allow(session, now)
+        return self.news
+
+    def allow(self, session: AioSession, now: float) -> None:
+        if not self.requests.allow(session.address, now):
+            raise Malformed("too many requests from one address")
+
+    def set_news(self, text: str) -> None:
+        raw = "\n".join(text.strip().splitlines()).encode("utf-8", "replace")[:AIO_NEWS_BYTES]
+        text = raw.decode("utf-8", "ignore")            # without a character that was cut
+        self.news = (b"%%NEWS#%s#%%" % text.translate(AIO_IN_TEXT).encode("utf-8"),
+                     aio_frame(b"\1" + aio_string16(text.encode("utf-8"))))
+
+    def look_for_news(self) -> None:
+        self.news_due = float("inf")
+        if self.news_file:
+            self.core.read_file(self.news_file, AIO_NEWS_BYTES + 1, functools.partial(self.found_news, self.news_file))
+
+    def found_news(self, path: str, found: Union[bytes, Exception], now: float) -> None:
+        if path != self.news_file:
+            return
+        self.news_due = now + AIO_NEWS_S
+        trouble = ""
+        if isinstance(found, Exception):
+            trouble = "cannot be read: %s" % found
+        else:
+            self.set_news(found.decode("utf-8-sig", "replace"))
+            if len(found) > AIO_NEWS_BYTES:
+                trouble = "is cut after %d bytes" % AIO_NEWS_BYTES
+        if trouble and trouble != self.news_trouble:
+            log.warning("the news file %s %s", path, trouble)
+        self.news_trouble = trouble
+
+    # Questions to framed servers
+
+    def nonce(self) -> int:
+        return 0
+
+    def query(self, target: Target) -> bytes:
+        return b"\0"
+
+    def answer(self, target: Target, data: bytes, now: float) -> bool:
+        payload = inflate(data, AIO_ANSWER_BYTES)
+        if payload[:1] != b"\0":
+            raise Malformed("type: not an answer")
+        texts = []
+        at = 1
+        for _ in range(2):
+            size = int.from_bytes(payload[at:at + 2], "little")
+            texts.append(decode_legacy(payload[at + 2:at + 2 + size], TEXT_CHARACTERS))
+            at += 2 + size
+        if len(payload) < at + 10:
+            raise Malformed("length: %d bytes instead of %d" % (len(payload), at + 10))
+        players, max_players, version = struct.unpack_from("<IIH", payload, at)
+        server: Server = target.scratch
+        name = texts[0][:NAME_CHARACTERS].strip() or endpoint(server.address, server.port)
+        try:
+            self.registry.admit_name(name)
+        except Refused as refused:
+            self.registry.note(server.source, "aio", server.port, refused.outcome, now, str(refused))
+            name = endpoint(server.address, server.port)
+        assert target.asked_at is not None
+        self.registry.refresh(server, now)
+        self.registry.update(server, {
+            "name": name, "description": texts[1], "players": clamp(players), "max_players": clamp(max_players),
+            "version": str(version), "ping_ms": round((now - target.asked_at) * 1000)})
+        return True
+
+    def missed(self, target: Target, now: float) -> bool:
+        return False
+
 
 # =====================================================================================================================
 # 8  Pages
@@ -1983,6 +2558,7 @@ class Row(NamedTuple):
 PROTOCOLS = (
     Row("poll", "udp", "", 0, lambda core: core.poller),
     Row("iceball", "udp", "iceball.port", 0, Iceball),
+    Row("aio", "tcp", "aio.port", 0, Aio),
     Row("http", "tcp", "http.ports", 0, Web),
 )
 
