@@ -1499,31 +1499,31 @@ class IceballDraft:
 # --- AIO -------------------------------------------------------------------------------------------------------------
 
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0, and the framed dialect's greeting as well
-AIO_PLACEHOLDER = ("No servers currently online :pepe:",
-                   "There are currently no available servers... Maybe host your own or wait later?:O", "127.0.0.1", 27010)
+AIO_PLACEHOLDER = (
+    "No servers currently online :pepe:",
+    "There are currently no available servers... Maybe host your own or wait later?:O", "127.0.0.1", 27010)
 AIO_MESSAGE_S = 20.0                # from the greeting to the first byte, and from a message's first byte to its last
 AIO_IDLE_S = 330.0                  # a peer that publishes nothing; a framed client's keepalive comes after about 270 s
 AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then nothing (PROTOCOLS)
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted what was written as one
 AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest, four bytes a character, are 2,600
-AIO_FRAME_BYTES = 31                # a publish has 3, or 14 in zlib; and a longer frame could begin with a printable character
+AIO_FRAME_BYTES = 31                # a publish has 3, or 14 in zlib; a longer frame could begin like a text
 AIO_ANSWER_BYTES = 16384            # the answer to a query, unpacked; the longest that a list can show has 2,600
 AIO_ZLIB_BYTES = 1200               # a longer frame is compressed: then it does not fit one packet
 AIO_SERVERS = 65535                 # a list's index and count are u16
 AIO_NEWS_BYTES = 16384              # several screens; a string16 could carry 65,535
 AIO_NEWS_S = 3.0                    # the news file is read so often
-AIO_TURN_MESSAGES = 64              # answered in one go (3 ms); the other connections have their turn before the rest …
-AIO_TURN_BYTES = 1 << 18            # … and the peer has taken the answers
+AIO_TURN_MESSAGES = 64              # answered in one go (3 ms); then the other connections have their turn …
+AIO_TURN_BYTES = 1 << 18            # … and the peer takes the answers
 AIO_SEEN_S = 60.0                   # a connection that says nothing is a sign of life so often
+AIO_NAME_HASH, AIO_NAME_PERCENT = "\uff03".encode(), "\uff05".encode()       # text clients unescape nothing in names
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
-AIO_IN_NAME = {ord("#"): "\uff03", ord("%"): "\uff05"}         # the full-width forms: clients unescape nothing in names
-AIO_IN_TEXT = {ord("#"): "<num>", ord("%"): "<percent>"}
 
 
 def uintv(value: int) -> bytes:
     """The variable-size integer of AIO's binary dialect, 1 to 4 bytes; OverflowError above 0x2020407f, the last it has.
 
-    0 -> 01, 127 -> ff, 128 -> 0200, 8080 -> 427c, 16512 -> 040000, 27010 -> 144801, 65535 -> fcfb05 (PROTOCOLS, section 5)."""
+    PROTOCOLS, section 5: 0 = 01, 127 = ff, 128 = 0200, 8080 = 427c, 16512 = 040000, 27010 = 144801, 65535 = fcfb05."""
     if value < 0x80:
         return (value << 1 | 1).to_bytes(1, "little")
     if value < 0x4080:
@@ -1536,7 +1536,8 @@ def uintv(value: int) -> bytes:
 def read_uintv(data: bytes, at: int) -> Tuple[int, int]:
     """The value at `at` and where the next field begins; that is past the end of `data` if the value is not whole."""
     first = data[at] if at < len(data) else 0
-    size, bits, base = (1, 1, 0) if first & 1 else (2, 2, 0x80) if first & 2 else (3, 3, 0x4080) if first & 4 else (4, 3, 0x204080)
+    size, bits, base = ((1, 1, 0) if first & 1 else (2, 2, 0x80) if first & 2
+                        else (3, 3, 0x4080) if first & 4 else (4, 3, 0x204080))
     return (int.from_bytes(data[at:at + size], "little") >> bits) + base, at + size
 
 
@@ -1565,8 +1566,8 @@ def aio_string16(text: bytes) -> bytes:
 
 
 def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
-    """What a publish of the text and the binary dialect tells. A ` [n/max]` at the end of a name is the player count; lists of this game
-    carry the name as published, which is kept in `packet`."""
+    """What a publish of the text and the binary dialect tells. A ` [n/max]` at the end of a name is the player count;
+    lists of this game carry the name as published, which is kept in `packet`."""
     published = decode_legacy(name, TEXT_CHARACTERS)
     counter = AIO_COUNTER.search(published)
     text = published[:counter.start() if counter else NAME_CHARACTERS][:NAME_CHARACTERS].strip()
@@ -1576,15 +1577,19 @@ def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
             "packet": (text + counter.group() if counter else text).encode("utf-8")}
 
 
-def aio_published_name(server: Server) -> str:
-    return server.packet.decode("utf-8") or server.name
+def aio_published_name(server: Server) -> bytes:
+    return server.packet or server.name.encode("utf-8")
 
 
 # The lists, as bytes. The two text forms share their parts.
 
+def aio_escape(text: str) -> bytes:
+    return text.encode("utf-8").replace(b"#", b"<num>").replace(b"%", b"<percent>")
+
+
 def aio_text_part(server: Server) -> bytes:
-    name, description = aio_published_name(server).translate(AIO_IN_NAME), server.description.translate(AIO_IN_TEXT)
-    return ("%s#%s#%s#%d#" % (name, description, server.address, server.port)).encode("utf-8")
+    name = aio_published_name(server).replace(b"#", AIO_NAME_HASH).replace(b"%", AIO_NAME_PERCENT)
+    return b"%s#%s#%s#%d#" % (name, aio_escape(server.description), server.address.encode("ascii"), server.port)
 
 
 def aio_text_parts(servers: Iterable[Server]) -> List[bytes]:
@@ -1599,16 +1604,14 @@ def aio_document_list(servers: Iterable[Server]) -> bytes:
     return b"%12#" + b"".join(b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers))) + b"%"
 
 
-def aio_binary_entry(name: str, description: str, address: str, port: int) -> bytes:
-    return b"".join(text.encode("utf-8") + b"\0" for text in (name, description, address)) + uintv(port)
-
-
 def aio_binary_part(server: Server) -> bytes:
-    return aio_binary_entry(aio_published_name(server), server.description, server.address, server.port)
+    return b"%s\0%s\0%s\0%s" % (aio_published_name(server), server.description.encode("utf-8"),
+                                server.address.encode("ascii"), uintv(server.port))
 
 
 def aio_binary_list(servers: Iterable[Server]) -> bytes:
-    entries = parts(servers, "aio binary", aio_binary_part) or [aio_binary_entry(*AIO_PLACEHOLDER)]
+    entries = parts(servers, "aio binary", aio_binary_part) or [
+        ("%s\0%s\0%s\0" % AIO_PLACEHOLDER[:3]).encode("ascii") + uintv(AIO_PLACEHOLDER[3])]
     return b"\x0c" + b"".join(struct.pack("<H", index) + entry for index, entry in enumerate(entries))
 
 
@@ -1634,8 +1637,9 @@ class AioText:
         > 12#%                                  < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
         > NEWS#%\n                              < %NEWS#TEXT#%
 
-    The `%` before every reply flushes the five bytes of AIO_CONNECTED out of the peer's buffer. A `%` occurs inside servers' texts, so a
-    message ends at `#%`. Only the newline tells the two lists apart; without one the answer waits AIO_NEWLINE_S for it.
+    The `%` before every reply flushes the five bytes of AIO_CONNECTED out of the peer's buffer. A `%` occurs inside
+    servers' texts, so a message ends at `#%`. Only the newline tells the two lists apart; without one the answer waits
+    AIO_NEWLINE_S for it.
     """
 
     def __init__(self, aio: Aio) -> None:
@@ -1664,11 +1668,11 @@ class AioText:
         if header == b"KEEPALIVE":
             session.keepalive(now)
             return b"%SUCCESS#KEEPALIVE#%"
-        return b""                      # clients of this family send other things to their game servers; no harm in them
+        return b""                      # what else these programs say is meant for game servers, and harmless
 
     def publish(self, fields: List[bytes], session: AioSession, now: float) -> bool:
         if len(fields) not in (3, 4):
-            raise Malformed("publish: name, description, perhaps an address, and port are wanted, not %d fields" % len(fields))
+            raise Malformed("publish: %d fields instead of name, description, perhaps an address, port" % len(fields))
         port = fields.pop()
         if not re.fullmatch(rb"[0-9]{1,5}", port):
             raise Malformed("port: %s is not a number" % ascii(port[:16]))
@@ -1681,8 +1685,8 @@ class AioBinary:
 
         < 01 00000000                               CONNECT, id
         > 0c                                        ASKFORSERVERS
-        < 0c 0000 "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801 0100 …     index.u16, three texts, port.uintv (27010) of each server
-        > 0d "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801                 PUBLISH; no answer
+        < 0c 0000 "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801 0100 …     of each server index.u16, texts, port.uintv
+        > 0d "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801                 PUBLISH, port 27010; no answer
     """
 
     def __init__(self, aio: Aio) -> None:
@@ -1708,7 +1712,7 @@ class AioBinary:
 
 
 class AioFramed:
-    """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib), then the payload, written in one piece:
+    """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib) payload, written in one piece:
 
         < 01000000 00                               connected
         > 03000000 03 8269                          publish, port 27010     < 02000000 05 03, or 06 03 reason.string16
@@ -1777,7 +1781,7 @@ class AioSession(Session):
         self.half_closed = False
         self.wrong: Optional[Malformed] = None          # raised once the answers before it are written
         self.greet_at: Optional[float] = None           # the text greeting is due
-        self.since = now                                # the beginning of the message in the buffer, or of the connection
+        self.since = now                                # when the message in the buffer began, or the connection
         self.heard_at = self.message_at = now           # the last byte, the last whole message
 
     def opened(self, now: float) -> bytes:
@@ -1803,7 +1807,7 @@ class AioSession(Session):
         return self.work(now)
 
     def settled(self, now: float) -> bool:
-        """Whether what is in the buffer is all that the peer has written; if that is open, tick() comes when it is known."""
+        """Whether the buffer has all that the peer has written; while that is open, tick() comes when it is known."""
         settled_at = self.heard_at + AIO_NEWLINE_S
         if self.half_closed or now >= settled_at:
             return True
@@ -1901,35 +1905,38 @@ class AioSession(Session):
             self.aio.registry.remove(self.server)
 
 
+AIO_PARTS = ("aio text", aio_text_part), ("aio binary", aio_binary_part), ("aio framed", aio_framed_part)
 AIO_TOLD = ("name", "description", "players", "max_players", "packet")
 
 
 class Aio(TcpProtocol, Querier):
     """AIO, three generations of it on one port; document 004 and what its programs became (PROTOCOLS, section 5).
 
-    The master speaks first: AIO_CONNECTED, and after a silence the text greeting. The first byte of the peer tells its dialect: 0c or 0d
-    the binary one, a digit or a letter text, a control character the length of a frame. A server is listed for as long as its
-    connection lasts; if it connects again, the newer connection has it.
+    The master speaks first: AIO_CONNECTED, and after a silence the text greeting. The first byte of the peer tells its
+    dialect: 0c or 0d the binary one, a digit or a letter text, other control characters a frame. A server
+    is listed for as long as its connection lasts; if it connects again, the newer connection has it.
 
     The name of a framed server is asked for by UDP on its game port:
 
         < 00                                                                                 the question
         > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16            the answer
 
-    The question has no room for a nonce, so that an answer counts only from the endpoint that was asked, while the question is open.
-    A server that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected.
+    The question has no room for a nonce: an answer counts only from the endpoint that was asked, while the question is
+    open. A server that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected.
     """
 
     def __init__(self, core: Core) -> None:
         self.core, self.registry, self.poller = core, core.registry, core.poller
         self.greeting_after: float = core.settings["aio.text_greeting_after"]
-        self.dialects: Dict[str, Union[AioText, AioBinary, AioFramed]] = {
-            name: {"text": AioText, "binary": AioBinary, "framed": AioFramed}[name](self) for name in core.settings["aio.dialects"]}
+        spoken: Dict[str, Union[AioText, AioBinary, AioFramed]] = {
+            "text": AioText(self), "binary": AioBinary(self), "framed": AioFramed(self)}
+        self.dialects = {name: spoken[name] for name in core.settings["aio.dialects"]}
         self.numbers = itertools.count()
         self.owners: Dict[Server, AioSession] = {}
-        self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}     # generation, made when, bytes
-        self.messages = Limiter(*core.settings["limits.datagrams"], verdict=self.registry.rules.verdict)
-        self.requests = Limiter(*core.settings["limits.requests"], verdict=self.registry.rules.verdict)
+        # By what makes it: the registry's generation, when it was made, the bytes
+        self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}
+        self.messages = Limiter(1, 1, self.registry.rules.verdict)      # read() sets their rates
+        self.requests = Limiter(1, 1, self.registry.rules.verdict)
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
@@ -1958,7 +1965,7 @@ class Aio(TcpProtocol, Querier):
     # Servers
 
     def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> Server:
-        """List the server of this connection, or refresh it; raises Refused. One without a name keeps the one it had."""
+        """List the server of this connection, or refresh it; raises Refused. Without a name it keeps the one it had."""
         claim = claim if is_unicast(claim) else session.claimed
         address = self.registry.rules.listed_address(session.address, claim)
         if session.server is not None and (session.server.address, session.server.port) != (address, port):
@@ -1971,6 +1978,8 @@ class Aio(TcpProtocol, Querier):
         except Refused as refused:
             self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
             raise
+        for form, part in AIO_PARTS:            # made now, so that the first list of many new servers is quick
+            parts((server,), form, part)
         self.registry.note(session.address, "aio", port, "listed", now)
         before = self.owners.get(server)
         if before is not session:
@@ -1989,7 +1998,7 @@ class Aio(TcpProtocol, Querier):
     # Lists and news
 
     def rendered(self, make: Callable[[Iterable[Server]], bytes], session: AioSession, now: float) -> bytes:
-        """A list, made anew if a server has changed; of a long list not more than a tenth of the time goes into that."""
+        """A list, made anew if a server has changed; of a long list no more than a tenth of the time goes into that."""
         self.allow(session, now)
         generation, made_at, body = self.lists.get(make, (-1, float("-inf"), b""))
         rest_s = min(RENDER_S / 2, len(self.registry.games["aio"]) // 100 * 0.01)      # 10 µs a server, measured
@@ -2010,7 +2019,7 @@ class Aio(TcpProtocol, Querier):
     def set_news(self, text: str) -> None:
         raw = "\n".join(text.strip().splitlines()).encode("utf-8", "replace")[:AIO_NEWS_BYTES]
         text = raw.decode("utf-8", "ignore")            # without a character that was cut
-        self.news = (b"%%NEWS#%s#%%" % text.translate(AIO_IN_TEXT).encode("utf-8"),
+        self.news = (b"%%NEWS#%s#%%" % aio_escape(text),
                      aio_frame(b"\1" + aio_string16(text.encode("utf-8"))))
 
     def look_for_news(self) -> None:

@@ -644,7 +644,7 @@ class AioScenario(unittest.TestCase):
                 self.assertIn(b"#My server#Fun!#127.0.0.1#%d#" % framed_port, self.until(client, b"#%").replace(b"%12", b""))
                 for leaving, left in ((text, [1002, framed_port]), (framed, [1002]), (binary, placeholder)):
                     leaving.close()
-                    eventually(lambda: self.ports()["text"] == left, 1.0)
+                    eventually(lambda left=left: self.ports()["text"] == left, 1.0)
                     rest = self.ports()
                     self.assertEqual(rest.pop("framed"), [] if left is placeholder else left)
                     self.assertEqual(list(rest.values()), [left] * 3)
