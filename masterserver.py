@@ -31,15 +31,19 @@ Licence: MIT, see the end of README.md.
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import configparser
 import difflib
+import email.errors
 import errno
+import ftplib
 import functools
 import gzip
 import hashlib
 import heapq
 import html
+import http.client
 import http.server
 import io
 import ipaddress
@@ -47,22 +51,27 @@ import itertools
 import json
 import logging
 import logging.handlers
+import math
+import netrc
 import os
 import queue
 import random
 import re
+import select
 import selectors
 import signal
 import socket
+import sqlite3
 import string
 import struct
 import sys
 import threading
 import time
+import types
 import urllib.parse
 import zlib
-from datetime import datetime, timezone
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from datetime import datetime, timedelta, timezone
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 __version__ = "1.0"
 
@@ -121,6 +130,10 @@ PAGE_ROWS = 2000                    # rows on one page; a search finds the other
 # =====================================================================================================================
 
 
+Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
+Pattern = Any                       # re.Pattern[str], which Python 3.8 cannot subscript
+
+
 class SettingsError(Exception):
     """A setting that cannot be used; the text names file, key and the nearest right name."""
 
@@ -153,6 +166,11 @@ def read_port(text: str) -> Optional[int]:
     return read_number(0, 65535)(text) if text.strip() else None
 
 
+def read_port_before(text: str) -> Optional[int]:
+    """The same for a port that the next one belongs to."""
+    return read_number(0, 65534)(text) if text.strip() else None
+
+
 def read_list(read: Callable[[str], Any], separator: str = ",") -> Callable[[str], Tuple[Any, ...]]:
     def read_all(text: str) -> Tuple[Any, ...]:
         return tuple(read(part.strip()) for part in text.split(separator) if part.strip())
@@ -164,6 +182,21 @@ def read_address(text: str) -> str:
         return str(ipaddress.ip_address(text.strip().strip("[]")))
     except ValueError:
         raise ValueError("%r is not an IP address" % text.strip()) from None
+
+
+THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
+
+
+def is_unicast(address: str) -> bool:
+    """An IP address that a game server can have."""
+    if "%" in address:              # a scope means nothing to another machine
+        return False
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return not (parsed.is_multicast or parsed.is_unspecified or str(parsed) == "255.255.255.255"
+                or parsed.version == 4 and parsed in THIS_NETWORK)
 
 
 def read_unicast(text: str) -> str:
@@ -189,6 +222,13 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) <= 65535 or (":" in host and not bracketed):
         raise ValueError("%r is not ADDRESS:PORT" % text.strip())
     return host.strip("[]"), int(port)
+
+
+def read_zone(text: str) -> Tuple[str, int]:
+    host, port = read_endpoint(text)
+    if port == 65535:
+        raise ValueError("port 65535 has no port after it, where zones are pinged")
+    return host, port
 
 
 def read_numeric_endpoint(text: str) -> Tuple[str, int]:
@@ -220,6 +260,8 @@ def read_choice(*choices: str) -> Callable[[str], str]:
 def read_game_id(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
         raise ValueError("a game's id has 1 to 32 of a-z, 0-9, - and _")
+    if text in {row.section for row in SETTINGS}:
+        raise ValueError("the id %s is taken" % text)
     return text
 
 
@@ -229,8 +271,16 @@ def read_rate(text: str) -> Tuple[float, float]:
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
 
 
-def read_version(text: str) -> int:
-    return iceball_version_number(text.strip())
+def read_iceball_version(text: str) -> int:
+    """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits, written w.x[.y][letter][-z] (PROTOCOLS, section 1)."""
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7f])?(?:-(\d+))?", text)
+    if not match:
+        raise ValueError("a version such as 0.2.1-37 is wanted")
+    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
+    a = ord(match.group(4)) - 96 if match.group(4) else 0
+    if w > 31 or x > 31 or y > 127 or z > 1023:
+        raise ValueError("a part of %s is too large" % text)
+    return w << 27 | x << 22 | y << 15 | a << 10 | z
 
 
 class Setting(NamedTuple):
@@ -253,6 +303,9 @@ SETTINGS = (
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
     Setting("server", "public_address", "", read_unicast,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
+    Setting("server", "database", "masterserver.db", read_text,
+            "What outlives a restart: the list and the history of player counts (SQLite). A path, from the folder of this file on; "
+            "empty: nothing is kept."),
     Setting("server", "refuse_names", "", read_list(read_pattern, "\n"),
             "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
@@ -260,8 +313,14 @@ SETTINGS = (
     Setting("server", "log_file", "", read_text, "A file for the log, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
+    Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
+    Setting("http", "intro", "", read_text, "A sentence or two at the top of the page.", live=True),
+    Setting("http", "template", "", read_text, "A file with your own list page; its placeholders stand at LIST_PAGE in the program.", live=True),
+    Setting("http", "stylesheet", "", read_text, "A file with your own style.css.", live=True),
+    Setting("http", "trusted_proxies", "", read_list(read_network),
+            "Networks of reverse proxies whose X-Forwarded-For header is believed.", live=True),
     Setting("iceball", "port", "27790", read_port, "UDP port for announcements."),
-    Setting("iceball", "version", "0.2.1-37", read_version,
+    Setting("iceball", "version", "0.2.1-37", read_iceball_version,
             "The current version of the game: players with an older one are told of an update.", live=True),
     Setting("iceball", "accept_versions", "", read_list(read_text),
             "Versions that may be listed, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all.", live=True),
@@ -270,8 +329,9 @@ SETTINGS = (
     Setting("hyperbol", "port", "20203", read_port, "TCP port of the list."),
     Setting("hyperbol", "servers", "", read_list(read_known_hyperbol, "\n"),
             "Known game servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official, by kind of game).", live=True),
-    Setting("subspace", "port", "4990", read_port, "UDP port of the zone list; announcements and pings come to the port after it."),
-    Setting("subspace", "zones", "", read_list(read_endpoint, "\n"),
+    Setting("subspace", "port", "4990", read_port_before,
+            "UDP port of the zone list; announcements and pings come to the port after it."),
+    Setting("subspace", "zones", "", read_list(read_zone, "\n"),
             "Known zones, one ADDRESS:PORT a line; they are pinged without announcing themselves.", live=True),
     Setting("aio", "port", "27011", read_port, "TCP port for servers and clients of every generation."),
     Setting("aio", "dialects", "text, binary, framed", read_list(read_choice("text", "binary", "framed")),
@@ -310,12 +370,19 @@ SETTINGS = (
 )
 
 
+# Settings that name a text file, which is read with the settings and again when it changes
+TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
+
+
 class Settings:
     """Values by name: `settings["iceball.port"]`, and for a section of data a dict: `settings["official"]`."""
 
     def __init__(self, values: Optional[Mapping[str, str]] = None) -> None:
         """`values`: texts by name as for --set; anything wrong raises SettingsError."""
-        self.path = ""
+        self.path = ""              # of the ini, if one was read
+        self.folder: Optional[str] = None       # where relative paths begin; None: settings made by a program, which keeps nothing unasked
+        self.given: Set[str] = set()
+        self.texts: Dict[str, str] = {}         # of the files that settings in TEXT_FILES name, read by the event loop
         self.values: Dict[str, Any] = {s.name: s.read(s.default) if s.key else {} for s in SETTINGS}
         for name, text in (values or {}).items():
             section, _, key = name.partition(".")
@@ -332,6 +399,7 @@ class Settings:
         row = rows.get(key) or rows.get("")
         if row is None:
             raise SettingsError("%s: [%s] has no key %s%s" % (where, section, key, nearest(key, rows)))
+        self.given.add(row.name)
         try:
             if row.key:
                 self.values[row.name] = row.read(text)
@@ -357,6 +425,7 @@ class Settings:
         if not found and not missing_ok:
             raise SettingsError("%s: cannot be read; is the name right?" % path)
         self.path = path if found else ""
+        self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
                 self.put(section, "", "", path)
@@ -370,8 +439,16 @@ class Settings:
             self.put(section, key.strip(), text.strip(), "--set")
         return self
 
+    def file(self, name: str) -> str:
+        """The path that a setting names, from the ini's folder on; "" if there is none."""
+        path = self.values[name]
+        if not path or self.folder is None and name not in self.given:
+            return ""
+        return os.path.join(self.folder or "", path)
+
     def different(self, other: Settings) -> List[Setting]:
-        return [s for s in SETTINGS if self.values[s.name] != other.values[s.name]]
+        """The settings that differ, in themselves or in the file they name."""
+        return [s for s in SETTINGS if self.values[s.name] != other.values[s.name] or self.texts.get(s.name) != other.texts.get(s.name)]
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -399,10 +476,9 @@ def config_text() -> str:
 # limiter. Nothing here does I/O.
 # =====================================================================================================================
 
-Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
-Pattern = Any                       # re.Pattern[str], which Python 3.8 cannot subscript
 Peer = Tuple[Any, ...]              # as the socket gives it: (address, port) or (address, port, flow, scope)
 Replies = List[Tuple[bytes, Peer]]
+Key = Tuple[str, str, int]          # a server's identity: game, address, port
 
 
 class Malformed(Exception):
@@ -436,13 +512,9 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
 
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
-    for cut in range(1, 4):         # a lead byte within the last three whose character needs more than is there
-        lead = raw[-cut] if cut <= len(raw) else 0
-        if lead >= 0xC0:
-            if cut < (2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):
-                raw = raw[:-cut]
-            break
-    return clean(raw.decode("utf-8", "replace"), characters)
+    if raw.isascii():
+        return clean(raw.decode("ascii"), characters)
+    return clean(codecs.getincrementaldecoder("utf-8")("replace").decode(raw), characters)
 
 
 def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
@@ -480,31 +552,21 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def is_unicast(address: str) -> bool:
-    if "%" in address:              # a scope means nothing to another machine
-        return False
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return not (parsed.is_multicast or parsed.is_unspecified or str(parsed) == "255.255.255.255"
-                or parsed.version == 4 and parsed in THIS_NETWORK)
-
-
-THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
+parsed_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)        # 3 µs each time, for addresses that come again and again
 
 
 def in_networks(address: str, networks: Iterable[Network]) -> bool:
-    parsed = ipaddress.ip_address(address)
+    parsed = parsed_address(address)
     return any(parsed.version == n.version and parsed in n for n in networks)
 
 
 def source_key(address: str) -> str:
     """What a limit by source counts: an IPv4 address, an IPv6 /64 (a host has all of it)."""
-    if ":" not in address:
-        return address
-    address = canonical(address)
-    return address if ":" not in address else str(ipaddress.ip_network(address + "/64", strict=False))
+    if ":" in address:
+        address = canonical(address)
+        if ":" in address:
+            return str(ipaddress.ip_network(address + "/64", strict=False))
+    return address
 
 
 def endpoint(address: str, port: int) -> str:
@@ -518,49 +580,59 @@ def ipv4_bytes(address: str) -> bytes:
 class Cookie:
     """A keyed MAC with a lifetime, so that a handshake needs no memory: what comes back proves that it went out.
 
-    `make` gives COOKIE_MAC_BYTES over the message and the window of `now`; `good` accepts this window's and the previous one's.
+    `make` gives COOKIE_MAC_BYTES over the message in the window of `now`; `good` accepts this window's and the previous one's.
     """
 
     def __init__(self, key: bytes) -> None:
         self.key = key
-        self.windows: Dict[int, Any] = {}
+        self.ends = float("-inf")           # of the current window
+        self.current = self.previous = hashlib.blake2b()
 
-    def make(self, message: bytes, now: float, back: int = 0) -> bytes:
-        window = int(now // COOKIE_WINDOW_S) - back
-        keyed = self.windows.get(window)
-        if keyed is None:
-            self.windows = {w: h for w, h in self.windows.items() if w + 1 >= window}
-            keyed = self.windows[window] = hashlib.blake2b(
-                window.to_bytes(8, "little", signed=True), key=self.key, digest_size=COOKIE_MAC_BYTES)
-        mac = keyed.copy()
+    def turn(self, now: float) -> None:
+        window = int(now // COOKIE_WINDOW_S)
+        self.ends = (window + 1.0) * COOKIE_WINDOW_S
+        self.previous, self.current = (
+            hashlib.blake2b(b"%d" % number, key=self.key, digest_size=COOKIE_MAC_BYTES) for number in (window - 1, window))
+
+    def make(self, message: bytes, now: float) -> bytes:
+        if now >= self.ends:
+            self.turn(now)
+        mac = self.current.copy()
+        mac.update(message)
+        return mac.digest()
+
+    def make_older(self, message: bytes) -> bytes:
+        """What make() gave in the window before."""
+        mac = self.previous.copy()
         mac.update(message)
         return mac.digest()
 
     def good(self, mac: bytes, message: bytes, now: float) -> bool:
-        return mac == self.make(message, now) or mac == self.make(message, now, 1)
+        return mac == self.make(message, now) or mac == self.make_older(message)
 
 
 EXEMPT, BLOCKED = float("-inf"), float("inf")
 
 
 class Limiter:
-    """Token buckets by source in a bounded table: `rate` a second, `burst` at once.
+    """Token buckets by source in a bounded table.
 
     A bucket is one number, the time at which it will be full again (the "generic cell rate algorithm"). An unknown source has a full
     bucket, so a full table forgets the least recently used one and refuses nobody. `verdict(address)` says once, when a source
     is first seen, whether it is EXEMPT or BLOCKED; else 0.
     """
 
-    def __init__(self, rate: float, burst: float, verdict: Callable[[str], float] = lambda address: 0.0,
+    def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0,
                  sources: int = LIMITER_SOURCES) -> None:
+        """`rate`: tokens a second, tokens at once."""
         self.verdict = verdict
         self.sources = sources
         self.table: collections.OrderedDict[str, float] = collections.OrderedDict()
-        self.set_rate(rate, burst)
+        self.set_rate(rate)
 
-    def set_rate(self, rate: float, burst: float) -> None:
-        self.cost_s = 1.0 / rate
-        self.depth_s = (burst + 0.001) / rate       # a thousandth of a token, so that sums of fractions come out exact
+    def set_rate(self, rate: Tuple[float, float]) -> None:
+        self.cost_s = 1.0 / rate[0]
+        self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
     def allow(self, address: str, now: float) -> bool:
@@ -576,8 +648,8 @@ class Limiter:
                 if len(table) >= self.sources:
                     table.popitem(last=False)
                 full_at = table[address] = self.verdict(address.partition("/")[0])
-                if full_at == EXEMPT:
-                    return True
+            if full_at == EXEMPT:
+                return True
         table.move_to_end(address)
         full_at = (full_at if full_at > now else now) + self.cost_s
         if full_at - now > self.depth_s:
@@ -592,8 +664,12 @@ class Tally:
     __slots__ = ("received", "sent", "bytes_in", "bytes_out", "malformed", "limited", "unsent", "errors", "connections")
 
     def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+        self.received = self.sent = self.bytes_in = self.bytes_out = 0
+        self.malformed = 0          # packets or connections that were not what the document says
+        self.limited = 0            # turned away by a limit
+        self.unsent = 0             # replies that the system would not take
+        self.errors = 0             # faults of this program
+        self.connections = 0
 
     def items(self) -> List[Tuple[str, int]]:
         return [(name, getattr(self, name)) for name in self.__slots__]
@@ -607,7 +683,7 @@ class Tally:
 # =====================================================================================================================
 
 class Refused(Exception):
-    """A server that is not to be listed: `outcome` as in Heard, and the reason in words."""
+    """A server that is not to be listed: `outcome` is a key of OUTCOMES (section 9), and the reason in words."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -650,6 +726,8 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
+        if not self.bans and not self.blocks:
+            return ""
         for network, reason in list(self.bans.items()) + list(self.blocks.items()):
             if any(in_networks(address, (network,)) for address in addresses):
                 return reason or "no reason given"
@@ -688,11 +766,11 @@ class Server:
         self.details: Dict[str, str] = NO_DETAILS
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
-        self.parts: Optional[Dict[str, bytes]] = None       # its part of each list, as rendered last
+        self.parts: Optional[Dict[str, Any]] = None       # its part of each list, as rendered last
         self.packet = b""                                   # the announcement heard last, for protocols that repeat it
 
     @property
-    def key(self) -> Tuple[str, str, int]:
+    def key(self) -> Key:
         return self.game, self.address, self.port
 
     def set_rank(self) -> None:
@@ -707,16 +785,6 @@ STORED = ("name", "mode", "map", "version", "players", "max_players", "playing",
           "responding", "details", "source")
 
 
-class Heard(NamedTuple):
-    """What became of the last packet about one server, for /check."""
-
-    at: float
-    protocol: str
-    port: int                       # the announced port; 0 if it could not be read
-    outcome: str                    # a key of OUTCOMES in section 9
-    detail: str
-
-
 class Registry:
     """The servers, by game and by identity, their expiry, and a generation number that moves whenever a list changes."""
 
@@ -728,29 +796,34 @@ class Registry:
         self.total = 0
         self.generation = 0
         self.watchers: List[Callable[[str, Server], None]] = []        # called with listed, changed or gone
-        self.heard: collections.OrderedDict[Tuple[str, str, int], Heard] = collections.OrderedDict()
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
         self.ordered: Dict[str, Tuple[int, List[Server]]] = {}
+        # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
+        # the announced one, 0 if it could not be read
+        self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
         # What storage has not been told yet
         self.seen: Set[Server] = set()
         self.altered: Set[Server] = set()
-        self.left: Set[Tuple[str, str, int]] = set()
+        self.left: Set[Key] = set()
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
 
-    def admit(self, game: str, address: str, port: int, source: str, name: str = "") -> None:
-        """Raise Refused if a server that is not listed yet may not be."""
+    def admit(self, game: str, address: str, port: int, source: str, name: str = "", known: bool = False) -> None:
+        """Raise Refused if a server that is not listed yet may not be. `known`: named in the ini, without limits."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
-        if not is_unicast(address):
+        if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         ban = self.rules.ban(source, address)
         if ban:
             raise Refused("banned", ban)
-        self.admit_name(name)
+        if self.rules.refuse_names:
+            self.admit_name(name)
+        if known:
+            return
         if self.total >= self.rules.servers:
             raise Refused("limit", "this master lists %d servers at the most" % self.rules.servers)
         if (self.sources.get(source_key(source), 0) >= self.rules.servers_per_source
@@ -762,11 +835,12 @@ class Registry:
         if pattern:
             raise Refused("name", "names matching %s are not listed here" % pattern)
 
-    def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, fields: Mapping[str, Any]) -> Server:
+    def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
+             fields: Mapping[str, Any], known: bool = False) -> Server:
         """List a server, or refresh it, with what it told; raises Refused. Fields are names in MEASURED."""
         server = self.get(game, address, port)
         if server is None:
-            self.admit(game, address, port, source, fields.get("name", ""))
+            self.admit(game, address, port, source, fields.get("name", ""), known)
             server = Server(game, address, port, source, now, lifetime)
             self.insert(server, fields)
         else:
@@ -842,6 +916,8 @@ class Registry:
             server.playing = clamp(server.playing, server.players)
 
     def count(self, server: Server, sign: int) -> None:
+        if not server.responding:           # named in the ini and not there: nobody plays on it
+            return
         census = self.census[server.game]
         census[0] += sign
         census[1] += sign * server.players
@@ -912,17 +988,19 @@ class Registry:
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
         key = (source, protocol, port)
-        self.heard[key] = Heard(now, protocol, port, outcome, detail)
-        self.heard.move_to_end(key)
-        if len(self.heard) > HEARD_SOURCES:
-            self.heard.popitem(last=False)
+        heard = self.heard
+        if key in heard:
+            heard.move_to_end(key)
+        elif len(heard) >= HEARD_SOURCES:
+            heard.popitem(last=False)
+        heard[key] = now, outcome, detail
 
 
 def rank_of(server: Server) -> Tuple[Any, ...]:
     return server.rank
 
 
-def parts(servers: Iterable[Server], name: str, render: Callable[[Server], bytes]) -> List[bytes]:
+def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
@@ -938,7 +1016,378 @@ def parts(servers: Iterable[Server], name: str, render: Callable[[Server], bytes
 
 # =====================================================================================================================
 # 6  Storage
+#
+# The registry and the history of player counts in one SQLite file. It knows sqlite3 and the name of its file, no
+# server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come in, rows go out, and the
+# caller sees to it that one call is made at a time. A file that is damaged is renamed and a new one begun. Any other
+# trouble (a full disk, a locked file) is left in `trouble` and raised as sqlite3.Error; the next call opens the file
+# again and tries anew.
 # =====================================================================================================================
+
+MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
+WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY    # the longest of each, so that a whole one is always there
+
+# How history is kept: step -> (seconds a block covers, seconds it is kept). A block is one row of the table, a sample 2
+# bytes in the block of minutes and 4 (mean and peak) in the others: 120, 384 and 672 bytes. A WITHOUT ROWID table moves
+# what exceeds 1,002 bytes to a page of its own, which would waste most of it: hence a week of hours and not a
+# fortnight.
+BLOCKS = {MINUTE: (HOUR, DAY), QUARTER: (DAY, MONTH), HOUR: (WEEK, YEAR)}
+SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH), "year": (HOUR, YEAR)}
+SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1 = n players
+SPARKLINE_HOURS = 24
+
+KNOWN_SERVERS = 60_000      # rows in `server`: the 50,000 that can be listed, and those that left most recently
+STORAGE_BUSY_SECONDS = 2    # how long SQLite waits for another program's lock; we save about as often
+WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
+
+# The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
+# rewrites a few pages. `server` keeps everyone seen within a year; its numbers are never given out twice
+# (AUTOINCREMENT), so that blocks of a server removed early belong to nobody and age away. Blocks sort by time first:
+# one sample of all servers lies together, and so does what is to be thinned. There is no NOT NULL: no row from outside
+# breaks a constraint, and one that breaks means damage.
+SCHEMA_VERSION = 1          # PRAGMA user_version: the tables, and what the bytes in a block mean
+SCHEMA = (
+    "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT, port INTEGER,"
+    " first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
+    "CREATE TABLE listed (server INTEGER PRIMARY KEY, expires REAL, last_seen REAL)",
+    "CREATE TABLE block (step INTEGER, start INTEGER, server INTEGER, samples BLOB,"
+    " PRIMARY KEY (step, start, server)) WITHOUT ROWID",
+)
+SERVER_ID = "(SELECT id FROM server WHERE game = ? AND address = ? AND port = ?)"
+
+ListedRow = Tuple[str, str, int, float, float, float, str]         # key, expires, first seen, last seen, fields as JSON
+
+
+class Series(NamedTuple):
+    """Player counts from `start` on, one every `step` seconds; None where the server or the master was away."""
+    start: int
+    step: int
+    means: List[Optional[int]]
+    peaks: List[Optional[int]]
+
+
+class Remembered(NamedTuple):
+    """What is remembered of a server, listed or gone: wall-clock seconds, and its last fields as JSON."""
+    first_seen: float
+    last_seen: float
+    fields: str
+
+
+def roll_up(samples: Sequence[int]) -> bytes:
+    """Mean and peak of the samples that are not gaps, as 4 bytes; 0 and 0 where all are gaps."""
+    here = [sample for sample in samples if sample]
+    return struct.pack("<HH", (sum(here) + len(here) // 2) // len(here), max(here)) if here else bytes(4)
+
+
+def is_damage(error: Exception) -> bool:
+    """Is the file itself broken? Locks, full disks and the like are OperationalErrors; damage is the bare base class
+    (SQLITE_CORRUPT, SQLITE_NOTADB), a broken constraint, or text that is not UTF-8, in a row or in SQLite's message.
+    https://www.sqlite.org/rescode.html"""
+    return (type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError)
+            or str(error).startswith("Could not decode to UTF-8"))
+
+
+def typed(rows: Iterable[Tuple[Any, ...]], *kinds: type) -> List[Any]:
+    """The rows, if their values are of these types: SQLite keeps anything in any column, and noise may look like it."""
+    found = list(rows)
+    if any(tuple(map(type, row)) != kinds for row in found):
+        raise sqlite3.DatabaseError("a value of the wrong type")
+    return found
+
+
+class Storage:
+    """One SQLite file. Every method may raise sqlite3.Error, and any of them may be called again after that.
+
+    `trouble` is the last error in words, "" once something has been written since. `set_aside` is where the last
+    damaged file went, "" if there was none. `renewed` moves whenever the file is another one than before (first opened,
+    begun anew, replaced from outside): what was saved earlier is not in it, so save the whole registry again.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.trouble = ""
+        self.set_aside = ""
+        self.renewed = 0
+        self._db: Optional[sqlite3.Connection] = None
+        self._file: Optional[Tuple[int, int]] = None    # device and inode of the file that was opened last
+        self._wall = 0.0                                # of the last call that knew it: names the files set aside
+        self._sampled = 0                               # the minute of the last sample
+
+    def open(self, wall: float) -> None:
+        """Open the file or create it. Raises only where neither is possible; later calls try again by themselves."""
+        self._wall = wall
+        self._run(lambda db: None, "BEGIN")
+
+    def close(self) -> None:
+        """Close the file; a transaction that is open is rolled back."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    # -- the registry
+
+    def load(self, wall: float) -> List[ListedRow]:
+        """The servers listed and not expired at `wall`, as save() took them, with the time each was first seen ever.
+        If the clock was put back meanwhile, `expires` may lie further ahead than any server lives."""
+        self._wall = wall
+        return self._run(lambda db: typed(db.execute(
+            "SELECT game, address, port, expires, first_seen, listed.last_seen, fields FROM listed JOIN server"
+            " ON id = server WHERE expires > ? ORDER BY server", (wall,)),
+            str, str, int, float, float, float, str), "BEGIN")
+
+    def save(self, listed: Sequence[ListedRow], seen: Sequence[Tuple[float, float, str, str, int]],
+             gone: Sequence[Key]) -> None:
+        """Write one batch in one transaction: rows new or changed, (last seen, expires, key) of servers only heard
+        from, and keys no longer listed. A key stands in one of the three. On return the rows outlive the process."""
+        def work(db: sqlite3.Connection) -> None:
+            for key in gone:
+                self._leave(db, "server = " + SERVER_ID, key)
+            db.executemany(
+                "INSERT INTO server (game, address, port, first_seen, last_seen, fields) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (game, address, port) DO UPDATE SET fields = excluded.fields"
+                " WHERE fields IS NOT excluded.fields",
+                [row[:3] + row[4:] for row in listed])
+            db.executemany("INSERT OR REPLACE INTO listed VALUES (" + SERVER_ID + ", ?, ?)",
+                           [row[:4] + (row[5],) for row in listed])
+            db.executemany("UPDATE listed SET last_seen = ?, expires = ? WHERE server = " + SERVER_ID, seen)
+            if listed:
+                self._forget(db)
+        if listed or seen or gone:
+            self._run(work)
+
+    def known(self, game: str, address: str, port: int) -> Optional[Remembered]:
+        """What is remembered of a server, also of one that left within the year; None if nothing is."""
+        rows = self._run(lambda db: typed(db.execute(
+            "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields FROM server LEFT JOIN listed"
+            " ON id = server WHERE id = " + SERVER_ID, (game, address, port)), float, float, str), "BEGIN")
+        return Remembered(*rows[0]) if rows else None
+
+    # -- history
+
+    def sample(self, wall: float, players: Sequence[Tuple[str, str, int, int, int]]
+               ) -> Optional[Dict[Key, List[Optional[int]]]]:
+        """Once a minute: (game, address, port, players, most players) of every listed server; address "" and port 0 are
+        the total of a game. Returns recent() when a quarter hour has ended, otherwise None. A second sample of the same
+        minute takes the place of the first."""
+        self._wall = wall
+        minute = int(wall) // MINUTE * MINUTE
+
+        def work(db: sqlite3.Connection) -> bool:
+            # Whichever way the clock went: a quarter hour other than that of the last sample means that one has ended.
+            turned = minute // QUARTER != self._sampled // QUARTER
+            if turned:
+                self._roll_up(db, self._sampled // HOUR * HOUR)
+            # Thin once an hour, but not right after a leap of the clock: it may be a mistake, and cost a year of
+            # history.
+            if minute // HOUR != self._sampled // HOUR and 0 < minute - self._sampled <= 2 * HOUR:
+                self._thin(db, minute)
+            db.executemany("INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen, fields)"
+                           " VALUES (?, ?, ?, ?, ?, '{}')", [row[:3] + (wall, wall) for row in players])
+            for *key, count, _ in players:
+                [(server,)] = db.execute("SELECT " + SERVER_ID, key)
+                self._put(db, MINUTE, minute, server, struct.pack("<H", max(0, min(count, SAMPLE_MAX)) + 1))
+            return turned
+        turned = self._run(work)
+        self._sampled = minute
+        return self.recent(wall) if turned else None
+
+    def history(self, game: str, address: str, port: int, span: str, wall: float) -> Series:
+        """The last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or 'year' (8,784 hours) of a
+        server, or with "" and 0 of a game. Of minutes the peak is the mean. Raises KeyError for another span."""
+        step, length = SPANS[span]
+        end = self._end(step, wall)
+        start = end - length
+        covers = BLOCKS[step][0]
+        first = start // covers * covers
+
+        def work(db: sqlite3.Connection) -> List[int]:
+            [(server,)] = db.execute("SELECT " + SERVER_ID, (game, address, port))
+            data = b"".join(self._block(db, step, block, server) for block in range(first, end, covers))
+            return list(struct.unpack("<%dH" % (len(data) // 2), data))
+        values = [value - 1 if value else None for value in self._run(work, "BEGIN")]
+        width = self._width(step) // 2
+        values = values[(start - first) // step * width:(end - first) // step * width]
+        return Series(start, step, values[::width], values[width - 1::width])
+
+    def recent(self, wall: float) -> Dict[Key, List[Optional[int]]]:
+        """The hourly means of the last 24 hours, for every server and game that has any."""
+        end = self._end(HOUR, wall)
+        start = end - SPARKLINE_HOURS * HOUR
+        first = start // WEEK * WEEK
+
+        def work(db: sqlite3.Connection) -> Dict[Key, List[Optional[int]]]:
+            found: Dict[Key, List[Optional[int]]] = {}
+            for game, address, port, block, samples in db.execute(
+                    "SELECT game, address, port, start, samples FROM block JOIN server ON id = server"
+                    " WHERE step = ? AND start IN (?, ?)", (HOUR, first, first + WEEK)):
+                self._check(HOUR, samples)
+                lower, upper = max(start, block), min(end, block + WEEK)
+                if lower < upper and any(samples[(lower - block) // HOUR * 4:(upper - block) // HOUR * 4]):
+                    means = found.setdefault((game, address, port), [None] * SPARKLINE_HOURS)
+                    for hour in range(lower, upper, HOUR):
+                        value, = struct.unpack_from("<H", samples, (hour - block) // HOUR * 4)
+                        means[(hour - start) // HOUR] = value - 1 if value else None
+            return found
+        return self._run(work, "BEGIN")
+
+    @staticmethod
+    def _end(step: int, wall: float) -> int:
+        """Where a series ends, so that it never closes with a gap which the next sample fills. The running minute may
+        not be sampled yet; the others are rolled up by the first sample of the next quarter hour, within a minute."""
+        late = MINUTE if step == MINUTE else QUARTER + MINUTE
+        return (int(wall) - late) // step * step + step
+
+    @staticmethod
+    def _width(step: int) -> int:
+        return 2 if step == MINUTE else 4
+
+    def _check(self, step: int, samples: Any) -> bytes:
+        if not isinstance(samples, bytes) or len(samples) != BLOCKS[step][0] // step * self._width(step):
+            raise sqlite3.DatabaseError("a block of history has the wrong size")
+        return samples
+
+    def _block(self, db: sqlite3.Connection, step: int, start: int, server: Optional[int]) -> bytes:
+        rows = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
+                          (step, start, server)).fetchall()
+        return self._check(step, rows[0][0]) if rows else bytes(BLOCKS[step][0] // step * self._width(step))
+
+    def _put(self, db: sqlite3.Connection, step: int, at: int, server: int, new: bytes) -> None:
+        """Write the samples from the time `at` on, all of them in one block."""
+        start = at // BLOCKS[step][0] * BLOCKS[step][0]
+        samples = self._block(db, step, start, server)
+        offset = (at - start) // step * self._width(step)
+        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
+                   (step, start, server, samples[:offset] + new + samples[offset + len(new):]))
+
+    def _roll_up(self, db: sqlite3.Connection, hour: int) -> None:
+        """Make the quarter hours and the hour out of the minutes so far; to do it again changes nothing."""
+        for server, samples in db.execute("SELECT server, samples FROM block WHERE step = ? AND start = ?",
+                                          (MINUTE, hour)).fetchall():
+            minutes = struct.unpack("<60H", self._check(MINUTE, samples))
+            self._put(db, QUARTER, hour, server, b"".join(roll_up(minutes[at:at + 15]) for at in range(0, 60, 15)))
+            self._put(db, HOUR, hour, server, roll_up(minutes))
+
+    def _thin(self, db: sqlite3.Connection, wall: float) -> None:
+        for step, (covers, kept) in BLOCKS.items():
+            # An hour more, as a series ends up to 16 minutes ago.
+            db.execute("DELETE FROM block WHERE step = ? AND start < ?", (step, wall - kept - covers - HOUR))
+        # What was listed when the process was killed, expired while it was down and never came back. No server lives a
+        # day unheard.
+        self._leave(db, "expires < ?", (wall - DAY,))
+        # A week more: by then the last block of hours is gone too. The totals stay, one row a game.
+        db.execute("DELETE FROM server WHERE last_seen < ? AND address != '' AND id NOT IN (SELECT server FROM listed)",
+                   (wall - YEAR - WEEK - HOUR,))
+
+    # -- the file
+
+    @staticmethod
+    def _leave(db: sqlite3.Connection, which: str, values: Sequence[Any]) -> None:
+        db.execute("UPDATE server SET last_seen = (SELECT last_seen FROM listed WHERE server = id)"
+                   " WHERE id IN (SELECT server FROM listed WHERE " + which + ")", values)
+        db.execute("DELETE FROM listed WHERE " + which, values)
+
+    @staticmethod
+    def _forget(db: sqlite3.Connection) -> None:
+        """Drop those gone longest when there are too many: 5 % at once, as finding them means to sort all."""
+        [(count,)] = db.execute("SELECT count(*) FROM server")
+        if count > KNOWN_SERVERS:
+            db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
+                       " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen LIMIT ?)",
+                       (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,))
+
+    def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str = "BEGIN IMMEDIATE") -> Any:
+        """Do `work` in a transaction; if the file turns out to be damaged, once more in a new one."""
+        try:
+            try:
+                return self._attempt(work, begin)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not is_damage(error):
+                    raise
+                self._move_aside()
+                return self._attempt(work, begin)
+        except (sqlite3.Error, OSError) as error:
+            self.trouble = str(error)
+            if isinstance(error, OSError):
+                raise sqlite3.OperationalError(str(error)) from error
+            raise
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], Any], begin: str) -> Any:
+        try:
+            db = self._connection()
+            db.execute(begin)
+            result = work(db)
+            db.execute("COMMIT")
+        except BaseException:
+            # Closing rolls back, and a file that was read-only or broken at first is looked at afresh next time.
+            self.close()
+            raise
+        if begin == "BEGIN IMMEDIATE":  # reading from a full disk succeeds, and is no sign of its end
+            self.trouble = ""
+        return result
+
+    def _connection(self) -> sqlite3.Connection:
+        # SQLite goes on writing to a file that was deleted or replaced under it, without a word, and leaves a log that
+        # would ruin the next one.
+        if self._db is not None and self._identity() != self._file:
+            self.close()
+            self._file = None
+            for suffix in ("-wal", "-shm"):
+                if os.path.lexists(self.path + suffix):
+                    os.remove(self.path + suffix)
+        if self._db is None:
+            self._db = self._connect()
+            self._prepare(self._db)
+            if self._identity() != self._file:
+                self._file = self._identity()
+                self.renewed += 1
+        return self._db
+
+    def _identity(self) -> Optional[Tuple[int, int]]:
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, timeout=STORAGE_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
+        [(version,)] = db.execute("PRAGMA user_version")
+        if not tables and not version:
+            db.execute("BEGIN IMMEDIATE")
+            for statement in SCHEMA:
+                db.execute(statement)
+            db.execute("PRAGMA user_version = %d" % SCHEMA_VERSION)
+            db.execute("COMMIT")
+            self._file = None
+        elif version != SCHEMA_VERSION or not tables.issuperset(SCHEMA):
+            raise sqlite3.DatabaseError("the tables are not those of this program")
+        try:
+            # With the log and NORMAL a commit is a write without fsync: it outlives the process, and a power cut costs
+            # the last seconds and never the file.
+            db.execute("PRAGMA journal_mode = WAL").fetchall()
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA journal_size_limit = %d" % WAL_BYTES).fetchall()
+        except sqlite3.OperationalError:
+            pass    # file systems without shared memory: SQLite's default is slower and as safe
+        [(newest,)] = db.execute("SELECT max(start) FROM block WHERE step = ?", (MINUTE,))
+        self._sampled = newest or 0
+
+    def _move_aside(self) -> None:
+        stamp = datetime.fromtimestamp(self._wall, timezone.utc).strftime("%Y%m%d-%H%M%S")
+        name = free = "%s.damaged-%s" % (self.path, stamp)
+        number = 1
+        while os.path.lexists(free):
+            number += 1
+            free = "%s-%d" % (name, number)
+        # The file itself last: were we stopped on the way, a log must not be left for the new file to read.
+        for suffix in ("-wal", "-shm", "-journal", ""):
+            if os.path.lexists(self.path + suffix):
+                os.replace(self.path + suffix, free + suffix)
+        self.set_aside = free
+        self._file = None
 
 
 # =====================================================================================================================
@@ -951,6 +1400,7 @@ def parts(servers: Iterable[Server], name: str, render: Callable[[Server], bytes
 class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
+    game = ""                       # whose servers it lists
     ipv4_only = True                # its lists carry 4-byte addresses
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -959,6 +1409,12 @@ class UdpProtocol:
     def tick(self, now: float) -> Replies:
         """Once a second: polls, retries, expiry of what the protocol itself remembers."""
         return []
+
+    def restored(self, server: Server) -> None:
+        """A server of this game is listed again after a restart, unconfirmed: whoever polls it begins now."""
+
+    def read(self, settings: Settings) -> None:
+        """The settings, at start and after a reload."""
 
 
 class Session:
@@ -996,6 +1452,7 @@ class Session:
 class TcpProtocol:
     """One TCP port: makes a session for each connection."""
 
+    game = ""
     ipv4_only = False
     speaks_first = True             # False: the client does, and the kernel may hold a connection back until it has
 
@@ -1005,6 +1462,12 @@ class TcpProtocol:
     def tick(self, now: float) -> None:
         """Once a second."""
 
+    def restored(self, server: Server) -> None:
+        """As in UdpProtocol."""
+
+    def read(self, settings: Settings) -> None:
+        """As in UdpProtocol."""
+
 
 # --- Poller ----------------------------------------------------------------------------------------------------------
 
@@ -1013,23 +1476,25 @@ POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone (PROTOCOLS)
 POLL_SHARE = 12                     # at most a twelfth of all targets is asked in one second: no volleys
 POLL_MIN_PER_S = 10                 # but so many always, so that a few new servers do not wait for each other
+POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, lie evenly however many there are
 
 
 class Target:
     """One game server to be asked. `step` and `scratch` belong to its querier."""
 
-    __slots__ = ("querier", "address", "port", "server_port", "due", "nonce", "asked_at", "attempt", "step", "missed", "ping_ms",
-                 "scratch", "known")
+    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
+                 "attempt", "step", "missed", "ping_ms", "scratch")
 
-    def __init__(self, querier: Querier, address: str, port: int, server_port: int, known: bool) -> None:
+    def __init__(self, querier: Querier, address: str, port: int, server_port: int, phase: float) -> None:
         self.querier, self.address, self.port, self.server_port = querier, address, port, server_port
-        self.due = 0.0
+        self.phase = phase                              # its place in the interval, from 0 to 1
+        self.known = False                              # named in the ini: polled however long it is silent
+        self.announced = False                          # it asked for it
+        self.asked_at = 0.0
         self.nonce = 0
-        self.asked_at: Optional[float] = None           # None: no question is open
         self.attempt = self.step = self.missed = 0
-        self.ping_ms: Optional[float] = None            # round trip of the last answer
+        self.ping_ms = 0.0                              # round trip of the answer at hand
         self.scratch: Any = None
-        self.known = known                              # named in the ini: polled however long it is silent
 
     def __repr__(self) -> str:
         return endpoint(self.address, self.port)
@@ -1038,6 +1503,7 @@ class Target:
 class Querier:
     """A protocol whose game servers answer questions. The poller asks; the querier knows the bytes."""
 
+    game = ""                       # as in the registry
     attempts = POLL_ATTEMPTS
 
     def nonce(self) -> int:
@@ -1059,7 +1525,7 @@ class Querier:
 
 
 class Poller(UdpProtocol):
-    """Asks game servers what they really are, from one UDP socket, evenly over the interval.
+    """Asks game servers what they really are, from one UDP port, evenly over the interval.
 
     An answer counts only from the address and port that were asked, while a question is open there. Nobody is asked whom neither the
     ini nor a packet from that address named; that is for the protocols to see to, as they alone call `add`.
@@ -1067,68 +1533,88 @@ class Poller(UdpProtocol):
 
     ipv4_only = False
 
-    def __init__(self, settings: Settings, seed: Optional[int] = None) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, settings: Settings) -> None:
         self.targets: Dict[Tuple[str, int], Target] = {}
-        self.fresh: collections.deque[Target] = collections.deque()
-        self.open: collections.OrderedDict[Tuple[str, int], Target] = collections.OrderedDict()
+        self.sources: collections.Counter[str] = collections.Counter()  # targets by source
+        self.fresh: collections.deque[Target] = collections.deque()     # to be asked before all others
+        self.open: collections.OrderedDict[Tuple[str, int], Target] = collections.OrderedDict()     # asked, by time
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
-        self.count = 0
+        self.added = 0              # targets ever
+        self.count = 0              # of the entries in the heap, to keep equals in order
+        self.asked = 0              # questions since the last tick
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
         self.interval: float = settings["poll.interval"]
         self.rate: int = settings["poll.rate"]
+        self.most: int = settings["limits.servers"]
+        self.most_by_source: int = settings["limits.servers_per_source"]
+        self.exempt: Tuple[Network, ...] = settings["limits.exempt"]
+
+    def crowded(self, address: str) -> bool:
+        """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked."""
+        return len(self.targets) >= self.most or (
+            self.sources[source_key(address)] >= self.most_by_source and not in_networks(address, self.exempt))
 
     def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
-        """Poll this endpoint from now on; asked within 2 s. `server_port`: the game's port where it differs."""
+        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
         target = self.targets.get((address, port))
         if target is None or target.querier is not querier:
-            target = self.targets[address, port] = Target(querier, address, port, server_port or port, known)
-            self.fresh.append(target)
-        target.known = target.known or known
+            if target is not None:
+                self.remove(target)
+            target = self.targets[address, port] = Target(
+                querier, address, port, server_port or port, self.added * POLL_PHASE % 1.0)
+            self.added += 1
+            self.sources[source_key(address)] += 1
+            if known:
+                self.wait(target, 0.0)      # a long list in the ini takes its turn
+            else:
+                self.fresh.append(target)
+        if known:
+            target.known = True
+        else:
+            target.announced = True
         return target
 
     def remove(self, target: Target) -> None:
-        if self.targets.get((target.address, target.port)) is target:
-            del self.targets[target.address, target.port]
-            self.open.pop((target.address, target.port), None)
+        if self.targets.get((target.address, target.port)) is not target:
+            return
+        del self.targets[target.address, target.port]
+        self.open.pop((target.address, target.port), None)
+        source = source_key(target.address)
+        self.sources[source] -= 1
+        if not self.sources[source]:
+            del self.sources[source]
+
+    def find(self, game: str, address: str, server_port: int) -> Optional[Target]:
+        """The target behind a game server's own port."""
+        return next((t for t in self.targets.values()
+                     if t.server_port == server_port and t.address == address and t.querier.game == game), None)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        address = canonical(peer[0])
-        target = self.open.get((address, peer[1]))
-        if target is None or target.asked_at is None:
+        target = self.open.get((canonical(peer[0]), peer[1]))
+        if target is None:
             raise Malformed("an answer that nobody asked for")
-        complete = target.querier.answer(target, data, now)
         target.ping_ms = (now - target.asked_at) * 1000
-        if not complete:
+        if target.querier.answer(target, data, now):
+            target.missed = 0
+            self.rest(target, now)
+        elif self.asked < self.rate:
             return self.ask(target, now)
-        target.missed = 0
-        self.rest(target, now)
+        else:                               # no more questions in this second: it is the first in the next
+            self.open.pop((target.address, target.port), None)
+            self.fresh.appendleft(target)
         return []
-
-    def ask(self, target: Target, now: float) -> Replies:
-        target.nonce = target.querier.nonce()
-        target.asked_at = now
-        self.open[target.address, target.port] = target
-        self.open.move_to_end((target.address, target.port))
-        return [(target.querier.query(target), (target.address, target.port))]
-
-    def rest(self, target: Target, now: float) -> None:
-        """The poll is over; the next one comes an interval later, give or take a tenth so that no volley builds up."""
-        self.open.pop((target.address, target.port), None)
-        target.asked_at = None
-        target.attempt = target.step = 0
-        self.count += 1
-        heapq.heappush(self.waiting, (now + self.interval * self.random.uniform(0.9, 1.0), self.count, target))
 
     def tick(self, now: float) -> Replies:
         out: Replies = []
+        self.asked = 0
         budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE))
-        while self.open:
+        while self.fresh and self.asked < min(budget, POLL_MIN_PER_S):
+            out += self.begin(self.fresh.popleft(), now)
+        while self.open and self.asked < budget:
             target = next(iter(self.open.values()))
-            assert target.asked_at is not None
-            if now - target.asked_at < POLL_TIMEOUT_S or len(out) >= budget:
+            if now - target.asked_at < POLL_TIMEOUT_S:
                 break
             target.attempt += 1
             if target.attempt < target.querier.attempts:
@@ -1138,14 +1624,34 @@ class Poller(UdpProtocol):
             self.rest(target, now)
             if target.querier.missed(target, now):
                 self.remove(target)
-        while self.waiting and self.waiting[0][0] <= now and len(out) < budget:
-            out += self.ask_if_current(heapq.heappop(self.waiting)[2], now)
-        while self.fresh and len(out) < budget:
-            out += self.ask_if_current(self.fresh.popleft(), now)
+        while self.waiting and self.waiting[0][0] <= now and self.asked < budget:
+            out += self.begin(heapq.heappop(self.waiting)[2], now)
+        while self.fresh and self.asked < budget:
+            out += self.begin(self.fresh.popleft(), now)
         return out
 
-    def ask_if_current(self, target: Target, now: float) -> Replies:
-        return self.ask(target, now) if self.targets.get((target.address, target.port)) is target else []
+    def begin(self, target: Target, now: float) -> Replies:
+        if self.targets.get((target.address, target.port)) is not target:
+            return []                       # removed while it waited
+        return self.ask(target, now)
+
+    def ask(self, target: Target, now: float) -> Replies:
+        self.asked += 1
+        target.nonce = target.querier.nonce()
+        target.asked_at = now
+        self.open[target.address, target.port] = target
+        self.open.move_to_end((target.address, target.port))
+        return [(target.querier.query(target), (target.address, target.port))]
+
+    def rest(self, target: Target, now: float) -> None:
+        """The poll is over; the next one comes at the target's place in the interval, whenever this one came."""
+        self.open.pop((target.address, target.port), None)
+        target.attempt = target.step = 0
+        self.wait(target, now + ((target.phase * self.interval - now) % self.interval or self.interval))
+
+    def wait(self, target: Target, due: float) -> None:
+        self.count += 1
+        heapq.heappush(self.waiting, (due, self.count, target))
 
 
 class Core(NamedTuple):
@@ -1155,11 +1661,19 @@ class Core(NamedTuple):
     registry: Registry
     poller: Poller
     resolve: Callable[[str, Callable[[str, float], None]], None]        # (host, done): done(address or "", now) follows later
+    # By game, what takes an announcement that came by HTTP: (source, port, fields, now); raises Refused
+    announcers: Dict[str, Callable[[str, int, Mapping[str, Any], float], None]]
+    storage: Optional[Storage] = None       # only for jobs in the worker
+    tallies: Mapping[str, Tally] = {}       # by protocol
+    health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
+    gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
+    recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict         # the last day's hourly player counts
     # (path, bytes, done): done(the first bytes of the file, or an OSError, now) follows later
     read_file: Callable[[str, int, Callable[[Any, float], None]], None] = lambda path, size, done: None
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
+RESOLVE_RETRY_S = 60.0              # sooner where one was not found: the network may have come up after us
 
 
 class Known:
@@ -1169,54 +1683,80 @@ class Known:
         """`offset`: from a server's port to the one that answers questions."""
         self.core, self.querier, self.offset = core, querier, offset
         self.targets: Dict[Tuple[str, int], Optional[Target]] = {}      # by host and port as the ini has them
+        self.places: Dict[Tuple[str, int], Tuple[str, int]] = {}        # the way back, by address and port as listed
+        self.unresolved: Set[str] = set()
+        self.pending = 0                    # look-ups under way: a slow name server does not get them twice
         self.due = float("-inf")
 
-    def read(self, endpoints: Iterable[Tuple[str, int]]) -> None:
+    def read(self, places: Iterable[Tuple[str, int]]) -> None:
         before = self.targets
-        self.targets = {place: before.get(place) for place in endpoints}
+        self.targets = {place: before.get(place) for place in places}
         for place, target in before.items():
             if target is not None and place not in self.targets:
-                target.known = False        # from now on it goes when it falls silent, as others do
+                self.release(target)
         self.due = float("-inf")
 
     def tick(self, now: float) -> None:
-        if now >= self.due:
-            self.due = now + RESOLVE_S
-            for host, port in self.targets:
-                self.core.resolve(host, functools.partial(self.found, host, port))
+        if now < self.due or self.pending:
+            return
+        self.due = now + RESOLVE_S
+        for host, port in self.targets:
+            self.pending += 1
+            done = functools.partial(self.found, host, port)
+            if is_unicast(host):
+                done(host, now)             # an address as it is does not wait behind slow names
+            else:
+                self.core.resolve(host, done)
 
     def found(self, host: str, port: int, address: str, now: float) -> None:
-        if not address or (host, port) not in self.targets:
+        self.pending -= 1
+        if (host, port) not in self.targets:
             return
+        if not is_unicast(address):
+            self.due = min(self.due, now + RESOLVE_RETRY_S)
+            if host not in self.unresolved:
+                log.warning("%s: the host name %s in the ini leads to no address; it is looked up again",
+                            self.querier.game, ascii(host))
+                self.unresolved.add(host)
+            return
+        self.unresolved.discard(host)
         before = self.targets[host, port]
-        if before is not None and before.address != address:
-            before.known = False
-        self.targets[host, port] = self.core.poller.add(self.querier, address, port + self.offset, port, known=True)
+        target = self.core.poller.add(self.querier, address, port + self.offset, port, known=True)
+        self.targets[host, port] = target
+        if before is not None and before is not target:
+            self.release(before)
+        self.places[self.identity(target)] = host, port
+
+    def identity(self, target: Target) -> Tuple[str, int]:
+        return self.core.registry.rules.listed_address(target.address), target.server_port
+
+    def release(self, target: Target) -> None:
+        """The ini does not lead here any more: it stays only if it announced itself."""
+        if target in self.targets.values():
+            return
+        target.known = False
+        self.places.pop(self.identity(target), None)
+        if not target.announced:
+            self.core.poller.remove(target)
+            server = self.core.registry.get(self.querier.game, *self.identity(target))
+            if server is not None:
+                self.core.registry.remove(server)
 
 
 # --- Iceball ---------------------------------------------------------------------------------------------------------
 
+@functools.lru_cache(maxsize=256)               # a few versions are in use, and all servers of one share the text
 def iceball_version_text(number: int) -> str:
-    """8421413 -> "0.2.1-37": w.5 x.5 y.7 a.5 z.10 from high to low bits (PROTOCOLS, section 1)."""
+    """8421413 -> "0.2.1-37": the way back from read_iceball_version."""
     w, x, y, a, z = number >> 27, number >> 22 & 31, number >> 15 & 127, number >> 10 & 31, number & 1023
     return "%d.%d%s%s%s" % (w, x, ".%d" % y if y else "", chr(96 + a) if a else "", "-%d" % z if z else "")
 
 
-def iceball_version_number(text: str) -> int:
-    """The way back; ValueError if it is none."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7f])?(?:-(\d+))?", text)
-    if not match:
-        raise ValueError("a version such as 0.2.1-37 is wanted")
-    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
-    a = ord(match.group(4)) - 96 if match.group(4) else 0
-    if w > 31 or x > 31 or y > 127 or z > 1023:
-        raise ValueError("a part of %s is too large" % text)
-    return w << 27 | x << 22 | y << 15 | a << 10 | z
-
-
 ICEBALL_HBVERSION = 2
-ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")           # 86 bytes
-ICEBALL_NUMBERS = struct.Struct("<IHHH")                            # of it: version, port, players, maximum
+ICEBALL_HBVERSION_BYTES = b"\2\0"
+ICEBALL_ANNOUNCEMENT_BYTES = 86
+ICEBALL_NUMBERS = struct.Struct("<IHHH")        # of it, from offset 6: version, port, players, maximum
+ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES - len(b"=")
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -1235,6 +1775,8 @@ class Iceball(UdpProtocol):
     first draft, told by the first byte.
     """
 
+    game = "iceball"
+
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.cookie = Cookie(random.SystemRandom().getrandbits(128).to_bytes(16, "little"))
@@ -1243,7 +1785,7 @@ class Iceball(UdpProtocol):
         self.known: Dict[Tuple[str, bytes], Server] = {}        # (source address, whole datagram) of each listed server
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
-        self.reproaches = Limiter(*ICEBALL_REPROACHES)
+        self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
@@ -1267,27 +1809,35 @@ class Iceball(UdpProtocol):
         raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
 
     def announcement(self, data: bytes, peer: Peer, now: float) -> Replies:
-        if len(data) < 10:
-            raise Malformed("an announcement without its versions")
+        if len(data) != ICEBALL_ANNOUNCEMENT_BYTES or data[4:6] != ICEBALL_HBVERSION_BYTES or self.accepted:
+            wrong = self.wrong(data, peer, now)
+            if wrong is not None:
+                return wrong
         source = peer[0]
-        hbversion, version = struct.unpack_from("<HI", data, 4)
-        if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
-            wrong = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
-                     else "Iceball version %s" % iceball_version_text(version))
-            self.registry.note(source, "iceball", 0, "version", now, wrong)
-            return self.reproach(b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version), peer, now, wrong)
-        if len(data) != ICEBALL_ANNOUNCEMENT.size:
-            wrong = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT.size)
-            self.registry.note(source, "iceball", 0, "bad packet", now, wrong)
-            return self.reproach(b"BADF", peer, now, wrong)
         port = data[10] | data[11] << 8
         server = self.registry.get("iceball", self.registry.rules.listed_address(source), port)
         if server is not None and server.source == source:
-            self.list_server(source, now, ICEBALL_NUMBERS.unpack_from(data, 6), data[16:46], data[46:56], data[56:86], data)
+            self.list_server(source, data, now)
             return [(self.thanks, peer)]
         self.registry.note(source, "iceball", port, "announced", now)
         packed = iceball_pack(data)
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
+
+    def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
+        """The answer to an announcement that cannot be listed; None: it can. The order of the checks is PROTOCOLS's."""
+        if len(data) < 10:
+            raise Malformed("an announcement without its versions")
+        hbversion, version = struct.unpack_from("<HI", data, 4)
+        if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
+            why = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
+                   else "Iceball version %s" % iceball_version_text(version))
+            self.registry.note(peer[0], "iceball", 0, "version", now, why)
+            return self.reproach(b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version), peer, now, why)
+        if len(data) != ICEBALL_ANNOUNCEMENT_BYTES:
+            why = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
+            self.registry.note(peer[0], "iceball", 0, "bad packet", now, why)
+            return self.reproach(b"BADF", peer, now, why)
+        return None
 
     def handshake(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) <= len(self.thanks):           # of a server that is listed already
@@ -1295,15 +1845,15 @@ class Iceball(UdpProtocol):
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if not self.cookie.good(mac, peer[0].encode() + packed, now):
             raise Malformed("a cookie that is forged or older than %d s" % COOKIE_WINDOW_S)
-        self.list_server(peer[0], now, *iceball_unpack(packed))
+        self.list_server(peer[0], iceball_unpack(packed), now)
         return []
 
-    def list_server(self, source: str, now: float, numbers: Tuple[int, ...], name: bytes, mode: bytes, map: bytes,
-                    packet: bytes = b"") -> None:
-        version, port, players, max_players = numbers
-        fields = {"name": decode_utf8(c_string(name)), "mode": decode_utf8(c_string(mode)), "map": decode_utf8(c_string(map)),
-                  "version": iceball_version_text(version), "players": min(players, max_players), "max_players": max_players,
-                  "verified": "handshake"}
+    def list_server(self, source: str, packet: bytes, now: float) -> None:
+        """`packet`: an announcement whose source is proven."""
+        version, port, players, max_players = ICEBALL_NUMBERS.unpack_from(packet, 6)
+        fields = {"name": decode_utf8(c_string(packet[16:46])), "mode": decode_utf8(c_string(packet[46:56])),
+                  "map": decode_utf8(c_string(packet[56:86])), "version": iceball_version_text(version),
+                  "players": min(players, max_players), "max_players": max_players, "verified": "handshake"}
         address = self.registry.rules.listed_address(source)
         before = self.registry.get("iceball", address, port)
         if before is not None:
@@ -1313,9 +1863,8 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             self.registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        if packet:
-            self.known[source, packet] = server
-            server.packet = packet
+        server.packet = packet
+        self.known[source, packet] = server
 
     def accepts(self, version: int) -> bool:
         text = iceball_version_text(version)
@@ -1334,27 +1883,29 @@ class Iceball(UdpProtocol):
 
 
 def iceball_pack(announcement: bytes) -> bytes:
-    """What a cookie carries of an announcement: its numbers, and the texts without their padding.
+    """What a cookie carries of an announcement, at most 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
+    after the heartbeat version without the NULs at the end; or, if that is too long, "-" and the texts without their padding.
+    Texts that fill all 70 bytes of their fields are kept whole (MSOK has 93 bytes then); of those that nearly do, the
+    end of the map is lost until the next announcement, a second later."""
+    packed = announcement[6:].rstrip(b"\0")
+    if len(packed) <= ICEBALL_PACKED_BYTES or len(packed) == 80 and b"\0" not in packed[10:]:
+        return b"=" + packed
+    name, mode, map = (field if b"\0" not in field else c_string(field) + b"\0"
+                       for field in (announcement[16:46], announcement[46:56], announcement[56:]))
+    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES]
 
-    Of its texts 64 bytes at the most, so that MSOK is no longer than the 86 bytes it answers, except for texts that fill all 70 bytes of their
-    fields, which are kept whole (94 bytes). Between the two the end of the map is lost until the next announcement."""
-    name, mode, map = announcement[16:46], announcement[46:56], announcement[56:]
-    text = map.partition(b"\0")[0]
-    for field in (mode, name):
-        text = (field if b"\0" not in field else field.partition(b"\0")[0] + b"\0") + text
-    whole = len(text) == 70 and b"\0" not in text
-    return announcement[6:16] + (text if whole else text[:ICEBALL_ANNOUNCEMENT.size - 4 - COOKIE_MAC_BYTES - 10])
 
-
-def iceball_unpack(packed: bytes) -> Tuple[Tuple[int, ...], bytes, bytes, bytes]:
-    """The way back, of bytes whose MAC was good: numbers, name, mode, map."""
-    rest = packed[10:]
-    fields = []
-    for width in (30, 10):
-        field, nul, _ = rest[:width].partition(b"\0")
-        fields.append(field)
-        rest = rest[len(field) + len(nul):]
-    return ICEBALL_NUMBERS.unpack_from(packed), fields[0], fields[1], rest
+def iceball_unpack(packed: bytes) -> bytes:
+    """The announcement, of bytes whose MAC was good."""
+    form, body = packed[:1], packed[1:]
+    if form == b"-":
+        texts, rest = [], body[10:]
+        for width in (30, 10):
+            field, nul, _ = rest[:width].partition(b"\0")
+            texts.append(field.ljust(width, b"\0"))
+            rest = rest[len(field) + len(nul):]
+        body = body[:10] + texts[0] + texts[1] + rest
+    return b"1CEB" + ICEBALL_HBVERSION_BYTES + body.ljust(80, b"\0")
 
 
 DRAFT_TYPES = (b"\1", b"\2", b"\3", b"\4", b"\5", b"\6", b"\7")
@@ -1386,7 +1937,7 @@ class IceballDraft:
         self.sessions: Dict[Peer, Tuple[int, Server]] = {}
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
-        self.guesses = Limiter(*DRAFT_GUESSES)
+        self.guesses = Limiter(DRAFT_GUESSES)
         self.registry.watchers.append(self.watch)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -1421,18 +1972,16 @@ class IceballDraft:
                 self.claims.popitem(last=False)
         self.registry.note(peer[0], "iceball", port, "announced", now)
         address = self.registry.rules.listed_address(peer[0], claim)
-        return [(b"\2" + struct.pack("<IH", self.identity(port, peer, now), port) + address.encode() + b"\0", peer)]
-
-    def identity(self, port: int, peer: Peer, now: float, back: int = 0) -> int:
-        mac = self.cookie.make(b"draft %s %d %d" % (peer[0].encode(), peer[1], port), now, back)
-        return port << 16 | mac[0] << 8 | mac[1]
+        identity = draft_identity(port, self.cookie.make(draft_message(port, peer), now))
+        return [(b"\2" + struct.pack("<IH", identity, port) + address.encode() + b"\0", peer)]
 
     def session(self, identity: int, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
         known, server = self.sessions.get(peer, (None, None))
         if known != identity:
             port = identity >> 16
-            if identity not in (self.identity(port, peer, now), self.identity(port, peer, now, 1)):
+            message = draft_message(port, peer)
+            if identity not in (draft_identity(port, self.cookie.make(message, now)), draft_identity(port, self.cookie.make_older(message))):
                 return None
             if not self.guesses.allow(peer[0], now):
                 return None
@@ -1490,10 +2039,861 @@ class IceballDraft:
             self.forget(server)
 
 
+def draft_message(port: int, peer: Peer) -> bytes:
+    return b"draft %s %d %d" % (peer[0].encode(), peer[1], port)
+
+
+def draft_identity(port: int, mac: bytes) -> int:
+    return port << 16 | mac[0] << 8 | mac[1]
+
+
 # --- Hyperbol --------------------------------------------------------------------------------------------------------
+
+HYPERBOL_GREETING = struct.Struct("<4sII")                          # "HBSL", key, players
+HYPERBOL_REQUEST_BYTES = 8
+HYPERBOL_UNOFFICIAL = 16                                            # in the first byte of the filter
+HYPERBOL_ENTRY = struct.Struct("<4sIB3x")                           # address in network order, port, flavor
+HYPERBOL_INFO = struct.Struct("<32s32sBBB64s20sxIIBBBB16sIIIIB20s3BBxxx")       # the format in the document's script
+HYPERBOL_INFO_BYTES = 5 + HYPERBOL_INFO.size                        # 229
+HYPERBOL_REQUEST_S = 5.0                                            # "just a few seconds to ask for the full list"
+
+
+class Hyperbol(TcpProtocol, Querier):
+    """Hyperbol's list by TCP, and its game servers by UDP; document 001.
+
+        < 4842534c key.u32 players.u32                      "HBSL"; players on all servers; one segment
+        > key.u32 filter[4]                                 10 in the first byte: unofficial servers as well
+        < { address[4] port.u32 flavor.u8 000000 }*         address in network order; then the connection is closed
+
+        the master to a game server, and its answer (229 bytes):
+        > 02 timestamp.u32
+        < 1b timestamp.u32 name[32] gametype[32] players.u8 maximum.u8 00 map[64] address[20] 00 port.u32 flags.u32
+          inet[4] version[16] 00×37 factions[3] skill.u8 000000     texts are NUL-terminated unless full
+
+    The document does not say how game servers register: the ini names them, or they announce themselves by HTTP. Either
+    way one is listed while it answers; one of the ini that does not is kept as not responding. Flavor is of the ini.
+    """
+
+    game = "hyperbol"
+
+    def __init__(self, core: Core) -> None:
+        self.registry, self.poller = core.registry, core.poller
+        self.known = Known(core, self)
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rendered: Tuple[int, bytes, bytes] = (-1, b"", b"")        # generation, official servers, all servers
+        core.announcers[self.game] = self.announce
+        self.registry.watchers.append(self.watch)
+        for server in self.registry.servers(self.game):
+            self.watch("listed", server)
+        self.read(core.settings)
+
+    def read(self, settings: Settings) -> None:
+        self.flavors: Dict[Tuple[str, int], int] = {
+            (host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
+        self.known.read(self.flavors)
+        for server in self.registry.servers(self.game):
+            self.registry.update(server, {"flavor": self.flavor(server.address, server.port)})
+
+    def tick(self, now: float) -> None:
+        self.known.tick(now)
+
+    # The list
+
+    def session(self, address: str, now: float) -> Session:
+        return HyperbolSession(self, address)
+
+    def greeting(self, key: int) -> bytes:
+        return HYPERBOL_GREETING.pack(b"HBSL", key, self.registry.census[self.game][1])
+
+    def entries(self, filter: int) -> bytes:
+        if self.rendered[0] != self.registry.generation:
+            entries = [(server.flavor, HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor))
+                       for server in self.registry.in_order(self.game)
+                       if server.responding and ":" not in server.address]
+            self.rendered = (self.registry.generation, b"".join(entry for flavor, entry in entries if flavor),
+                             b"".join(entry for _, entry in entries))
+        _, official, everything = self.rendered
+        return everything if filter & HYPERBOL_UNOFFICIAL else official
+
+    # The game servers
+
+    def flavor(self, address: str, port: int) -> int:
+        place = self.known.places.get((address, port))
+        return self.flavors.get(place, 0) if place else 0
+
+    def announce(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+        """An announcement by HTTP: the server is asked, and listed with what it answers; raises Refused."""
+        if ":" in source:
+            raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; this came from %s" % source)
+        address = self.registry.rules.listed_address(source)
+        if self.registry.get(self.game, address, port) is None:
+            self.registry.admit(self.game, address, port, source)
+            target = self.poller.targets.get((source, port))
+            if (target is None or target.querier is not self) and self.poller.crowded(source):
+                raise Refused("limit", "too many servers of %s wait for their first answer already" % source)
+            self.registry.note(source, self.game, port, "announced", now)
+        self.poller.add(self, source, port)
+
+    def query(self, target: Target) -> bytes:
+        return struct.pack("<BI", 2, target.nonce)
+
+    def answer(self, target: Target, data: bytes, now: float) -> bool:
+        fields = hyperbol_info(data, target.nonce)
+        address, port = self.registry.rules.listed_address(target.address), target.server_port
+        fields["name"] = fields["name"] or endpoint(address, port)
+        # Whole milliseconds: jitter alone makes no new list
+        fields.update(verified="query", responding=True, flavor=self.flavor(address, port),
+                      ping_ms=round(target.ping_ms))
+        before = self.registry.get(self.game, address, port)
+        if before is None or not before.responding:
+            self.registry.note(target.address, self.game, port, "listed", now)
+        try:
+            self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, target.known)
+        except Refused as refused:
+            self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
+            if before is not None:
+                self.registry.remove(before)
+            if not target.known:
+                self.poller.remove(target)
+        return True
+
+    def missed(self, target: Target, now: float) -> bool:
+        address, port = self.registry.rules.listed_address(target.address), target.server_port
+        server = self.registry.get(self.game, address, port)
+        gone = target.missed >= POLL_MISSED
+        if gone or server is None:
+            self.registry.note(target.address, self.game, port, "silent", now, "no answer from UDP port %d" % port)
+        if not target.known:
+            if server is not None and (gone or not server.responding):
+                self.registry.remove(server)
+            return gone
+        if server is None:
+            try:
+                fields = {"name": endpoint(address, port), "responding": False, "flavor": self.flavor(address, port)}
+                self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, known=True)
+            except Refused as refused:
+                self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
+        elif gone:
+            self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None})
+        return False
+
+    def watch(self, event: str, server: Server) -> None:
+        if server.game != self.game:
+            return
+        if event == "listed" and server.unconfirmed:        # restored from disk
+            self.poller.add(self, server.source, server.port).announced = False
+        target = self.poller.targets.get((server.source, server.port))
+        if event == "gone" and target is not None and target.querier is self and not target.known:
+            self.poller.remove(target)
+
+
+class HyperbolSession(Session):
+    """One player who asks for the list."""
+
+    def __init__(self, hyperbol: Hyperbol, address: str) -> None:
+        self.hyperbol, self.address = hyperbol, address
+        self.key = random.SystemRandom().getrandbits(32)
+        self.request = b""
+
+    def opened(self, now: float) -> bytes:
+        self.wake_at = now + HYPERBOL_REQUEST_S
+        return self.hyperbol.greeting(self.key)
+
+    def receive(self, data: bytes, now: float) -> bytes:
+        self.request += data
+        if self.done or len(self.request) < HYPERBOL_REQUEST_BYTES:
+            return b""
+        self.done = True
+        key, filter = struct.unpack_from("<IB", self.request)
+        if key != self.key:
+            raise Malformed("key: %08x instead of %08x" % (key, self.key))
+        return self.hyperbol.entries(filter) if self.hyperbol.limiter.allow(self.address, now) else b""
+
+    def tick(self, now: float) -> bytes:
+        if self.wake_at is not None and now >= self.wake_at:
+            self.done = True
+        return b""
+
+
+def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
+    """What a game server answers to the query with this timestamp; names in MEASURED. Raises Malformed."""
+    if len(data) < HYPERBOL_INFO_BYTES:
+        raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_INFO_BYTES))
+    kind, echo = struct.unpack_from("<BI", data)
+    if kind != 27:
+        raise Malformed("an answer begins with 27 and not with %d" % kind)
+    if echo != timestamp:
+        raise Malformed("timestamp: not that of the open question")
+    values = HYPERBOL_INFO.unpack_from(data, 5)
+    name, mode, map, version = (decode_legacy(c_string(values[i])) for i in (0, 1, 5, 13))
+    return {"name": name, "mode": mode, "map": map, "version": version, "players": values[2], "max_players": values[3],
+            "details": {"skill": str(values[23]), "flags": "0x%08x" % values[8],
+                        "factions": "IMF %d, Syndicate %d, Republic %d" % values[20:23]}}
+
+
+def hyperbol_greeting(data: bytes) -> Tuple[int, int]:
+    """Key and number of players in a master's greeting, 12 bytes. Raises Malformed."""
+    if len(data) < HYPERBOL_GREETING.size or data[:4] != b"HBSL":
+        raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s" % ascii(data[:12]))
+    return HYPERBOL_GREETING.unpack_from(data)[1:]
+
+
+def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
+    """Address, port and flavor of each server in a list; what is left of less than 12 bytes is none."""
+    whole = len(data) - len(data) % HYPERBOL_ENTRY.size
+    return [(".".join(map(str, address)), port, flavor)
+            for address, port, flavor in HYPERBOL_ENTRY.iter_unpack(data[:whole])]
 
 
 # --- SubSpace --------------------------------------------------------------------------------------------------------
+
+ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
+ZONE_CLAIMS = 4096                  # announced, not answering yet; about 4 MB. A flood of false ones passes through it
+ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
+ZONE_ANNOUNCEMENT_MAX = 480
+ZONE_ENTRY = struct.Struct("<4sHHHI64s")                            # in a list, then the description with its NUL
+ZONE_DESCRIPTION_BYTES = 480        # in a list (PROTOCOLS)
+ZONE_VERSION = 134                  # what every zone announces; for those that the ini names
+ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
+ZONE_ANSWERED = ("players", "playing", "verified", "responding", "ping_ms")     # answers tell better than announcements
+PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
+PING_BYTES = 512                    # the document: no packet is larger …
+PING_BYTES_SEEN = 520               # … but PROTOCOLS knows of 520
+# As asked in turn; None stands for the 4-byte form
+PING_FORMS: Tuple[Optional[int], ...] = (PING_SUMMARY | PING_ARENAS, PING_ARENAS, None)
+
+
+class ZonePoll:
+    """What one zone answers to the questions of one poll, each with a nonce of its own as timestamp; document 002.
+
+        > 11223344              < 06000000 11223344
+        > 11223344 03000000     < 11223344 03000000 06000000 04000000 3000 0200 0100 706200 0100 0100 00
+
+    Options 1 and 2 are asked together; if 2 is missing in the answer, the list was too long and is asked for alone. The
+    4-byte form comes last: old zones know no other, and of several virtual servers on one asss it alone counts this
+    one's players.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.form = 0           # places in PING_FORMS: the one to ask, the one asked
+        self.count: Optional[int] = None    # players as the 4-byte form has them
+        self.total: Optional[int] = None    # and as option 1 has them
+        self.playing: Optional[int] = None
+        self.arenas: Optional[List[Tuple[bytes, int, int]]] = None
+
+    def question(self, nonce: int, attempt: int) -> bytes:
+        """4 or 8 bytes. Each attempt without an answer goes on to the next form."""
+        self.form = min(max(self.step, attempt), len(PING_FORMS) - 1)
+        options = PING_FORMS[self.form]
+        return struct.pack("<I", nonce) if options is None else struct.pack("<II", nonce, options)
+
+    def answer(self, data: bytes, nonce: int) -> bool:
+        """True: the poll is complete. False: `step` is to be asked next. Raises Malformed."""
+        if PING_FORMS[self.form] is None:
+            if len(data) != 8 or int.from_bytes(data[4:], "little") != nonce:
+                raise Malformed("total: not the 8 bytes that answer the 4-byte form, or another timestamp")
+            self.count = int.from_bytes(data[:4], "little")
+            return True
+        if len(data) < 8 or int.from_bytes(data[:4], "little") != nonce:
+            raise Malformed("timestamp: not the one that was sent")
+        if len(data) > PING_BYTES_SEEN:
+            raise Malformed("length: %d bytes" % len(data))
+        options, offset = int.from_bytes(data[4:8], "little"), 8
+        if options & PING_SUMMARY:
+            if len(data) < 16:
+                raise Malformed("global summary: cut off")
+            self.total, self.playing = struct.unpack_from("<II", data, 8)
+            offset = 16
+        if options & PING_ARENAS:
+            self.arenas = arena_blocks(data[offset:])
+        elif PING_FORMS[self.form] == PING_ARENAS:
+            self.arenas = []                # some leave the bit out when there is none to list
+        self.step = self.form + 1 if self.arenas is None else len(PING_FORMS) - 1
+        return False
+
+    @property
+    def answered(self) -> bool:
+        return any(part is not None for part in (self.count, self.total, self.arenas))
+
+    def fields(self) -> Dict[str, Any]:
+        """For the registry: players, playing, as far as they were told."""
+        seen = sum(total for _, total, _ in self.arenas or [])
+        players = next(number for number in (self.count, self.total, seen) if number is not None)
+        fields: Dict[str, Any] = {"players": clamp(players)}
+        if self.playing is not None:        # more playing than players: those of all virtual servers
+            fields["playing"] = self.playing if self.playing <= players else None
+        return fields
+
+    def arenas_text(self) -> str:
+        """`(Public 0) 2/1, duel 1/1`: total and playing."""
+        return ", ".join("%s %d/%d" % (arena_name(name), total, playing) for name, total, playing in self.arenas or [])
+
+
+def arena_name(raw: bytes) -> str:
+    return "(Public %s)" % raw.decode("ascii") if raw.isdigit() else decode_legacy(raw) or "?"
+
+
+def arena_blocks(data: bytes) -> List[Tuple[bytes, int, int]]:
+    """`name\\0 total.u16 playing.u16`, ended by an empty name; a list that was cut off ends where it does."""
+    blocks: List[Tuple[bytes, int, int]] = []
+    while True:
+        name, nul, data = data.partition(b"\0")
+        if not name or not nul or len(data) < 4:
+            return blocks
+        blocks.append((name,) + struct.unpack_from("<HH", data))
+        data = data[4:]
+
+
+def ping_nonce() -> int:
+    """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500` means the total."""
+    return 3000 * random.SystemRandom().randrange((1 << 32) // 3000) + random.SystemRandom().randrange(300)
+
+
+class Claim(NamedTuple):
+    """What a zone said of itself before it answered a ping."""
+
+    port: int
+    fields: Dict[str, Any]          # for the registry
+    password: bytes
+    lifetime: float
+
+
+def zone_announcement(data: bytes) -> Claim:
+    """The 95 to 480 bytes of an announcement; raises Malformed with the field."""
+    if not ZONE_ANNOUNCEMENT.size < len(data) <= ZONE_ANNOUNCEMENT_MAX:
+        raise Malformed("length: %d bytes instead of 4, 8 or %d to %d" % (
+            len(data), ZONE_ANNOUNCEMENT.size + 1, ZONE_ANNOUNCEMENT_MAX))
+    _, port, players, scores, version, name, password = ZONE_ANNOUNCEMENT.unpack_from(data)
+    fields = {"name": decode_legacy(c_string(name)), "players": players, "version": str(version),
+              "description": decode_legacy(c_string(data[ZONE_ANNOUNCEMENT.size:]), TEXT_CHARACTERS),
+              "details": {"scores": "yes" if scores & 255 else "no"}}
+    if not fields["name"]:
+        raise Malformed("name: it is empty")
+    return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
+
+
+class SubSpacePing(UdpProtocol, Querier):
+    """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, asks zones.
+
+        > 11223344 03000000                         a ping of 4 or 8 bytes; answered as in ZonePoll, one arena a game
+        > 00000000 a861 0600 0100 86000000           ip (ignored), port, players, scores, version 134
+          4c6f6f706261636b2054657374205a6f6e65 00…   name[32]
+          63616e65 00…                               password[48]
+          61207265616c 00                            description, NUL-terminated
+
+    An announcement is a claim: the zone is listed once it answers a ping on its port + 1 at the datagram's source.
+    Listed zones are in the registry, where SubSpaceList finds them; here are only the claims and who owns which name.
+    """
+
+    game = "subspace"
+    attempts = len(PING_FORMS)
+
+    def __init__(self, core: Core) -> None:
+        self.registry = core.registry
+        self.poller = core.poller
+        core.announcers[self.game] = self.announced
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        # By source and announced port, the one heard from last at the end
+        self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
+        self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
+        self.names: Dict[Server, str] = {}                          # the way back
+        self.known = Known(core, self, offset=1)
+        self.registry.watchers.append(self.watch)
+        for server in self.registry.servers("subspace"):
+            self.watch("listed", server)
+        self.read(core.settings)
+
+    def read(self, settings: Settings) -> None:
+        self.known.read(settings["subspace.zones"])
+
+    def tick(self, now: float) -> Replies:
+        self.known.tick(now)
+        return []
+
+    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        if len(data) in (4, 8):
+            return [(self.ping(data), peer)] if self.limiter.allow(peer[0], now) else []
+        if len(data) < 8:
+            raise Malformed("length: %d bytes" % len(data))
+        try:
+            claim = zone_announcement(data)
+        except Malformed as wrong:
+            port = int.from_bytes(data[4:6], "little") if len(data) > ZONE_ANNOUNCEMENT.size else 0
+            self.registry.note(peer[0], "subspace", port, "bad packet", now, str(wrong))
+            raise
+        try:
+            self.claim(peer[0], claim, now)
+        except Refused as refused:
+            self.registry.note(peer[0], "subspace", claim.port, refused.outcome, now, str(refused))
+        return []
+
+    def ping(self, data: bytes) -> bytes:
+        """The answer of at most 512 bytes to a ping of 4 or 8."""
+        census = self.registry.census
+        total, playing = (min(sum(counts[i] for counts in census.values()), 0xFFFFFFFF) for i in (1, 2))
+        if len(data) == 4:
+            return struct.pack("<I", total) + data
+        options = data[4] & (PING_SUMMARY | PING_ARENAS)
+        out = data[:4] + struct.pack("<I", options)
+        if options & PING_SUMMARY:
+            out += struct.pack("<II", total, playing)
+        if options & PING_ARENAS:
+            for game in sorted(game for game, counts in census.items() if counts[0]):
+                block = game.encode() + struct.pack("<xHH", clamp(census[game][1]), clamp(census[game][2]))
+                if len(out) + len(block) >= PING_BYTES:
+                    break
+                out += block
+            out += b"\0"
+        return out
+
+    # Announcements
+
+    def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+        """An announcement by HTTP, with fields for the registry; such a zone stays for as long as it answers. Raises Refused."""
+        told = {key: value for key, value in fields.items() if key != "name" or value}
+        self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
+
+    def claim(self, source: str, claim: Claim, now: float) -> None:
+        """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
+        server = self.zone(source, claim.port)
+        name = claim.fields.get("name", "")
+        self.admit_owner(name, server, claim.password)
+        if server is None:
+            if claim.port == 65535:
+                raise Refused("bad packet", "port 65535 has no port after it for pings")
+            self.registry.admit("subspace", self.registry.rules.listed_address(source), claim.port, source, name)
+            other = self.poller.targets.get((source, claim.port + 1))
+            if other is not None and other.querier is not self:
+                raise Refused("limit", "the port after it belongs to a server of another game")
+            self.claims[source, claim.port] = claim
+            self.claims.move_to_end((source, claim.port))
+            self.poller.add(self, source, claim.port + 1, claim.port)
+            if len(self.claims) > ZONE_CLAIMS:
+                self.drop(*self.claims.popitem(last=False)[0])
+            self.registry.note(source, "subspace", claim.port, "announced", now)
+        else:
+            self.registry.admit_name(name)
+            fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
+            fields["details"] = dict(server.details, **claim.fields.get("details", {}))
+            server.lifetime = max(server.lifetime, claim.lifetime)
+            self.registry.refresh(server, now)
+            self.registry.update(server, fields)
+            self.own(server, claim.password)
+            self.registry.note(source, "subspace", claim.port, "listed", now)
+
+    def zone(self, source: str, port: int) -> Optional[Server]:
+        server = self.registry.get("subspace", self.registry.rules.listed_address(source), port)
+        return server if server is not None and server.source == source else None
+
+    def drop(self, source: str, port: int) -> None:
+        """Ask this zone no more, unless the ini names it."""
+        target = self.poller.targets.get((source, port + 1))
+        if target is not None and target.querier is self and not target.known:
+            self.poller.remove(target)
+
+    # Names: the password of a name's first announcer owns it while a zone of that name is listed
+
+    def admit_owner(self, name: str, server: Optional[Server], password: bytes) -> None:
+        owner = self.owners.get(name.casefold())
+        if owner is not None and server not in owner[1] and password != owner[0]:
+            raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
+
+    def own(self, server: Server, password: bytes) -> None:
+        name = server.name.casefold()
+        if self.names.get(server) != name:
+            self.disown(server)
+        owner = self.owners.get(name)
+        if owner is None or owner[1] == {server}:
+            self.owners[name] = password, {server}
+        else:
+            owner[1].add(server)
+        self.names[server] = name
+
+    def disown(self, server: Server) -> None:
+        name = self.names.pop(server, None)
+        if name is not None:
+            self.owners[name][1].discard(server)
+            if not self.owners[name][1]:
+                del self.owners[name]
+
+    def watch(self, event: str, server: Server) -> None:
+        if server.game != "subspace":
+            return
+        if event == "listed":           # by us, or by storage after a restart
+            self.poller.add(self, server.source, server.port + 1, server.port)
+        elif event == "gone":
+            self.disown(server)
+            self.drop(server.source, server.port)
+
+    # Polls
+
+    def nonce(self) -> int:
+        return ping_nonce()
+
+    def query(self, target: Target) -> bytes:
+        if target.attempt == target.step == 0:
+            target.scratch = ZonePoll()
+        return target.scratch.question(target.nonce, target.attempt)
+
+    def answer(self, target: Target, data: bytes, now: float) -> bool:
+        poll = target.scratch
+        complete = poll.answer(data, target.nonce)
+        target.step = poll.step
+        assert target.asked_at is not None
+        target.ping_ms = (now - target.asked_at) * 1000
+        if complete or self.zone(target.address, target.server_port) is None:       # a new zone: listed at its first answer
+            return not self.take(target, now) or complete
+        return False
+
+    def missed(self, target: Target, now: float) -> bool:
+        source, port = target.address, target.server_port
+        if target.scratch.answered:         # all but the last question of the poll
+            target.missed = 0
+            self.take(target, now)
+            return False
+        server = self.zone(source, port)
+        if (server is not None or target.known) and target.missed < POLL_MISSED:
+            return False
+        if target.known:
+            self.take(target, now)
+            return False
+        if server is not None:
+            self.registry.remove(server)
+        self.claims.pop((source, port), None)
+        self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
+        return True
+
+    def take(self, target: Target, now: float) -> bool:
+        """List the zone, or bring it up to date, with what it answered to the poll. False: it may not be listed."""
+        source, port, poll = target.address, target.server_port, target.scratch
+        server = self.zone(source, port)
+        claim = self.claims.pop((source, port), None)
+        fields = dict(poll.fields(), responding=poll.answered, verified="query")
+        if target.ping_ms is not None:
+            fields["ping_ms"] = round(target.ping_ms)
+        details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
+        if poll.arenas is not None:
+            details = {key: value for key, value in details.items() if key != "arenas"}
+            if poll.arenas:
+                details["arenas"] = poll.arenas_text()
+        fields["details"] = details
+        if server is not None:
+            if target.known:
+                server.lifetime = float("inf")
+            if poll.answered and (server.unconfirmed or server.lifetime == float("inf")):
+                self.registry.refresh(server, now)          # the others live by their announcements
+            self.registry.update(server, fields)
+            return True
+        address = self.registry.rules.listed_address(source)
+        told: Dict[str, Any] = {"name": endpoint(address, port)}
+        lifetime = float("inf")
+        try:
+            if claim is not None:
+                told.update(claim.fields)
+                self.admit_owner(told["name"], None, claim.password)
+                lifetime = lifetime if target.known else claim.lifetime
+            server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields))
+        except Refused as refused:
+            self.registry.note(source, "subspace", port, refused.outcome, now, str(refused))
+            self.drop(source, port)
+            return False
+        if claim is not None:
+            self.own(server, claim.password)
+        self.registry.note(source, "subspace", port, "listed" if poll.answered else "silent", now)
+        return True
+
+
+LINK_WINDOW = 4                     # packets in flight: what deployed clients are used to (PROTOCOLS)
+LINK_AHEAD = 16                     # and so many beyond the oldest one missing, which the peer has to keep
+LINK_EARLY = 32                     # packets kept until the ones before them come: 16 kB a link
+LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
+LINK_OVERTAKEN = 2                  # later packets acknowledged, after which one is taken for lost, not for late
+LINK_TRIES = 12                     # at a fifth lost each way, one packet in 200,000 goes unacknowledged so often
+LINK_NESTING = 3                    # a cluster in a reliable packet in a cluster; no client goes deeper
+LINK_IDLE_S = 30.0                  # a peer that says nothing for so long has gone
+LINK_CHUNK_BYTES = 480              # of a list in one packet: with headers below the 512 bytes that clients read
+LINK_PACKET_BYTES = 520             # the longest that any end sends
+LINK_SEQUENCES = 1 << 32
+
+
+class Flight:
+    """A reliable packet under way."""
+
+    __slots__ = ("packet", "sent_at", "tries", "overtaken", "order")
+
+    def __init__(self, packet: bytes) -> None:
+        self.packet = packet
+        self.sent_at = float("-inf")
+        self.tries = self.overtaken = self.order = 0
+
+
+class SubSpaceLink:
+    """One end of the SubSpace core protocol, unencrypted. Packets begin with 00; what does not belongs to the game.
+
+        00 03 seq[4] packet                     reliable: acknowledged, taken in order, sent again until it is
+        00 04 seq[4]                            acknowledgement
+        00 05 time[4] …                         sync              answered with 00 06 time[4] servertime[4]
+        00 07                                   disconnect
+        00 0e {len.u8 packet}*                  cluster
+
+    `receive` and `tick` return datagrams for the peer; `payloads` gives what to send reliably, and is read no faster than
+    the peer acknowledges. `closed`: the link has ended, by the peer or because it acknowledges nothing.
+    """
+
+    def __init__(self, now: float, payloads: Iterable[bytes] = ()) -> None:
+        self.heard_at = now
+        self.closed = False
+        self.proven = False                             # the peer has acknowledged something
+        self.expected = 0                               # the peer's next sequence number
+        self.early: Dict[int, bytes] = {}
+        self.sequence = 0                               # our next one
+        self.order = 0                                  # datagrams sent, resent ones too
+        self.payloads = iter(payloads)
+        self.finished = False                           # payloads are at their end
+        self.flights: collections.OrderedDict[int, Flight] = collections.OrderedDict()
+
+    def packet(self, data: bytes, now: float) -> List[bytes]:
+        """A packet that is not the link's own."""
+        raise Malformed("type %s" % data[:2].hex())
+
+    def receive(self, data: bytes, now: float) -> List[bytes]:
+        if len(data) > LINK_PACKET_BYTES:
+            raise Malformed("length: %d bytes" % len(data))
+        self.heard_at = now
+        return self.take(data, now, 0) + self.send(now)
+
+    def tick(self, now: float) -> List[bytes]:
+        if now - self.heard_at > LINK_IDLE_S:
+            self.closed = True
+        return self.send(now)
+
+    def take(self, data: bytes, now: float, depth: int) -> List[bytes]:
+        kind = data[:2]
+        if depth > LINK_NESTING:
+            raise Malformed("packets in packets, more than %d deep" % LINK_NESTING)
+        if kind == b"\0\x0e":
+            return self.cluster(data[2:], now, depth)
+        if kind == b"\0\7":
+            self.closed = True
+            return []
+        if kind not in (b"\0\3", b"\0\4", b"\0\5", b"\0\6"):
+            return self.packet(data, now)
+        if len(data) < 6:
+            raise Malformed("type %s: cut off" % kind.hex())
+        number = int.from_bytes(data[2:6], "little")
+        if kind == b"\0\3":
+            return self.reliable(number, data[6:], now, depth)
+        if kind == b"\0\4":
+            self.acknowledged(number)
+        elif kind == b"\0\5":
+            hundredths = int(now * 100) % LINK_SEQUENCES
+            return [b"\0\6" + data[2:6] + struct.pack("<I", hundredths)]
+        return []
+
+    def cluster(self, data: bytes, now: float, depth: int) -> List[bytes]:
+        out = []
+        while data:
+            size = data[0]
+            if not 0 < size < len(data):
+                raise Malformed("cluster: a packet of %d bytes where %d are left" % (size, len(data) - 1))
+            out += self.take(data[1:1 + size], now, depth + 1)
+            data = data[1 + size:]
+        return out
+
+    def reliable(self, number: int, data: bytes, now: float, depth: int) -> List[bytes]:
+        ahead = (number - self.expected) % LINK_SEQUENCES
+        out = [b"\0\4" + struct.pack("<I", number)]
+        if ahead >= LINK_SEQUENCES // 2:
+            return out                                  # our acknowledgement was lost
+        if ahead >= LINK_EARLY:
+            return []
+        self.early[number] = data
+        while self.expected in self.early:
+            data = self.early.pop(self.expected)
+            self.expected = (self.expected + 1) % LINK_SEQUENCES
+            out += self.take(data, now, depth + 1)
+        return out
+
+    def acknowledged(self, number: int) -> None:
+        flight = self.flights.pop(number, None)
+        if flight is not None:
+            self.proven = True
+            for other in self.flights.values():
+                other.overtaken += other.order < flight.order
+
+    @property
+    def ahead(self) -> int:
+        """How far the next packet is from the oldest one that was not acknowledged."""
+        return (self.sequence - next(iter(self.flights), self.sequence)) % LINK_SEQUENCES
+
+    def send(self, now: float) -> List[bytes]:
+        """What is due: packets that seem lost, then new ones as far as the window allows."""
+        out: List[bytes] = []
+        window = LINK_WINDOW if self.proven else 1
+        while not self.finished and len(self.flights) < window and self.ahead < LINK_AHEAD:
+            payload = next(self.payloads, None)
+            if payload is None:
+                self.finished = True
+                break
+            self.flights[self.sequence] = Flight(b"\0\3" + struct.pack("<I", self.sequence) + payload)
+            self.sequence = (self.sequence + 1) % LINK_SEQUENCES
+        for flight in self.flights.values():
+            if now - flight.sent_at < LINK_RESEND_S and flight.overtaken < LINK_OVERTAKEN:
+                continue
+            if flight.tries == LINK_TRIES:
+                self.closed = True
+                return []
+            self.order += 1
+            flight.sent_at, flight.tries, flight.overtaken, flight.order = now, flight.tries + 1, 0, self.order
+            out.append(flight.packet)
+        return out
+
+
+LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
+LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
+LIST_LINKS = 512                    # open exchanges, of proven and of unproven peers each; a few kB apiece
+LIST_EDITION_S = 1.0                # a list is made anew at most so often
+
+
+class ListLink(SubSpaceLink):
+    """The master's end: takes list requests, `01 minplayers[4]`."""
+
+    def __init__(self, protocol: SubSpaceList, address: str, key: bytes, now: float) -> None:
+        super().__init__(now)
+        self.protocol, self.address, self.key = protocol, address, key
+        self.finished = True
+        self.requests = 0
+        self.unproven_bytes = 0
+
+    def packet(self, data: bytes, now: float) -> List[bytes]:
+        if data[:1] != b"\1" or len(data) != 5:
+            return super().packet(data, now)
+        # The first request is paid for by the connection. One list at a time.
+        if self.finished and not self.flights and (not self.requests or self.protocol.limiter.allow(self.address, now)):
+            self.requests += 1
+            self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
+            self.finished = False
+        return []
+
+
+class SubSpaceList(UdpProtocol):
+    """SubSpace's list port: a short exchange over the core protocol (SubSpaceLink), one link a peer.
+
+        > 00 01 key[4] VV 00                    connect, VV 01 or 11
+        < 00 02 key[4]                          the same key: no encryption
+        > 00 03 00000000 01 minplayers[4]       which zones
+        < 00 04 00000000
+        < 00 03 seq[4] 00 0a total[4] …         at most 480 bytes of the list, as often as it takes
+        > 00 04 seq[4]
+        > 00 07                                 disconnect
+
+    The list is `01` and for each zone ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL. Nothing in
+    the exchange proves the peer's address before its first acknowledgement; until then one packet is in flight, and at
+    most LIST_UNPROVEN_BYTES go out.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.registry = core.registry
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.unproven_limiter = Limiter(LIST_UNPROVEN_RATE, core.registry.rules.verdict)
+        self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
+        self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
+        self.edition: List[Tuple[int, bytes]] = []          # players and list entry of each zone
+        self.edition_at = float("-inf")
+        self.edition_generation = -1
+
+    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        link = self.proven.get(peer) or self.unproven.get(peer)
+        if data[:2] == b"\0\1":
+            if len(data) != 8 or data[6:] not in (b"\1\0", b"\x11\0"):
+                raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
+            # A repeated connect changes nothing, unless the peer has its list: then it wants another
+            if link is None or link.key != data[2:6] or link.requests and link.finished and not link.flights:
+                if not self.limiter.allow(peer[0], now):
+                    return []
+                self.proven.pop(peer, None)
+                link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
+                self.bound(self.unproven)
+            return self.post(link, [b"\0\2" + link.key], peer, now)
+        if link is None:
+            if data == b"\0\7":             # often sent twice
+                return []
+            raise Malformed("a packet outside an exchange")
+        return self.post(link, link.receive(data, now), peer, now)
+
+    def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
+        if link.proven and peer in self.unproven:
+            self.proven[peer] = self.unproven.pop(peer)
+            self.bound(self.proven)
+        out: Replies = []
+        for packet in packets:
+            if not link.proven:
+                if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
+                    link.closed = True
+                    break
+                if not self.unproven_limiter.allow(peer[0], now):
+                    continue
+                link.unproven_bytes += len(packet)
+            out.append((packet, peer))
+        if link.closed:
+            self.proven.pop(peer, None)
+            self.unproven.pop(peer, None)
+        return out
+
+    def bound(self, links: collections.OrderedDict[Peer, ListLink]) -> None:
+        if len(links) > LIST_LINKS:
+            links.popitem(last=False)
+
+    def tick(self, now: float) -> Replies:
+        return [reply for links in (self.proven, self.unproven) for peer, link in list(links.items())
+                for reply in self.post(link, link.tick(now), peer, now)]
+
+    def chunks(self, minimum: int, now: float) -> Iterator[bytes]:
+        """The list of zones with at least so many players, in packets, made one by one as they can be sent."""
+        if now - self.edition_at >= LIST_EDITION_S and self.edition_generation != self.registry.generation:
+            zones = [server for server in self.registry.in_order("subspace")
+                     if ":" not in server.address and server.responding]
+            self.edition = list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
+            self.edition_at, self.edition_generation = now, self.registry.generation
+        return zone_chunks(self.edition, minimum)
+
+
+def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[bytes]:
+    head = b"\0\x0a" + struct.pack("<I", 1 + sum(len(entry) for players, entry in edition if players >= minimum))
+    rest = b"\1"
+    for players, entry in edition:
+        rest += entry if players >= minimum else b""
+        while len(rest) > LINK_CHUNK_BYTES:
+            yield head + rest[:LINK_CHUNK_BYTES]
+            rest = rest[LINK_CHUNK_BYTES:]
+    yield head + rest
+
+
+def zone_entry(server: Server) -> bytes:
+    """A zone in the list: 78 bytes and the description, as Windows-1252."""
+    version = int(server.version) if server.version.isdecimal() else ZONE_VERSION
+    name, description = (text.encode("cp1252", "replace") for text in (server.name, server.description))
+    return ZONE_ENTRY.pack(ipv4_bytes(server.address), server.port, server.players, server.details.get("scores") == "yes",
+                           clamp(version, 0xFFFFFFFF), name[:63]) + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
+
+
+def zone_entries(data: bytes) -> List[Dict[str, Any]]:
+    """The way back: what a list tells of each zone; raises Malformed."""
+    if data[:1] != b"\1":
+        raise Malformed("a list begins with 01")
+    zones = []
+    data = data[1:]
+    while data:
+        if len(data) <= ZONE_ENTRY.size:
+            raise Malformed("list: the last zone is cut off")
+        address, port, players, scores, version, name = ZONE_ENTRY.unpack_from(data)
+        description, nul, data = data[ZONE_ENTRY.size:].partition(b"\0")
+        if not nul:
+            raise Malformed("list: a description without its NUL")
+        zones.append({"address": str(ipaddress.IPv4Address(address)), "port": port, "name": decode_legacy(c_string(name)),
+                      "players": players, "scores": bool(scores & 255), "version": version,
+                      "description": decode_legacy(description, TEXT_CHARACTERS)})
+    return zones
 
 
 # --- AIO -------------------------------------------------------------------------------------------------------------
@@ -1925,6 +3325,8 @@ class Aio(TcpProtocol, Querier):
     open. A server that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected.
     """
 
+    game = "aio"
+
     def __init__(self, core: Core) -> None:
         self.core, self.registry, self.poller = core, core.registry, core.poller
         self.greeting_after: float = core.settings["aio.text_greeting_after"]
@@ -1935,17 +3337,17 @@ class Aio(TcpProtocol, Querier):
         self.owners: Dict[Server, AioSession] = {}
         # By what makes it: the registry's generation, when it was made, the bytes
         self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}
-        self.messages = Limiter(1, 1, self.registry.rules.verdict)      # read() sets their rates
-        self.requests = Limiter(1, 1, self.registry.rules.verdict)
+        self.messages = Limiter(core.settings["limits.datagrams"], self.registry.rules.verdict)
+        self.requests = Limiter(core.settings["limits.requests"], self.registry.rules.verdict)
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
-        self.messages.set_rate(*settings["limits.datagrams"])
-        self.requests.set_rate(*settings["limits.requests"])
-        self.news_file: str = settings["aio.news_file"]
+        self.messages.set_rate(settings["limits.datagrams"])
+        self.requests.set_rate(settings["limits.requests"])
+        self.news_file = settings.file("aio.news_file")
         self.news_trouble = ""
-        self.set_news(settings["aio.news"])
+        self.set_news(settings.texts.get("aio.news_file") or settings["aio.news"])
         self.look_for_news()
 
     def session(self, address: str, now: float) -> AioSession:
@@ -2083,31 +3485,1036 @@ class Aio(TcpProtocol, Querier):
 
 # =====================================================================================================================
 # 8  Pages
+#
+# What people see: a departures board, not a dashboard. Templates, style sheet and script as raw strings; they know nothing of
+# the program around them. The style sheet and the script have addresses of their own and are never formatted, so that the
+# Content-Security-Policy needs no exception: no style attribute, no inline script, nothing from elsewhere. Every page is
+# complete without the script.
 # =====================================================================================================================
+
+SPARK_CROWD = 4             # players that fill a sparkline's height at least: one lone visitor is no crowd
+CHART_POINTS = 366          # a day each in a year, four minutes in a day: about one a pixel on a phone
+CHART_GRIDLINES = 4         # at most, above zero: few enough to be read, not counted
+
+# The list page, and what the operator's own `[http] template` may hold instead. Placeholders, each once or not at all:
+#   $title    the title in the ini (text)             $intro    the paragraph of the ini, or nothing
+#   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers", with the day's sparkline
+#   $tabs     all games or one, with counts           $search   the form: name, minimum of players
+#   $table    the list, or what to do if it is empty  $foot     the links to /check, /servers.json, ...
+# A dollar sign of your own is written $$.
+LIST_PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+$head</head>
+<body>
+<header class="list">
+<div><h1>$title</h1>
+$intro</div>
+$totals</header>
+<main>
+<div class="bar">
+$tabs$search</div>
+$table</main>
+$foot</body>
+</html>
+""")
+
+PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+$head</head>
+<body>
+<header><a class="home" href="/">$title</a></header>
+<main>
+$main</main>
+$foot</body>
+</html>
+""")
+
+HEAD = string.Template("""\
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<link rel="icon" href="/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/style.css">
+<script src="/app.js" defer></script>
+""")
+
+FOOT = """\
+<footer>
+<nav aria-label="More"><a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
+<a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
+</footer>
+"""
+
+TOTALS = string.Template("""\
+<p class="totals" id="totals" data-live>$spark<b>$players</b> $player_word on <b>$servers</b> $server_word</p>
+""")
+
+SEARCH = string.Template("""\
+<form id="search" action="/" role="search">
+$game<label>Name <input type="search" name="name" value="$name" autocomplete="off" spellcheck="false"></label>
+<label>Players from <input type="number" name="players_min" value="$players_min" min="0" max="9999"></label>
+<button>Search</button>
+</form>
+""")
+
+TABLE = string.Template("""\
+<p id="status" role="status">$status</p>
+<table role="table" id="servers" data-total="$total"$one_game>
+<thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Game\
+<th role="columnheader">Mode<th role="columnheader">Map<th role="columnheader">Players\
+<th role="columnheader">Version<th role="columnheader">Seen\
+<th role="columnheader">Address</thead>
+<tbody role="rowgroup">
+$rows</tbody>
+</table>
+$empty""")
+
+EMPTY = string.Template("""\
+<section class="empty" id="empty"$hidden>
+<h2>No servers yet</h2>
+<p>The first game server to announce itself appears here.</p>
+$hint
+</section>
+""")
+
+# Formatted with %, every value escaped before: 2,000 of them are made in one go, Template would take twice as long. End
+# tags that HTML lets one leave out are left out. The cells have no classes: the style sheet counts columns. The roles
+# say what the tags say already, for browsers that forget it when the style sheet makes a row a grid.
+ROW = ('<tr role="row"%s><td role="cell"><a href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
+       '<td role="cell">%s<td role="cell">%s<td role="cell">%s<td role="cell"><span><b>%d</b>%s</span>%s'
+       '<td role="cell">%s<td role="cell"')
+ROW_END = '<td role="cell"><code>%s</code>\n'
+
+BADGES = {      # word: what it means, shown as its title
+    "official": "Run by the makers of the game",
+    "unconfirmed": "Known from before this master was restarted, not heard from since",
+    "self-reported": "Says so itself: this master has not been able to ask it",
+    "not responding": "Announces itself, but does not answer queries",
+}
+
+VERIFIED = {
+    "handshake": "It answered this master's handshake",
+    "query": "It answers this master's queries",
+    "connection": "It keeps a connection to this master",
+    "self-reported": "Not verified: everything here is what it says itself",
+}
+
+SERVER_PAGE = string.Template("""\
+<div id="state" data-live>
+<h1><bdi>$name</bdi> $badges</h1>
+<p class="lead">$lead</p>
+</div>
+$play<section>
+<div class="bar">
+<h2>Players</h2>
+<nav class="tabs" aria-label="Span">$tabs</nav>
+</div>
+<div id="history" data-live>
+$chart</div>
+</section>
+<section>
+<h2>Details</h2>
+<dl id="facts" data-live>
+$facts</dl>
+</section>
+""")
+
+CHECK_PAGE = string.Template("""\
+<h1>Is my server listed?</h1>
+<p class="lead">What this master last received from an address, what became of it, and what to do.</p>
+<form class="check" action="/check">
+<label>Address <input name="address" value="$address" required autocomplete="off" spellcheck="false"
+ placeholder="192.0.2.1"></label>
+<label>Port <input type="number" name="port" value="$port" min="1" max="65535" placeholder="any"></label>
+<button>Check</button>
+</form>
+<section id="listed" data-live>
+<h2>$verdict</h2>
+$listed</section>
+<section id="findings" data-live>
+<h2>What arrived</h2>
+$findings</section>
+""")
+
+FINDING = string.Template("""\
+<li><h3>$outcome</h3>
+<p>$todo</p>
+<p class="from">$when · $protocol from <code>$peer</code></p>
+""")
+
+ERROR_PAGE = string.Template("""\
+<div class="error">
+<p class="status">$status</p>
+<h1>$reason</h1>
+<p class="lead">$hint</p>
+<p><a href="/">All servers</a></p>
+</div>
+""")
+
+ICON_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="6" fill="#131210"/>\
+<g stroke="#f2b23a" stroke-width="3" stroke-linecap="round"><path d="M7 9h11M7 16h8M7 23h12"/>\
+<path d="M24 9h1M21 16h4M24 23h1" stroke="#ece8df"/></g></svg>
+"""
+
+# One set of custom properties, twice. A test computes every pair of text and ground: 4.5:1 at least.
+STYLE_CSS = r""":root {
+  color-scheme: light dark;
+  --ground: #fcfbf8;
+  --raised: #f4f1ea;
+  --ink: #1d1b18;
+  --soft: #625d55;
+  --line: #e3dfd6;
+  --accent: #8a5700;
+  --glow: #fae7bd;
+  --alert: #a3261b;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ground: #131210;
+    --raised: #1d1b18;
+    --ink: #ece8df;
+    --soft: #a8a195;
+    --line: #2d2a26;
+    --accent: #f2b23a;
+    --glow: #43351a;
+    --alert: #ff9484;
+  }
+}
+
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; scrollbar-gutter: stable; }
+body {
+  margin: 0 auto; padding: 0 1.25rem; max-width: 72.5rem;
+  background: var(--ground); color: var(--ink);
+  font: 400 .9375rem/1.5rem system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
+  font-variant-numeric: tabular-nums;
+}
+a { color: inherit; text-decoration-color: var(--soft); text-underline-offset: .2em; }
+a:hover { color: var(--accent); text-decoration-color: currentColor; }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; border-radius: 2px; }
+h1 { margin: 0; font-size: 1.625rem; line-height: 2rem; font-weight: 650; letter-spacing: -.015em; }
+h2 { margin: 0 0 .75rem; font-size: 1rem; font-weight: 650; }
+h3 { margin: 0; font-size: 1rem; font-weight: 650; }
+p { margin: 0; }
+b { font-weight: 650; }
+section { margin-top: 2.5rem; }
+code, pre {
+  font: .8rem/1.5rem ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace;
+}
+[hidden] { display: none !important; }
+main { overflow-x: clip; overflow-clip-margin: .5rem; }      /* a name of combining marks alone has nowhere to break */
+.unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+
+header { padding: 2.5rem 0 1.5rem; }
+header.list { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: end; gap: 1rem 2rem; }
+header.list > div { min-width: 0; max-width: 42rem; }
+header p, .lead { color: var(--soft); overflow-wrap: anywhere; }
+.home { color: var(--soft); font-weight: 650; text-decoration: none; }
+.totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
+.totals svg { width: 4rem; height: 1.5rem; margin-right: .75rem; vertical-align: -.125rem; }
+footer {
+  margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft); font-size: .875rem;
+}
+footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
+
+/* Tabs and forms */
+.bar { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: center; gap: .75rem 2rem; }
+.bar h2 { margin: 0; }
+.tabs { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
+.tabs a { padding: .25rem 0; border-bottom: 2px solid transparent; color: var(--soft); text-decoration: none; }
+.tabs a:hover { color: var(--ink); }
+.tabs a[aria-current] { border-color: var(--accent); color: var(--ink); font-weight: 650; }
+.tabs small { margin-left: .25rem; font-size: .8125rem; font-weight: 400; color: var(--soft); }
+form { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; color: var(--soft); font-size: .875rem; }
+form label { display: inline-flex; align-items: center; gap: .5rem; }
+input, button { font: inherit; color: var(--ink); }
+input:not([type=checkbox]) {
+  height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft); border-radius: 3px;
+  background: var(--raised);
+}
+input[type=search], .check input { width: 11rem; }
+#search input[type=number] { width: 3.75rem; }
+input[type=checkbox] { margin: 0; width: 1rem; height: 1rem; accent-color: var(--accent); }
+::placeholder { color: var(--soft); opacity: 1; }
+form button {
+  height: 2rem; padding: 0 .875rem; border: 1px solid var(--soft); border-radius: 3px; background: none; cursor:
+  pointer;
+}
+form button:hover { border-color: var(--accent); color: var(--accent); }
+form.check { margin-top: 1.5rem; }
+.check input { width: 16rem; max-width: 100%; }
+.check input[type=number] { width: 6rem; }
+
+/* The board: rows are grids, so that those out of sight cost no layout and a phone can fold them.
+   Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
+#status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
+#status.old { color: var(--alert); }
+table, thead, tbody { display: block; }
+table { --columns: minmax(0, 1fr) 5rem 6rem 6.5rem 8rem 4.25rem 5rem 12rem; }
+.one-game { --columns: minmax(0, 1fr) 6.5rem 8rem 8rem 5rem 5rem 12rem; }
+tr {
+  display: grid; grid-template-columns: var(--columns); column-gap: .875rem; align-items: center; border-bottom: 1px
+  solid var(--line);
+}
+thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
+tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
+tbody tr:hover { background: var(--raised); }
+th { padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left; }
+th button {
+  margin: 0 -.25rem; padding: 0 .25rem; border: 0; background: none; color: inherit; cursor: pointer; white-space:
+  nowrap;
+}
+th button:hover { color: var(--accent); }
+th[aria-sort] { color: var(--ink); }
+th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
+th[aria-sort=descending] button::after { content: "\00a0↓"; }
+td {
+  min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; line-height: 1.5rem;
+  max-height: 1.5rem;
+}
+.one-game :is(th, td):nth-child(2) { display: none; }
+td:first-child { display: flex; }
+td:first-child a {
+  flex: 0 1 auto; min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; text-decoration: none;
+}
+td:first-child a:hover { text-decoration: underline; }
+td:nth-child(n+2) { color: var(--soft); }
+td:nth-child(4), td:nth-child(5) { color: var(--ink); }
+tr.empty td:first-child a { font-weight: 400; }
+tr.empty td:nth-child(n+4), tr.full td { color: var(--soft); }
+tr.empty b { font-weight: 400; }
+tr.full :is(svg, meter) { opacity: .5; }
+td:nth-child(5), td:last-child { display: flex; align-items: center; }
+td span { flex: 0 0 4rem; line-height: 1.25rem; }
+td svg { width: 3.25rem; height: 1.21875rem; margin-left: .625rem; }
+td svg, .totals svg { fill: var(--accent); opacity: .75; }
+meter {
+  display: block; width: 100%; height: 2px; appearance: none; -webkit-appearance: none; border: 0; background:
+  var(--line);
+}
+meter::-webkit-meter-inner-element { display: block; }
+meter::-webkit-meter-bar { height: 2px; border: 0; border-radius: 0; background: var(--line); }
+meter::-webkit-meter-optimum-value { background: var(--accent); }
+meter::-moz-meter-bar { background: var(--accent); }
+i {
+  flex: none; margin-left: .5rem; color: var(--soft); font-size: .75rem; font-style: normal; font-weight: 400;
+  letter-spacing: 0; white-space: nowrap;
+}
+td i { line-height: 1.625rem; }
+/* the first to give way, then the name */
+td i + i {
+  flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis;
+}
+td a, td .copy { outline-offset: -2px; }
+td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
+td code a { text-decoration: none; }
+td code a:hover { text-decoration: underline; }
+.copy {
+  position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0; border: 0;
+  background: none; color: var(--soft); vertical-align: top; cursor: pointer;
+}
+.copy::before, .copy::after {
+  content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid; border-radius: 2px;
+}
+.copy::before { left: .3125rem; top: .3125rem; border-right-color: transparent; border-bottom-color: transparent; }
+.copy::after { left: .5rem; top: .5rem; }
+.copy:hover { color: var(--accent); }
+.copy.done::before { display: none; }
+.copy.done::after {
+  left: .5rem; top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0;
+  color: var(--accent); rotate: 40deg;
+}
+section.empty { margin: 3rem 0; max-width: 42rem; }
+.empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
+.empty pre {
+  padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap;
+}
+
+@media (max-width: 68rem) {
+  table { --columns: minmax(0, 1fr) 5rem 6.5rem 8rem 5rem 12rem; }
+  .one-game { --columns: minmax(0, 1fr) 8rem 8rem 5rem 12rem; }
+  :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; }
+}
+@media (max-width: 54rem) {
+  table, .one-game { --columns: minmax(0, 1fr) 6rem 8rem 12rem; }
+  :is(th, td):nth-child(2), :is(th, td):nth-child(7) { display: none; }
+}
+
+/* A phone: every row is two lines, name and players above, game, mode, map and address below */
+@media (max-width: 40rem) {
+  body { padding: 0 1rem; }
+  header { padding: 1.5rem 0 1.25rem; }
+  h1 { font-size: 1.375rem; }
+  .totals b { font-size: 1.25rem; }
+  #search input[type=search] { flex: 1; width: auto; min-width: 6rem; }
+  #search, #search label:has([type=search]) { flex: 1 0 100%; }
+  .check input { flex: 1; width: auto; min-width: 0; }
+  .check label:first-child { flex: 1 0 100%; }
+  table, .one-game { --columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto; }
+  thead tr { display: flex; flex-wrap: wrap; }
+  tbody tr { height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem; column-gap: 0; align-items: start; }
+  table:not(.one-game) :is(th, td):nth-child(2), :is(th, td):nth-child(3) { display: block; }
+  td:first-child { grid-area: 1 / 1 / 2 / 5; margin-right: .75rem; font-size: 1rem; }
+  td:nth-child(5) { grid-area: 1 / 5; width: 7.25rem; }
+  td:nth-child(2), td:nth-child(3), td:nth-child(4) {
+    grid-area: 2 / 1; padding-right: .5rem; color: var(--soft); font-size: .8125rem;
+  }
+  td:nth-child(3) { grid-column: 2; }
+  td:nth-child(4) { grid-column: 3; }
+  td:last-child { grid-area: 2 / 4 / 3 / 6; justify-content: end; }
+  td:last-child code { flex: none; max-width: 10.5rem; font-size: .75rem; }
+  td span { flex-basis: 3.5rem; }
+  form { gap: .5rem .875rem; font-size: .8125rem; }
+}
+
+/* One server, one check */
+h1 bdi, h3, dd, li, .from { overflow-wrap: anywhere; }
+h1 bdi { display: inline-block; max-width: 100%; max-height: 4rem; overflow: hidden; vertical-align: top; }
+h1 i { vertical-align: .25rem; }
+.play {
+  display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius:
+  3px; color: var(--accent); font-weight: 650; text-decoration: none;
+}
+.play:hover { background: var(--accent); color: var(--ground); }
+dl {
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem 2rem; margin: 0;
+}
+dl div { min-width: 0; max-height: 9rem; overflow: hidden; padding-top: .5rem; border-top: 1px solid var(--line); }
+dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
+dd { margin: 0; }
+.findings { margin: 0; padding: 0; list-style: none; max-width: 48rem; }
+.findings li { padding: 1rem 0; border-top: 1px solid var(--line); overflow: hidden; }
+.findings li:first-child { border-left: 2px solid var(--accent); padding-left: 1rem; border-top: 0; }
+.from { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
+.servers { margin: 0; padding: 0; list-style: none; }
+.servers li { overflow: hidden; }
+.servers small { margin-left: .5rem; color: var(--soft); white-space: nowrap; }
+.servers code { margin-left: .5rem; }
+.servers bdi { font-weight: 650; }
+.error { padding: 3rem 0; }
+.error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
+.error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
+
+/* A chart: text keeps its size at every width, only the line inside is stretched */
+figure { margin: .75rem 0 0; }
+.chart { display: block; width: 100%; height: 16rem; overflow: visible; }
+.chart text { fill: var(--soft); font-size: .75rem; }
+.chart .grid { stroke: var(--line); }
+.chart .axis { stroke: var(--soft); }
+.chart svg { overflow: visible; }
+.chart path { vector-effect: non-scaling-stroke; stroke-linejoin: round; stroke-linecap: round; fill: none; }
+.chart .peak { fill: var(--accent); opacity: .18; }
+.chart .mean { stroke: var(--accent); stroke-width: 1.75; }
+.chart circle { fill: var(--ground); stroke: var(--accent); stroke-width: 1.5; }
+.chart .label {
+  fill: var(--ink); paint-order: stroke; stroke: var(--ground); stroke-width: 4px; stroke-linejoin: round;
+}
+.chart .latest { fill: var(--accent); font-size: .9375rem; font-weight: 650; }
+.middle { text-anchor: middle; }
+.end { text-anchor: end; }
+figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
+@media (max-width: 40rem) {
+  .chart { height: 13rem; }
+  .chart .minor { display: none; }
+}
+@media print { form, .copy, footer { display: none; } }
+"""
+
+APP_JS = r"""'use strict';
+// Every page is complete without this script. It adds: search as you type, sorting, hiding, copy buttons, and a refresh
+// every five seconds that touches only what has changed.
+
+const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500;
+const SEEN = 6, ADDRESS = 7;                            // columns that do not fade: one always moves, one never changes
+const table = document.querySelector('#servers');
+const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
+const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
+const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
+// ---- Times: relative, the exact one in the title. The master's clock counts, known from the answers' Date.
+
+let skew = 0;
+
+function ago(seconds) {
+  if (seconds < 1) return 'now';
+  for (const [unit, size, next] of [['s', 1, 90], ['min', 60, 5400], ['h', 3600, 129600]])
+    if (seconds < next) return Math.floor(seconds / size) + ' ' + unit + ' ago';
+  return Math.floor(seconds / 86400) + ' d ago';
+}
+
+function tellTimes() {
+  const now = Date.now() + skew;
+  for (const time of document.querySelectorAll('time, td[title]'))
+    put(time, ago((now - Date.parse(time.title)) / 1000));
+}
+
+// ---- Copy: a button beside every <code> that one may want, which says what it did to the eye and to the ear
+
+const said = make('div', {className: 'unseen'});
+said.setAttribute('role', 'status');
+document.body.append(said);
+
+function addCopyButtons(root) {
+  for (const code of root.querySelectorAll('code:not(.from code)')) {
+    if (code.nextElementSibling && code.nextElementSibling.className === 'copy') continue;
+    const button = make('button', {type: 'button', className: 'copy', title: 'Copy'});
+    button.setAttribute('aria-label', 'Copy ' + code.textContent);
+    code.after(button);
+  }
+}
+
+document.addEventListener('click', async event => {
+  const button = event.target.closest('.copy');
+  if (!button) return;
+  const text = button.previousElementSibling.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {                                             // plain http has no clipboard: copy a selection instead
+    const area = make('textarea', {value: text, className: 'unseen'});
+    document.body.append(area);
+    area.select();
+    document.execCommand('copy');
+    area.remove();
+    button.focus({preventScroll: true});
+  }
+  said.textContent = 'Copied ' + text;
+  button.classList.add('done');
+  setTimeout(() => { button.classList.remove('done'); said.textContent = ''; }, COPIED_MS);
+});
+
+// ---- The view: what is searched, sorted and hidden, kept in the address so that a link reproduces it
+
+const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
+const LARGEST_FIRST = ['players', 'seen'];
+const asked = new URLSearchParams(location.search);
+const view = {
+  name: asked.get('name') || '', players_min: asked.get('players_min') || '',
+  hide: (asked.get('hide') || '').split(',').filter(Boolean), sort: asked.get('sort') || '',
+};
+const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
+const players = row => parseInt(row.cells[4].textContent, 10) || 0;
+const nameOf = row => row.querySelector('bdi').textContent;
+const keyOf = row => row.querySelector('a').getAttribute('href');
+let order = [];                                         // the rows in the master's order
+let capped = false;                                     // the master has more rows than a page shows: it must search
+
+function viewQuery() {
+  const query = new URLSearchParams(location.search);
+  for (const [key, value] of [['name', view.name], ['players_min', +view.players_min ? view.players_min : ''],
+                              ['hide', view.hide.join(',')], ['sort', view.sort]])
+    value ? query.set(key, value) : query.delete(key);
+  return query;
+}
+
+function keepView() {
+  const query = viewQuery(), search = String(query) && '?' + query;
+  if (search !== location.search) history.replaceState(null, '', location.pathname + search);
+  for (const link of document.querySelectorAll('#tabs a')) {
+    const game = new URL(link.href).searchParams.get('game');
+    game ? query.set('game', game) : query.delete('game');
+    link.href = '/?' + query;
+  }
+}
+
+function wanted(row) {
+  return players(row) >= (+view.players_min || 0) && nameOf(row).toLowerCase().includes(view.name.trim().toLowerCase())
+    && !view.hide.includes(row.className);
+}
+
+function sorted(rows) {
+  const column = COLUMNS.indexOf(view.sort.replace('-', '')), sign = view.sort.startsWith('-') ? -1 : 1;
+  if (column < 0) return rows;
+  const value = column === 4 ? players : column === SEEN ? row => Date.parse(row.cells[SEEN].title)
+    : column === 0 ? nameOf : row => row.cells[column].textContent;
+  const compare = column === 4 || column === SEEN ? (a, b) => a - b : collator.compare;
+  return rows.map(row => [value(row), row]).sort((a, b) => sign * compare(a[0], b[0])).map(pair => pair[1]);
+}
+
+function show() {
+  for (const row of order) row.hidden = !wanted(row);
+  const rows = sorted(order), body = table.tBodies[0];
+  let place = body.firstElementChild;
+  if (rows.filter((row, index) => body.rows[index] !== row).length > 100) body.append(...rows);
+  else for (const row of rows) {                        // a few rows move: leave the others where they are
+    if (place && place !== row && place.nextElementSibling === row) place = row;
+    if (place === row) place = row.nextElementSibling;
+    else body.insertBefore(row, place);
+  }
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const on = COLUMNS[index] === view.sort.replace('-', '');
+    if (on) head.setAttribute('aria-sort', view.sort.startsWith('-') ? 'descending' : 'ascending');
+    else head.removeAttribute('aria-sort');
+  }
+  tellStatus();
+}
+
+// ---- The refresh
+
+let lastText, lastUrl, lastAnswer = Date.now(), failed = false, asking = false;
+const lastParts = new Map();
+const number = n => n.toLocaleString('en');
+
+function tellStatus() {
+  const status = document.querySelector('#status');
+  if (!status) return;
+  const visible = order.filter(row => !row.hidden).length, total = Math.max(+table.dataset.total, order.length);
+  status.classList.toggle('old', failed);
+  put(status, failed
+    ? 'The master does not answer. This list is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
+    : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
+    : visible < total ? number(visible) + ' of ' + number(total) + ' servers shown'
+    : total === 0 ? '' : number(total) + (total === 1 ? ' server' : ' servers'));
+}
+
+function source() {                                     // filters stay here, unless the master has too many rows
+  if (!table) return location.pathname + location.search;
+  const query = new URLSearchParams(), now = viewQuery();
+  for (const key of capped ? ['game', 'name', 'players_min'] : ['game']) if (now.get(key)) query.set(key, now.get(key));
+  return location.pathname + (String(query) && '?' + query);
+}
+
+function fade(element) {
+  if (!matchMedia('(prefers-reduced-motion: reduce)').matches)
+    element.animate([{backgroundColor: 'var(--glow)'}, {backgroundColor: 'transparent'}], FADE_MS);
+}
+
+function patchRow(row, fresh) {
+  row.className = fresh.className;
+  for (const [index, cell] of [...fresh.cells].entries()) {
+    const old = row.cells[index];
+    if (index === ADDRESS || old.isEqualNode(cell)) continue;
+    if (index === SEEN) old.title = cell.title;
+    old.replaceChildren(...cell.childNodes);
+    if (index !== SEEN) fade(old);
+  }
+}
+
+function patchRows(page, fading) {
+  const known = new Map(order.map(row => [keyOf(row), row]));
+  order = rowsOf(page).map(fresh => {
+    const key = keyOf(fresh), row = known.get(key);
+    if (row) { patchRow(row, fresh); known.delete(key); return row; }
+    addCopyButtons(fresh);
+    if (fading) setTimeout(fade, 0, fresh);
+    return fresh;
+  });
+  for (const gone of known.values()) gone.remove();
+  table.dataset.total = page.querySelector('#servers').dataset.total;
+}
+
+function patch(page, fading) {
+  const held = document.activeElement, row = held.closest && held.closest('#servers tbody tr');
+  const tag = held.tagName, inAddress = row && row.cells[ADDRESS].contains(held);
+  for (const part of document.querySelectorAll('[data-live]')) {
+    const fresh = page.getElementById(part.id);
+    if (!fresh || fresh.innerHTML === lastParts.get(part.id) || part.contains(held)) continue;
+    lastParts.set(part.id, fresh.innerHTML);
+    part.replaceChildren(...fresh.childNodes);
+    addCopyButtons(part);
+  }
+  if (table && page.querySelector('#servers')) {
+    patchRows(page, fading);
+    const empty = document.querySelector('#empty');
+    empty.hidden = order.length > 0 || capped;
+    table.hidden = !order.length && !empty.hidden;
+    show();
+    keepView();
+    if (row && row.isConnected && document.activeElement !== held)      // a row that moved or changed keeps the focus
+      (held.isConnected ? held : (inAddress ? row.cells[ADDRESS] : row).querySelector(tag))
+        .focus({preventScroll: true});
+  }
+}
+
+function reading() {                                    // text held selected in the table: nothing may move under it
+  const selection = getSelection();
+  return table && !selection.isCollapsed && selection.rangeCount && selection.getRangeAt(0).intersectsNode(table);
+}
+
+async function refresh() {
+  if (document.hidden || asking || reading()) return;
+  asking = true;
+  const url = source();
+  try {
+    const answer = await fetch(url, {cache: 'no-cache', signal: AbortSignal.timeout(ANSWER_MS)});
+    if (!answer.ok) throw new Error(answer.status);
+    const text = await answer.text();
+    skew = Date.parse(answer.headers.get('date')) - Date.now() || 0;
+    if (Math.abs(skew) < 2000) skew = 0;                // Date has whole seconds, and the answer was on its way
+    lastAnswer = Date.now();
+    failed = false;
+    if (text !== lastText && url === source() && !reading()) {
+      const page = new DOMParser().parseFromString(text, 'text/html');
+      if (table && !capped && +page.querySelector('#servers').dataset.total > rowsOf(page).length) capped = true;
+      if (url === source()) {                           // else: it has too many rows, ask it to search
+        patch(page, url === lastUrl);
+        [lastText, lastUrl] = [text, url];
+      }
+    }
+    if (!reading()) tellTimes();
+  } catch {
+    failed = true;
+  }
+  asking = false;
+  if (table) tellStatus();
+  if (url !== source()) refresh();                      // the view moved on while the answer came
+}
+
+// ---- Start
+
+for (const part of document.querySelectorAll('[data-live]')) lastParts.set(part.id, part.innerHTML);
+addCopyButtons(document);
+
+if (table) {
+  order = rowsOf(document);
+  capped = +table.dataset.total > order.length;
+  const form = document.querySelector('#search');
+  if (form) {                                           // an operator's own template may have none
+    form.elements.name.value = view.name;               // a browser may put back what stood there before
+    form.elements.players_min.value = view.players_min;
+    form.querySelector('button').hidden = true;
+    for (const word of ['empty', 'full']) {
+      const box = make('input', {type: 'checkbox', value: word, checked: view.hide.includes(word)});
+      const label = make('label');
+      label.append(box, 'Hide ' + word);
+      form.append(label);
+    }
+    form.addEventListener('submit', event => event.preventDefault());
+    form.addEventListener('input', () => {
+      view.name = form.elements.name.value;
+      view.players_min = form.elements.players_min.value;
+      view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
+      keepView();
+      show();
+      if (capped || asked.get('name') || asked.get('players_min')) refresh();   // it came filtered: fetch the rest
+    });
+  }
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const button = make('button', {type: 'button', textContent: head.textContent});
+    head.replaceChildren(button);
+    button.addEventListener('click', () => {            // one way, the other way, back to the master's order
+      const column = COLUMNS[index], ways = [column, '-' + column];
+      if (LARGEST_FIRST.includes(column)) ways.reverse();
+      view.sort = view.sort === ways[0] ? ways[1] : view.sort === ways[1] ? '' : ways[0];
+      keepView();
+      show();
+    });
+  }
+  keepView();
+  show();
+}
+
+if (document.querySelector('[data-live]')) {
+  setInterval(refresh, REFRESH_MS);
+  document.addEventListener('visibilitychange', refresh);
+}
+"""
+
 
 class Html(str):
     """Text that is HTML already; everything else is escaped by fill()."""
 
 
-def fill(template: string.Template, **values: Any) -> Html:
-    return Html(template.substitute({name: value if isinstance(value, Html) else html.escape(str(value))
-                                     for name, value in values.items()}))
+def fill(template: string.Template, **values: object) -> Html:
+    """The template with every value in its place, escaped unless it is Html. KeyError: a value is missing."""
+    return Html(template.substitute({key: value if isinstance(value, Html) else html.escape(str(value), quote=True)
+                                     for key, value in values.items()}))
 
 
-LIST_PAGE = string.Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$title</title><link rel="stylesheet" href="/style.css">
-<h1>$title</h1>
-<table><tr><th>Name<th>Mode<th>Map<th>Players<th>Version<th>Address</tr>
-$rows</table>
-""")
-ROW = string.Template("""<tr><td>$name<td>$mode<td>$map<td>$players/$max_players<td>$version<td>$address</tr>
-""")
-ERROR_PAGE = string.Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$status $reason</title><link rel="stylesheet" href="/style.css">
-<h1>$status $reason</h1>
-<p>$hint</p>
-""")
-STYLE_CSS = "body { font: 1rem system-ui, sans-serif }\n"
+def joined(parts: Iterable[str]) -> Html:
+    return Html("".join(parts))
+
+
+def list_template(text: str) -> string.Template:
+    """An operator's own list page from its text. ValueError says what does not parse or is unknown."""
+    template = string.Template(text)
+    known = ("title", "intro", "head", "totals", "tabs", "search", "table", "foot")
+    try:
+        template.substitute(dict.fromkeys(known, ""))
+    except KeyError as error:
+        raise ValueError("unknown placeholder $%s (there are: %s)" % (error.args[0], ", ".join(known))) from None
+    return template
+
+
+def ago(seconds: float) -> str:
+    """12 -> '12 s ago'. The same steps as in the script."""
+    if seconds < 1:
+        return "now"
+    for unit, size, following in ("s", 1, 90), ("min", 60, 5400), ("h", 3600, 129600):
+        if seconds < following:
+            return "%d %s ago" % (seconds // size, unit)
+    return "%d d ago" % (seconds // 86400)
+
+
+def utc(wall: float) -> datetime:
+    return datetime.fromtimestamp(wall, timezone.utc)
+
+
+def time_tag(then: float, wall: float) -> Html:
+    exact = utc(then).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Html('<time datetime="%s" title="%s">%s</time>' % (exact, exact, ago(wall - then)))
+
+
+def server_link(server: Any) -> Html:
+    return Html("/server?game=%s&amp;address=%s&amp;port=%d" % (urllib.parse.quote(server.game), urllib.parse.quote(server.address), server.port))
+
+
+def badges(server: Any) -> Html:
+    words = [word for word, on in (("official", server.official), ("unconfirmed", server.unconfirmed),
+                                   ("self-reported", server.verified == "self-reported"),
+                                   ("not responding", not server.responding)) if on]
+    return Html("".join('<i title="%s">%s</i>' % (BADGES[word], word) for word in words))
+
+
+def plural(number: int, word: str) -> str:
+    return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
+
+
+def server_row(server: Any, spark: Html, title: str) -> Tuple[str, str]:
+    """One row of the list, about 570 bytes, in two pieces: the time that the server was last seen comes between (seen_cell), as
+    it moves when nothing else does. `spark` is sparkline(...), `title` the game's."""
+    escape = html.escape
+    address = escape(endpoint(server.address, server.port))
+    bar, state = "", ""
+    if server.max_players:
+        bar = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>' % (server.max_players, server.max_players, server.players)
+        if server.players >= server.max_players:
+            state = ' class="full"'
+    if not server.players:
+        state = ' class="empty"'
+    quote = urllib.parse.quote
+    return ROW % (
+        state, quote(server.game), quote(server.address), server.port, escape(server.name) or address, badges(server), escape(title),
+        escape(server.mode), escape(server.map), server.players, bar, spark, escape(server.version)), ROW_END % (
+        '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address) if server.game == "iceball" else address)
+
+
+def seen_cell(then: float, wall: float) -> str:
+    """What stands between the two pieces of a row."""
+    return ' title="%sZ">%s' % (utc(then).isoformat()[:19], ago(wall - then))
+
+
+def sparkline(values: Sequence[Optional[float]]) -> Html:
+    """24 hourly values, None where there is none: a histogram about 100 bytes long. Nothing known: nothing."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return Html("")
+    crowd = max(SPARK_CROWD, max(known))
+    path, level, width = ["M0 9"], 9, 0             # 9 is the ground: away. 8: here and empty. 0: the day's peak
+    for value in values:
+        y = 9 if value is None else 8 - round(8 * value / crowd)
+        if y == level:
+            width += 1
+            continue
+        if width:
+            path.append("h%d" % width)
+        path.append("V%d" % y)
+        level, width = y, 1
+    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="%sh%dV9"/></svg>' % ("".join(path), width))
+
+
+def head(title: str) -> Html:
+    return fill(HEAD, title=title)
+
+
+def page(look: Any, title: str, main: Html) -> Html:
+    return fill(PAGE, head=head("%s · %s" % (title, look.title)), title=look.title, main=main, foot=Html(FOOT))
+
+
+def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Html:
+    return fill(string.Template('<a href="$link"$current>$text$count</a>\n'), link=link, text=text,
+                current=Html(' aria-current="page"') if current else "",
+                count="" if count is None else Html("<small>%s</small>" % format(count, ",")))
+
+
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, total: int, players: int,
+              wall: float, look: Any,
+              name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> Html:
+    """The list. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: joined
+    server_row(), PAGE_ROWS at most; total: how many servers match; players: on all of them; hint: what a game server
+    needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
+    shown = rows.count("<tr")                       # in the rows every other "<" is escaped or another tag
+    if total > shown:
+        status = "The first %s of %s. Search by name to find the others." % (
+            format(shown, ","), plural(total, "server"))
+    else:
+        status = plural(total, "server") if total else "No server matches." if name or players_min else ""
+    tabs = joined([tab("/", "All games", not game, sum(counts.values()))] + [
+        tab("/?game=" + urllib.parse.quote(key), title, key == game, counts.get(key, 0)) for key, title in titles.items()])
+    nothing = not total and not name and not players_min
+    number, word = plural(players, "player").split(" ")
+    servers, servers_word = plural(total, "server").split(" ")
+    return fill(
+        look.template or LIST_PAGE, title=look.title, head=head(look.title), foot=Html(FOOT),
+        intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
+        totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
+        tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % tabs)
+        if len(titles) > 1 else "",
+        search=fill(SEARCH, name=name, players_min=players_min or "",
+                    game=fill(string.Template('<input type="hidden" name="game" value="$game">\n'), game=game)
+                    if game else ""),
+        table=fill(TABLE, status=status, total=total, rows=Html(rows),
+                   one_game=Html((' class="one-game"' if game else "") + (" hidden" if nothing else "")),
+                   empty=fill(EMPTY, hint=hint, hidden="" if nothing else Html(" hidden"))))
+
+
+def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Any, title: str = "") -> Html:
+    """One server. server: as listed now, or None; known: game, address, port, name, first_seen, last_seen (as last
+    known); series: of the span ('day', 'week', 'month', 'year'), see chart(); title: the game's."""
+    here = server or known
+    address = endpoint(here.address, here.port)
+    name = here.name or address
+    game = title or here.game
+    facts = [("Address", fill(string.Template("<code>$address</code>"), address=address)), ("Game", game)]
+    if server:
+        lead = " · ".join(part for part in (game, server.mode, server.map) if part)
+        count = format(server.players, ",")
+        if server.max_players:
+            count += " of %s" % format(server.max_players, ",")
+        if server.playing is not None:
+            count += ", %d of them playing" % server.playing
+        facts += [("Players", count), ("Mode", server.mode), ("Map", server.map), ("Version", server.version),
+                  ("Description", server.description),
+                  ("Ping from this master", "" if server.ping_ms is None else "%.0f ms" % server.ping_ms),
+                  ("Verified", VERIFIED[server.verified])]
+        facts += [(key.replace("_", " ").capitalize(), value) for key, value in server.details.items()]
+    else:
+        lead = Html("Not listed now. Last seen %s. <a href=\"/check?address=%s&amp;port=%d\">Why?</a>"
+                    % (time_tag(known.last_seen, wall), urllib.parse.quote(known.address), known.port))
+    sampled = [mean for index, mean in enumerate(series.means)
+               if here.first_seen - series.step < series.start + index * series.step < wall - series.step]
+    if sampled:
+        here_part = sum(mean is not None for mean in sampled) / len(sampled)
+        facts.append(("Uptime, past " + span, "%.4g %% of the time" % (math.floor(here_part * 1000) / 10)))
+    facts += [("First seen", time_tag(here.first_seen, wall)), ("Last seen", time_tag(here.last_seen, wall))]
+    fact = string.Template("<div><dt>$key</dt><dd>$value</dd></div>\n")
+    return page(look, name, fill(
+        SERVER_PAGE, name=name, badges=badges(server) if server else "", lead=lead,
+        play=fill(string.Template('<p><a class="play" href="iceball://$address">Play</a></p>\n'), address=address)
+        if server and server.game == "iceball" else "",
+        tabs=joined(tab(Html("%s&amp;span=%s" % (server_link(here), key)), key.capitalize(), key == span)
+                           for key in SPANS),
+        chart=chart(series, wall),
+        facts=joined(fill(fact, key=key, value=value) for key, value in facts if value)))
+
+
+def check_page(address: str, port: int, findings: Iterable[tuple], listed: Sequence[Any], wall: float,
+               look: Any) -> Html:
+    """What became of what an address sent. port: 0 for any; findings: (when, protocol, address, port, outcome, what to
+    do), the latest first; listed: the servers of this address that are listed now."""
+    item = string.Template('<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>\n')
+    servers = joined(fill(
+        item, link=server_link(server), name=server.name or endpoint(server.address, server.port),
+        badges=badges(server),
+        peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
+    what = joined(fill(
+        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port), outcome=outcome,
+        todo=todo)
+        for when, protocol, peer, peer_port, outcome, todo in findings)
+    whom = endpoint(address, port) if port else address
+    return page(look, "Is my server listed?", fill(
+        CHECK_PAGE, address=address, port=port or "",
+        verdict="Listed now: " + plural(len(listed), "server") if listed else "Nothing at %s is listed now" % whom,
+        listed=Html('<ul class="servers">\n%s</ul>\n' % servers) if listed else "",
+        findings=Html('<ol class="findings">\n%s</ol>\n' % what) if findings else fill(string.Template(
+            "<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of the game "
+            "server, and does its firewall let packets out?</p>\n"), whom=whom)))
+
+
+def error_page(status: int, reason: str, hint: str, look: Any) -> Html:
+    return page(look, reason, fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
+
+
+def value_ticks(top: float) -> List[int]:
+    """Round whole numbers from 0 to at least `top`, CHART_GRIDLINES above zero at most."""
+    step = next(factor * 10 ** power for power in range(10) for factor in (1, 2, 5)
+                if factor * 10 ** power * CHART_GRIDLINES >= top)
+    return list(range(0, max(step, math.ceil(top / step) * step) + 1, step))
+
+
+def time_ticks(start: float, end: float) -> List[Tuple[float, str]]:
+    """Round times within a span with their words: hours in a day, days in a week, dates, months."""
+    span = end - start
+    if span > 100 * 86400:
+        months = [utc(start).replace(day=1, hour=0, minute=0, second=0)]
+        while months[-1].timestamp() < end:
+            months.append((months[-1] + timedelta(days=31)).replace(day=1))
+        ticks = [(month.timestamp(), "%b" if month.month > 1 else "%Y") for month in months]
+    else:
+        step, words = ((10800, "%H:%M") if span <= 2 * 86400 else (86400, "%a %d") if span <= 10 * 86400 else
+                       (5 * 86400, "%d %b"))
+        ticks = [(tick, words) for tick in range(math.ceil(start / step) * step, math.ceil(end), step)]
+    return [(tick, utc(tick).strftime(words)) for tick, words in ticks if start <= tick <= end]
+
+
+def chart(series: Any, wall: float) -> Html:
+    """Players over time as inline SVG, about 8 kB. series: start (epoch), step (s), mean and peak (a number a step, or
+    None where the server was away). The plot is stretched to the width at hand; the text around it, placed in per cent,
+    keeps its size."""
+    peaks = [mean if peak is None else peak for mean, peak in zip(series.means, series.peaks)]
+    if all(peak is None for peak in peaks):
+        return Html('<p class="lead">No history in this span yet. A sample is taken every minute.</p>\n')
+    start, end = series.start, series.start + len(peaks) * series.step
+    peak = max(value for value in peaks if value is not None)
+    peak_at = peaks.index(peak)
+    last = max(index for index, mean in enumerate(series.means) if mean is not None)
+    ticks = value_ticks(peak)
+    every = math.ceil(len(peaks) / CHART_POINTS)
+    count = len(peaks) / every                      # points; the last may stand for fewer samples
+
+    def x(index: float) -> str:                                   # the plot is from 6 % to 92 % of the width: numbers left and right
+        return "%.5g%%" % (6 + 86 * index / len(peaks))
+
+    def y(value: float) -> str:                                   # and from 14 % to 86 % of the height: the peak's label above
+        return "%.4g%%" % (86 - 72 * value / ticks[-1])
+
+    def height(value: float) -> str:
+        return "%.4g" % (100 - 100 * value / ticks[-1])
+
+    marks = []
+    for tick in ticks:
+        marks.append('<line class="%s" x1="6%%" x2="92%%" y1="%s" y2="%s"/>'
+                     '<text class="end" x="6%%" y="%s" dx="-6" dy="4">%s</text>' % (
+                         "grid" if tick else "axis", y(tick), y(tick), y(tick), format(tick, ",")))
+    for index, (at_time, words) in enumerate(time_ticks(start, end)):
+        at, minor = x((at_time - start) / series.step), " minor" * (index % 2)
+        marks.append('<line class="axis%s" x1="%s" x2="%s" y1="86%%" y2="88%%"/>'
+                     '<text class="middle%s" x="%s" y="95%%">%s</text>' % (minor, at, at, minor, at, words))
+    line, area, drawing = [], [], False
+    for index in range(math.ceil(count)):
+        means = [mean for mean in series.means[index * every:(index + 1) * every] if mean is not None]
+        if means:
+            level = sum(means) / len(means)
+            here = height(level)
+            line.append(("L%d %s" if drawing else "M%d %sh.01") % (index, here))    # h.01: one sample alone is a dot
+            area.append("%s%d %s" % ("L" if drawing else "M%d 100L" % index, index, height(max(
+                value for value in peaks[index * every:(index + 1) * every] if value is not None))))
+        elif drawing:
+            area.append("V100")
+        drawing = bool(means)
+    area.append("V100" * drawing)
+    marks.append('<svg x="6%%" y="14%%" width="86%%" height="72%%" viewBox="0 0 %g 100" preserveAspectRatio="none">'
+                 '<path class="peak" d="%s"/><path class="mean" d="%s"/></svg>' % (count, "".join(area), "".join(line)))
+    anchor = "" if peak_at < .08 * len(peaks) else " end" if peak_at > .92 * len(peaks) else " middle"
+    peak_words = format(round(peak, 1), ",")
+    marks.append('<circle cx="%s" cy="%s" r="3"/><text class="label%s" x="%s" y="%s" dy="-9">peak %s</text>' % (
+        x(peak_at), y(peak), anchor, x(peak_at), y(peak), peak_words))
+    latest = format(round(series.means[last], 1) if series.means[last] < 10 else round(series.means[last]), ",g")
+    marks.append('<text class="label latest" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
+        x(last), y(level), latest))
+    moment = "%Y-%m-%d %H:%M"
+    words = "Peak %s at %s. Latest %s, %s." % (
+        peak_words, utc(start + peak_at * series.step).strftime(moment),
+        latest, ago(max(0, wall - start - (last + 1) * series.step)))
+    return Html('<figure>\n<svg class="chart" role="img" aria-labelledby="chart-title chart-desc">'
+                '<title id="chart-title">Players from %s to %s</title><desc id="chart-desc">%s</desc>\n%s\n</svg>\n'
+                '<figcaption>%s Times are UTC.</figcaption>\n</figure>\n' % (
+                    utc(start).strftime(moment), utc(end).strftime(moment), words, "\n".join(marks), words))
 
 
 # =====================================================================================================================
@@ -2120,6 +4527,8 @@ STYLE_CSS = "body { font: 1rem system-ui, sans-serif }\n"
 
 GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO"}
 
+READABLE_BY_ALL = (("Access-Control-Allow-Origin", "*"),)
+GZIPPED = ("Content-Encoding", "gzip")
 SECURITY_HEADERS = (
     ("Content-Security-Policy", "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
                                 "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"),
@@ -2128,6 +4537,10 @@ SECURITY_HEADERS = (
 )
 
 JSON_TYPE, HTML_TYPE, TEXT_TYPE = "application/json; charset=utf-8", "text/html; charset=utf-8", "text/plain; charset=utf-8"
+XML_TYPE = "application/xml; charset=utf-8"
+# The others are of a multipart body, which is not looked at
+HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
+                  email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
 METHODS_KNOWN = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT")     # others: 501
 
 
@@ -2146,13 +4559,14 @@ class Answer(NamedTuple):
     headers: Tuple[Tuple[str, str], ...] = ()
     etag: str = ""
     shared: bool = False            # the same for everybody until a list changes: may be remembered, and kept by a cache
+    rendering: Optional[Rendering] = None           # where it comes from, and its compressed form may be kept
 
 
 class Later(NamedTuple):
     """An answer that takes too long for the event loop: `job` runs in the worker, `then(result)` makes the answer of it."""
 
     job: Callable[[], Any]
-    then: Callable[[Any], Answer]
+    then: Callable[[Any], Union[Answer, Later]]
 
 
 class Exchange(http.server.BaseHTTPRequestHandler):
@@ -2166,7 +4580,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers with the empty line; raises HttpError. Without one: for an answer to no request."""
         self.rfile = io.BytesIO(head)
-        self.wfile = io.BytesIO()
+        self.wfile = self.out = io.BytesIO()
         self.close_connection = True
         if not head:
             return
@@ -2175,7 +4589,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if len(words) != 3:
             raise HttpError(400, "The request line is not METHOD PATH HTTP/VERSION.")
         self.parse_request()
-        if self.headers.defects or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers):
+        if (any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
+                or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
         if self.request_version >= "HTTP/1.1" and "Host" not in self.headers:
             raise HttpError(400, "HTTP/1.1 asks for a Host header.")
@@ -2227,7 +4642,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD" and answer.status != 304:
             self.wfile.write(answer.body)
-        return self.wfile.getvalue()
+        return self.out.getvalue()
 
     def matches(self, etag: str) -> bool:
         wanted = self.headers.get("If-None-Match", "") if self.command in ("GET", "HEAD") else ""
@@ -2263,18 +4678,20 @@ class HttpSession(Session):
     def __init__(self, web: Web, address: str, now: float) -> None:
         self.web = web
         self.address = address
+        self.proxied = bool(web.trusted) and in_networks(address, web.trusted)          # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
         self.request_bytes = b""
         self.body_bytes = 0
-        self.then: Optional[Callable[[Any], Answer]] = None
+        self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
+        self.edition = 0                                    # of the lists when the answer was made
         self.deadline = now + HTTP_HEAD_S
 
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
         if not self.buffer and self.job is None and not self.done:
             remembered = web.remembered(data, now)
-            if remembered is not None and web.allow(self.address, now):
+            if remembered is not None and (self.proxied or web.allow(self.address, now)):
                 self.done = remembered[1]
                 self.deadline = now + HTTP_IDLE_S
                 return remembered[0]
@@ -2324,6 +4741,7 @@ class HttpSession(Session):
         self.request_bytes += body
         self.deadline = now + HTTP_IDLE_S
         answer = self.web.answer(exchange, body, self.address, now)
+        self.edition = self.web.edition
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
             return None
@@ -2332,7 +4750,7 @@ class HttpSession(Session):
     def respond(self, exchange: Exchange, answer: Answer) -> bytes:
         response = exchange.response(answer)
         self.done = exchange.close_connection
-        if answer.shared and exchange.command in ("GET", "HEAD"):
+        if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
             self.web.remember(self.request_bytes, response, self.done)
         return response
 
@@ -2341,6 +4759,8 @@ class HttpSession(Session):
         assert self.then is not None
         self.deadline = now + HTTP_IDLE_S
         try:
+            if isinstance(result, Exception):
+                raise HttpError(503, "The history cannot be read just now: %s." % result)
             answer = self.web.finish(self.waiting, self.then(result))
         except HttpError as error:
             return self.refuse(error)
@@ -2382,6 +4802,47 @@ class HttpSession(Session):
 
 HEAD_END = re.compile(rb"\r?\n\r?\n")
 
+ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before (PROTOCOLS, 6)
+REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and what else there may be: 403
+
+
+def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
+    """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
+    type = exchange.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if exchange.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise HttpError(415, "An announcement is not compressed.")
+    if type == "application/json":
+        try:
+            fields = json.loads(body.decode("utf-8"))
+        except (ValueError, RecursionError):
+            raise Refused("bad packet", "the body is not JSON in UTF-8") from None
+        if not isinstance(fields, dict):
+            raise Refused("bad packet", 'the body is not a JSON object such as {"game": "hyperbol", "port": 27888}')
+        return {name: value for name, value in fields.items() if value is not None}
+    if type in ("application/x-www-form-urlencoded", ""):
+        try:
+            form = body.decode("utf-8", "replace")
+            return dict(urllib.parse.parse_qsl(form, keep_blank_values=True, max_num_fields=50))
+        except ValueError as error:
+            raise Refused("bad packet", "the form cannot be read: %s" % error) from None
+    raise HttpError(415, "application/x-www-form-urlencoded or application/json is wanted, not %s." % ascii(type[:100]))
+
+
+def announced_text(fields: Mapping[str, Any], name: str, characters: int = NAME_CHARACTERS) -> str:
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise Refused("bad packet", "%s is not a text" % name)
+    return clean(str(value), characters)
+
+
+def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = fields.get(name)
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise Refused("bad packet", "%s: a number from %d to %d is wanted" % (name, low, high))
+    return value
+
 
 class Rendering:
     """One list as bytes, made once an edition if anybody asks for it."""
@@ -2418,14 +4879,36 @@ def iceball_json(server: Server) -> bytes:
     return to_json(fields)
 
 
+def server_xml(server: Server) -> bytes:
+    """A server in /servers.xml and in an exported file, as the script in Hyperbol's document writes it."""
+    fields: Dict[str, Any] = {"ip": server.address, "port": server.port, "responding": int(server.responding)}
+    if server.responding:
+        fields.update(servername=server.name, gametype=server.mode, playercount=server.players,
+                      maxplayercount=server.max_players, mapname=server.map, version=server.version,
+                      skill=server.details.get("skill", "0"), flavor=server.flavor,
+                      ping_milliseconds=round(server.ping_ms or 0))
+    attributes = "".join(' %s="%s"' % (name, html.escape(str(value))) for name, value in fields.items())
+    return b"<server%s/>\n" % attributes.encode("utf-8")
+
+
+def servers_xml(servers: Iterable[bytes], wall: float) -> bytes:
+    """The document around them; `wall` is the time in seconds since 1970."""
+    made = datetime.fromtimestamp(wall, timezone.utc).replace(microsecond=0)
+    return b'<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n%s</serverlist>\n' % (
+        made.astimezone().isoformat().encode(), made.isoformat().encode(), b"".join(servers))
+
+
 class Web(TcpProtocol):
     """The HTTP side: routes, renderings, and what is remembered of both."""
 
     speaks_first = False
 
     def __init__(self, core: Core) -> None:
+        self.core = core
         self.settings = core.settings
         self.registry = core.registry
+        self.poller = core.poller
+        self.announcers = core.announcers
         self.epoch = 0.0            # wall clock minus monotonic clock, told by the event loop
         self.start_tag = "%x" % random.SystemRandom().getrandbits(32)       # numbers in ETags start over with the program
         # All lists change together, from one edition to the next: when a server has changed, but at most once in RENDER_S,
@@ -2437,13 +4920,32 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
-        self.limiter = Limiter(*core.settings["limits.requests"], verdict=core.registry.rules.verdict)
+        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.read(core.settings)
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
 
+    def read(self, settings: Settings) -> None:
+        self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
+        self.limiter.set_rate(settings["limits.requests"])
+        self.renderings.clear()
+        self.edition_generation = -1
+
     def allow(self, address: str, now: float) -> bool:
         return self.limiter.allow(address, now)
+
+    def client(self, exchange: Exchange, peer: str) -> str:
+        """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
+        address = peer
+        for text in reversed(exchange.headers.get("X-Forwarded-For", "").split(",")):
+            if not in_networks(address, self.trusted):
+                break
+            try:
+                address = canonical(read_address(text))
+            except ValueError:
+                break
+        return address
 
     # What is remembered
 
@@ -2476,6 +4978,8 @@ class Web(TcpProtocol):
     # Answers
 
     def answer(self, exchange: Exchange, body: bytes, address: str, now: float) -> Union[Answer, Later]:
+        if self.trusted:
+            address = self.client(exchange, address)
         parsed = urllib.parse.urlsplit(exchange.path)
         route = ROUTES.get(parsed.path)
         name = parsed.path if route else "other"
@@ -2495,6 +4999,8 @@ class Web(TcpProtocol):
                 answer = self.finish(exchange, route.answer(self, Request(parsed.path, query, body, exchange, address, now)))
         except HttpError as error:
             answer = self.error(error, "text/html" in exchange.headers.get("Accept", ""))
+            if parsed.path == "/announce":
+                answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
             if parsed.path == "/master.json" and error.status == 429:
                 answer = answer._replace(body=self.master_json_frame([]), type=JSON_TYPE)
         except ValueError as error:
@@ -2503,8 +5009,28 @@ class Web(TcpProtocol):
         return answer
 
     def finish(self, exchange: Exchange, answer: Union[Answer, Later]) -> Union[Answer, Later]:
-        """Compress where the client takes it and it pays."""
-        return answer
+        """Compress where the client takes it and it pays: small ones here, large ones in the worker."""
+        if isinstance(answer, Later) or answer.status != 200 or len(answer.body) < GZIP_MIN_BYTES or GZIPPED in answer.headers:
+            return answer
+        answer = answer._replace(headers=answer.headers + (("Vary", "Accept-Encoding"),))
+        if not exchange.takes_gzip():
+            return answer
+        rendering = answer.rendering
+        packed = answer._replace(headers=answer.headers + (GZIPPED,),
+                                 etag=answer.etag and answer.etag[:-1] + '-gz"')
+        if packed.etag and exchange.matches(packed.etag):
+            return packed
+        if rendering is not None and rendering.body is answer.body and rendering.gzipped is not None:
+            return packed._replace(body=rendering.gzipped)
+
+        def pack() -> bytes:
+            return gzip.compress(answer.body, GZIP_LEVEL)
+
+        def done(body: bytes) -> Answer:
+            if rendering is not None and rendering.body is answer.body:
+                rendering.gzipped = body
+            return packed._replace(body=body)
+        return done(pack()) if len(answer.body) <= GZIP_INLINE_BYTES else Later(pack, done)
 
     def count(self, route: str, status: int) -> None:
         self.requests[route, status] += 1
@@ -2512,7 +5038,7 @@ class Web(TcpProtocol):
     def error(self, error: HttpError, as_html: bool = False) -> Answer:
         reason = http.server.BaseHTTPRequestHandler.responses.get(error.status, ("Error", ""))[0]
         hint = error.hint or reason
-        body = fill(ERROR_PAGE, status=error.status, reason=reason, hint=hint) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
+        body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
         return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
     def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[float], bytes]) -> Answer:
@@ -2522,7 +5048,7 @@ class Web(TcpProtocol):
         self.turn(request.now)
         rendering.refresh(self.edition, request.now)
         etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
-        return Answer(rendering.body, type, etag=etag, shared=True, headers=(("Access-Control-Allow-Origin", "*"),))
+        return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
 
     def master_json(self, request: Request) -> Answer:
         return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda now: self.master_json_frame(
@@ -2532,21 +5058,364 @@ class Web(TcpProtocol):
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
             ICEBALL_HBVERSION, self.settings["iceball.version"], b",\n".join(servers))
 
+    def servers_json(self, request: Request) -> Answer:
+        """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
+        game, chosen = self.chosen(request)
+        if chosen is None:
+            return self.rendered("servers.json", game, request, JSON_TYPE, lambda now: self.servers_json_frame(self.registry.in_order(game), now))
+        return Answer(self.servers_json_frame(chosen, request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
+
+    def servers_json_frame(self, servers: Iterable[Server], now: float) -> bytes:
+        epoch = self.epoch
+        servers = list(servers)
+        ends = [b'%d}' % (server.last_seen + epoch) for server in servers]
+        rows = parts(servers, "servers.json", lambda server: server_json(server, epoch))
+        return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
+            now + epoch, self.registry.generation, b",\n".join([row + end for row, end in zip(rows, ends)]))
+
+    def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
+        """The game asked for ("" for all), and the servers if a filter picks some of its list."""
+        game, name = request.query.get("game", ""), clean(request.query.get("name", "")).casefold()
+        least = whole_number(request, "players_min", 0, PLAYERS_MAX)
+        if game and game not in self.titles():
+            return game, []
+        if not name and not least:
+            return game, None
+        return game, [s for s in self.registry.in_order(game) if s.players >= least and (name in s.name.casefold() or name in s.address)]
+
+    def titles(self) -> Dict[str, str]:
+        return {**GAME_TITLES, **self.settings["games"]}
+
+    def look(self) -> Look:
+        text = self.settings.texts.get("http.template", "")
+        return Look(self.settings["http.title"], self.settings["http.intro"], list_template(text) if text else None)
+
+    def servers_xml(self, request: Request) -> Answer:
+        game = request.query.get("game", "hyperbol")
+        if game not in GAME_TITLES and game not in self.settings["games"]:
+            raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
+        return self.rendered("servers.xml", game, request, XML_TYPE, lambda now: servers_xml(
+            parts(self.registry.in_order(game), "servers.xml", server_xml), self.epoch + now))
+
+    def announce(self, request: Request) -> Answer:
+        """An announcement by HTTP; the address is the connection's."""
+        source, now, game, port = request.address, request.now, "announce", 0
+        try:
+            sent = announced_fields(request.exchange, request.body)
+            named = announced_text(sent, "game") if "game" in sent else ""
+            games = [*self.announcers, *self.settings["games"]]
+            if named not in games:
+                raise Refused("bad packet", "game: one of %s is wanted, not %s" % (", ".join(games), ascii(named)))
+            game = named
+            port = announced_number(sent, "port", 1, 65535)
+            fields: Dict[str, Any] = {}
+            for name in sent.keys() & {"name", "mode", "map", "version", "description"}:
+                fields[name] = announced_text(sent, name, TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
+            for name in sent.keys() & {"players", "max_players"}:
+                fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
+            action = announced_text(sent, "action") if "action" in sent else ""
+            if action == "stop":
+                return self.stop(game, source, port)
+            if action not in ("", "announce"):
+                raise Refused("bad packet", "action: stop, or nothing, is wanted")
+            if game in self.announcers:
+                self.announcers[game](source, port, fields, now)
+            else:
+                self.announce_own(game, source, port, fields, now)
+        except Refused as refused:
+            self.registry.note(source, game, port, refused.outcome, now, str(refused))
+            raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+        server = self.registry.get(game, self.registry.rules.listed_address(source), port)
+        if server is not None and server.responding:
+            return Answer(to_json({"listed": True, "ttl": ANNOUNCED_TTL_S}), JSON_TYPE)
+        target = self.poller.find(game, source, port)
+        reason = "waiting for its answer to a query on UDP port %d" % (target.port if target else port)
+        return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": reason}), JSON_TYPE)
+
+    def announce_own(self, game: str, source: str, port: int, fields: Dict[str, Any], now: float) -> None:
+        """A game of the operator's own: nobody can ask its servers, so it is listed with what it says."""
+        address = self.registry.rules.listed_address(source)
+        if self.registry.get(game, address, port) is None:
+            fields.setdefault("name", "")
+            self.registry.note(source, game, port, "listed", now)
+        if fields.get("name") == "":
+            fields["name"] = endpoint(address, port)
+        self.registry.hear(game, address, port, source, now, ANNOUNCED_TTL_S, {**fields, "verified": "self-reported"})
+
+    def stop(self, game: str, source: str, port: int) -> Answer:
+        """action=stop: only the address that a server is announced from can end it."""
+        server = self.registry.get(game, self.registry.rules.listed_address(source), port)
+        target = self.poller.find(game, source, port)
+        if target is not None and not target.known:
+            self.poller.remove(target)
+        if server is not None and server.source == source:
+            self.registry.remove(server)
+        elif target is None:
+            raise HttpError(404, "No server of %s on port %d is listed here as %s." % (source, port, game))
+        return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
+
     def page(self, request: Request) -> Answer:
-        return self.rendered("page", "", request, HTML_TYPE, lambda now: fill(
-            LIST_PAGE, title="Servers", rows=Html("".join(
-                fill(ROW, name=s.name, mode=s.mode, map=s.map, players=s.players, max_players=s.max_players, version=s.version,
-                     address=endpoint(s.address, s.port)) for s in self.registry.in_order()))).encode("utf-8"))
+        game, chosen = self.chosen(request)
+        if chosen is None:
+            return self.rendered("page", game, request, HTML_TYPE, lambda now: self.list_page(self.registry.in_order(game), game, now))
+        return Answer(self.list_page(chosen, game, request.now, request.query.get("name", ""), whole_number(request, "players_min", 0, PLAYERS_MAX)),
+                      HTML_TYPE, shared=True)
+
+    def list_page(self, servers: List[Server], game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
+        wall = now + self.epoch
+        titles, recent = self.titles(), self.core.recent()
+        counts = {id: census[0] for id, census in self.registry.census.items() if census[0]}
+        seen = SeenCells(wall)
+        rows: List[str] = []
+        for server, (before, after) in zip(servers, parts(servers[:PAGE_ROWS], "row", lambda server: server_row(
+                server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))):
+            rows += (before, seen[int(server.last_seen + self.epoch)], after)
+        shown_titles = {id: title for id, title in titles.items() if id in counts or id == game}
+        return list_page(shown_titles, counts, game, "".join(rows), len(servers), sum(server.players for server in servers), wall, self.look(),
+                         name, players_min, self.hint(game), sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
+
+    def hint(self, game: str) -> Html:
+        """What a game server needs to appear here."""
+        return Html("")
+
+    def server(self, request: Request) -> Union[Answer, Later]:
+        game, address, port = server_asked_for(request)
+        span = request.query.get("span", "day")
+        if span not in SPANS:
+            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        listed = self.registry.get(game, address, port)
+        wall = request.now + self.epoch
+        storage = self.core.storage
+
+        def job() -> Tuple[Optional[Remembered], Series]:
+            assert storage is not None
+            return storage.known(game, address, port), storage.history(game, address, port, span, wall)
+
+        def then(found: Tuple[Optional[Remembered], Series]) -> Answer:
+            known, series = found
+            if listed is None and (known is None or not address):
+                raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
+            return Answer(server_page(listed and as_shown(listed, self.epoch), known and remembered(game, address, port, known), series, span, wall,
+                                      self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
+        return Later(job, then) if storage else then((None, Series(int(wall), 60, [], [])))
+
+    def history_json(self, request: Request) -> Union[Answer, Later]:
+        """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
+        game, address, port = server_asked_for(request) if "address" in request.query else (request.query.get("game", ""), "", 0)
+        span = request.query.get("span", "day")
+        if span not in SPANS:
+            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        storage = self.core.storage
+        if storage is None:
+            raise HttpError(404, "This master keeps no history ([server] database is empty).")
+        wall = request.now + self.epoch
+
+        def then(series: Series) -> Answer:
+            return Answer(to_json({"game": game, "address": address, "port": port, "span": span, "start": series.start, "step": series.step,
+                                   "players": series.means, "peak": series.peaks}), JSON_TYPE, headers=READABLE_BY_ALL)
+        return Later(lambda: storage.history(game, address, port, span, wall), then)
+
+    def check(self, request: Request) -> Answer:
+        """What became of what an address sent."""
+        text = request.query.get("address", "").strip() or request.address
+        port = whole_number(request, "port", 0, 65535)
+        try:
+            address = canonical(read_address(text))
+        except ValueError:
+            raise HttpError(400, "%s is not an IP address; a server's address is a number such as 203.0.113.7." % text[:100]) from None
+        rules = self.registry.rules
+        addresses = {address, rules.listed_address(address)}
+        epoch = self.epoch
+        listed = [as_shown(server, epoch) for server in self.registry.in_order()
+                  if (server.address in addresses or server.source == address) and port in (0, server.port)]
+        findings = [(at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail))
+                    for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items())
+                    if source in addresses and (not port or announced in (0, port))]
+        findings.sort(key=lambda finding: -finding[0])
+        ban = rules.ban(address)
+        if ban:
+            findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
+        return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
+
+    def metrics(self, request: Request) -> Answer:
+        return Answer(metrics_text(self).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")
+
+    def healthz(self, request: Request) -> Answer:
+        """200 as long as it serves; `trouble` says what does not work."""
+        return Answer(to_json({"status": "trouble" if self.core.health else "ok", "trouble": dict(self.core.health),
+                               "servers": self.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
 
     def style(self, request: Request) -> Answer:
-        return Answer(STYLE_CSS.encode("utf-8"), "text/css; charset=utf-8", shared=True)
+        return fixed(self.settings.texts.get("http.stylesheet") or STYLE_CSS, "text/css; charset=utf-8")
 
+    def script(self, request: Request) -> Answer:
+        return fixed(APP_JS, "text/javascript; charset=utf-8")
+
+    def icon(self, request: Request) -> Answer:
+        return fixed(ICON_SVG, "image/svg+xml")
+
+    def robots(self, request: Request) -> Answer:
+        return fixed("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)
+
+
+def fixed(text: str, type: str) -> Answer:
+    body = text.encode("utf-8")
+    return Answer(body, type, etag='"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest(), shared=True)
+
+
+class Look(NamedTuple):
+    """What the operator has made of the page."""
+
+    title: str
+    intro: str
+    template: Optional[string.Template]
+
+
+def whole_number(request: Request, name: str, low: int, high: int) -> int:
+    """A number in the query, 0 if there is none."""
+    text = request.query.get(name, "").strip()
+    if not text:
+        return 0
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not low <= int(text) <= high:
+        raise HttpError(400, "%s is a number from %d to %d." % (name, low, high))
+    return int(text)
+
+
+def server_asked_for(request: Request) -> Key:
+    try:
+        address = canonical(read_address(request.query.get("address", "")))
+    except ValueError:
+        raise HttpError(400, "game, address and port are wanted, the address as a number such as 203.0.113.7.") from None
+    return request.query.get("game", ""), address, whole_number(request, "port", 1, 65535)
+
+
+def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
+    """A server as pages show it: its times are the wall clock's."""
+    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank")}
+    values.update(first_seen=server.first_seen + epoch, last_seen=server.last_seen + epoch)
+    return types.SimpleNamespace(**values)
+
+
+def remembered(game: str, address: str, port: int, known: Remembered) -> types.SimpleNamespace:
+    """A server that has left, as pages show it."""
+    try:
+        name = json.loads(known.fields).get("name", "")
+    except (ValueError, AttributeError):
+        name = ""
+    return types.SimpleNamespace(game=game, address=address, port=port, name=clean(str(name)), first_seen=known.first_seen, last_seen=known.last_seen)
+
+
+def day_total(recent: Mapping[Key, Sequence[Optional[int]]], games: Iterable[str]) -> List[Optional[int]]:
+    """The last day's hourly player counts of these games together."""
+    days = [recent[game, "", 0] for game in games if (game, "", 0) in recent]
+    return [sum(value or 0 for value in hour) if any(value is not None for value in hour) else None for hour in zip(*days)]
+
+
+JSON_TEXTS = ("game", "address", "name", "mode", "map", "version", "description", "verified")
+JSON_DETAILS = ("arenas", "factions", "skill", "flags")
+
+
+def server_json(server: Server, epoch: float) -> bytes:
+    """A server in /servers.json, up to the value of `last_seen`, which moves without the server's changing."""
+    fields = {
+        "game": server.game, "address": server.address, "port": server.port, "name": server.name, "mode": server.mode, "map": server.map,
+        "version": server.version, "players": server.players, "max_players": server.max_players, "playing": server.playing,
+        "description": server.description, "official": server.official, "priority": server.priority, "flavor": server.flavor,
+        "verified": server.verified, "unconfirmed": server.unconfirmed, "responding": server.responding,
+        "ping_ms": None if server.ping_ms is None else round(server.ping_ms, 1)}
+    fields.update({name: server.details.get(name, "") for name in JSON_DETAILS})
+    fields["first_seen"] = int(server.first_seen + epoch)
+    return to_json(fields)[:-1] + b',"last_seen":'
+
+
+# What /check says of what became of a packet: a title, and what to do, with the detail noted then.
+OUTCOMES = {
+    "announced": ("Announced, but the answer did not come back",
+                  "This master answered and is waiting for the game server's reply. If it stays so, a firewall or router between the game server and "
+                  "here lets packets out but not in: open UDP, or forward the game's port."),
+    "waiting": ("Announced; it is being asked now", "It is listed as soon as it answers. %s"),
+    "version": ("Wrong version", "This master does not list %s. Update the game server."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s."),
+    "silent": ("It does not answer queries", "%s. Open that UDP port in the firewall and forward it in the router."),
+    "banned": ("Banned", "The operator of this master has excluded this address: %s."),
+    "limit": ("Over the limit", "%s."),
+    "name": ("The name is refused", "%s."),
+    "stopped": ("Signed off", "The game server said that it stops."),
+    "listed": ("Listed", "All is well."),
+}
+
+
+def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
+    title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
+    return title, advice.replace("%s", detail or "no more is known")
+
+
+class SeenCells(Dict[int, str]):
+    """The cell with the time a server was last seen, made once for all servers of the same second."""
+
+    def __init__(self, wall: float) -> None:
+        super().__init__()
+        self.wall = wall
+
+    def __missing__(self, second: int) -> str:
+        cell = self[second] = seen_cell(second, self.wall)
+        return cell
+
+
+def metrics_text(web: Web) -> str:
+    """The Prometheus text format, version 0.0.4."""
+    core = web.core
+    out: List[str] = []
+
+    def family(name: str, kind: str, help: str, samples: Iterable[Tuple[Mapping[str, Any], float]]) -> None:
+        out.append("# HELP masterserver_%s %s\n# TYPE masterserver_%s %s\n" % (name, help, name, kind))
+        for labels, value in samples:
+            inside = ",".join('%s="%s"' % (label, str(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
+                              for label, text in labels.items())
+            out.append("masterserver_%s%s %s\n" % (name, "{%s}" % inside if inside else "", repr(value)))
+
+    for field, help in TALLY_HELP.items():
+        family(field + "_total", "counter", help, [({"protocol": name}, getattr(tally, field)) for name, tally in core.tallies.items()])
+    census = [(game, list(counts)) for game, counts in web.registry.census.items()]
+    for position, (name, help) in enumerate((("servers", "Listed servers."), ("players", "Players on listed servers."),
+                                             ("playing", "Players in the game rather than watching."))):
+        family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
+    family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
+           [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
+    family("generation", "counter", "How often a list has changed.", [({}, web.registry.generation)])
+    family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
+    for name, value in core.gauges.items():
+        family(name, "gauge", GAUGE_HELP.get(name, name), [({}, value)])
+    family("info", "gauge", "The program.", [({"version": __version__}, 1)])
+    return "".join(out)
+
+
+TALLY_HELP = {
+    "received": "Packets and pieces of requests received.", "sent": "Packets and answers sent.", "bytes_in": "Bytes received.",
+    "bytes_out": "Bytes sent.", "malformed": "Packets and connections that were not what their protocol says.",
+    "limited": "Packets, connections and requests turned away by a limit.", "unsent": "Packets that the system would not take.",
+    "errors": "Packets and connections ended by an error of the program.", "connections": "Connections accepted."}
+GAUGE_HELP = {
+    "loop_delay_seconds": "The longest round of the event loop in the last second.",
+    "loop_delay_max_seconds": "The longest round of the event loop in the last minutes.",
+    "connections": "Open connections."}
 
 ROUTES = {
     "/": Route(Web.page),
     "/index.html": Route(Web.page),
+    "/server": Route(Web.server),
+    "/check": Route(Web.check),
     "/style.css": Route(Web.style),
+    "/app.js": Route(Web.script),
+    "/icon.svg": Route(Web.icon),
+    "/robots.txt": Route(Web.robots),
     "/master.json": Route(Web.master_json),
+    "/servers.json": Route(Web.servers_json),
+    "/history.json": Route(Web.history_json),
+    "/metrics": Route(Web.metrics),
+    "/healthz": Route(Web.healthz),
+    "/servers.xml": Route(Web.servers_xml),
+    "/announce": Route(Web.announce, ("POST", "OPTIONS")),
 }
 
 # =====================================================================================================================
@@ -2565,10 +5434,13 @@ class Row(NamedTuple):
 
 
 PROTOCOLS = (
-    Row("poll", "udp", "", 0, lambda core: core.poller),
     Row("iceball", "udp", "iceball.port", 0, Iceball),
+    Row("hyperbol", "tcp", "hyperbol.port", 0, Hyperbol),
+    Row("subspace", "udp", "subspace.port", 0, SubSpaceList),
+    Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
     Row("aio", "tcp", "aio.port", 0, Aio),
     Row("http", "tcp", "http.ports", 0, Web),
+    Row("poll", "udp", "", 0, lambda core: core.poller),        # last: the others may just have named some
 )
 
 # =====================================================================================================================
@@ -2579,9 +5451,16 @@ PROTOCOLS = (
 # =====================================================================================================================
 
 WINDOWS = os.name == "nt"
+FREE_RUN_TRIES = 100                # of ports in a row; on a machine with half of its ports taken, one in four is free
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
 KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))     # a dead peer is found after two minutes
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news
+LOGGED_EVENTS = 20                  # lines a second for servers that come and go: a line costs as much as listing a server
+LOOP_DELAY_FADES = 0.99             # a second: the longest delay is remembered for some minutes
+RELOAD_LOOK_S = 3.0                 # how often the ini is looked at
 
 
 class StartError(Exception):
@@ -2602,65 +5481,66 @@ class Datagrams:
 
     def __init__(self, name: str, sock: socket.socket, protocol: UdpProtocol, tally: Tally, limiter: Limiter) -> None:
         self.name, self.sock, self.protocol, self.tally, self.limiter = name, sock, protocol, tally, limiter
-        self.mapped = sock.family == socket.AF_INET6
 
     def ready(self, mask: int, now: float) -> None:
-        tally = self.tally
         receive, send, handle, allow = self.sock.recvfrom, self.sock.sendto, self.protocol.datagram, self.limiter.allow
+        received = bytes_in = sent = bytes_out = 0
         for _ in range(DRAIN_DATAGRAMS):
             try:
                 data, peer = receive(MAX_DATAGRAM_BYTES)
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError:         # Windows: an earlier answer met a closed port (ConnectionResetError)
                 continue
-            tally.received += 1
-            tally.bytes_in += len(data)
+            received += 1
+            bytes_in += len(data)
             if not allow(peer[0], now):
-                tally.limited += 1
+                self.tally.limited += 1
                 continue
             try:
                 replies = handle(data, peer, now)
-            except Malformed as error:
-                tally.malformed += 1
-                if log.isEnabledFor(logging.DEBUG):
-                    log.debug("%s %s malformed: %s: %s", endpoint(peer[0], peer[1]), self.name, error, ascii(data[:48]))
-                continue
-            except Exception:
-                tally.errors += 1
-                log.exception("%s %s: a packet ended in an error of the program: %s",
-                              endpoint(peer[0], peer[1]), self.name, ascii(data[:600]))
+            except Exception as error:
+                self.failed(error, data, peer)
                 continue
             for reply, to in replies:
                 try:
-                    send(reply, to)
+                    bytes_out += send(reply, to)
                 except OSError:     # no room, no route: the peer asks again
-                    tally.unsent += 1
+                    self.tally.unsent += 1
                 else:
-                    tally.sent += 1
-                    tally.bytes_out += len(reply)
+                    sent += 1
+        tally = self.tally
+        tally.received += received
+        tally.bytes_in += bytes_in
+        tally.sent += sent
+        tally.bytes_out += bytes_out
 
-    def send(self, replies: Replies) -> None:
-        for reply, to in replies:
-            if self.mapped and ":" not in to[0]:
-                to = ("::ffff:" + to[0],) + to[1:]
-            try:
-                self.sock.sendto(reply, to)
-            except OSError:
-                self.tally.unsent += 1
-            else:
-                self.tally.sent += 1
-                self.tally.bytes_out += len(reply)
+    def failed(self, error: Exception, data: bytes, peer: Peer) -> None:
+        """A packet that the protocol could not read, which is nothing special, or that it failed on, which is a fault."""
+        if isinstance(error, Malformed):
+            self.tally.malformed += 1
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s %s malformed: %s: %s", endpoint(peer[0], peer[1]), self.name, error, ascii(data[:48]))
+        else:
+            self.tally.errors += 1
+            log.error("%s %s: a packet ended in an error of the program: %s", endpoint(peer[0], peer[1]), self.name, ascii(data[:600]),
+                      exc_info=error)
 
-    def tick(self, now: float) -> None:
-        self.send(self.protocol.tick(now))
+    def send(self, data: bytes, to: Peer) -> bool:
+        try:
+            self.sock.sendto(data, to)
+        except OSError:             # no room, or no way there from this socket
+            return False
+        self.tally.sent += 1
+        self.tally.bytes_out += len(data)
+        return True
 
 
 class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
     __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "writing", "linger_until",
-                 "linger_bytes", "working", "eof", "source")
+                 "linger_bytes", "working", "eof", "source", "woken_at")
 
     def __init__(self, loop: MasterServer, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
@@ -2672,6 +5552,7 @@ class Connection:
         self.eof = False                    # the peer sends no more
         self.linger_until = 0.0             # not 0: our last byte is out, what comes is read away until then
         self.linger_bytes = LINGER_BYTES
+        self.woken_at: Optional[float] = None       # the timer that the session asked for last
 
     def ready(self, mask: int, now: float) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -2726,9 +5607,9 @@ class Connection:
             if not self.out:
                 self.out_since = now
             self.out = bytes(self.out) + data if self.out else data
-        if self.session.wake_at is not None:
-            self.loop.wake_at(self.session.wake_at, self)
-            self.session.wake_at = None
+        if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
+            self.woken_at = self.session.wake_at
+            self.loop.wake_at(self.woken_at, self)
         if data or self.session.done or self.session.held:
             self.write(now)
 
@@ -2890,6 +5771,129 @@ class Worker:
             self.thread.join(timeout)
 
 
+SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
+RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
+LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
+
+
+class Keeper:
+    """Carries the registry to storage and back. What touches the disk runs in the worker; a batch is under way at a time."""
+
+    def __init__(self, storage: Storage, registry: Registry, worker: Worker, health: Dict[str, str]) -> None:
+        self.storage, self.registry, self.worker, self.health = storage, registry, worker, health
+        self.busy = False
+        self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
+        self.renewed = 0
+        self.saved_at = self.minute = 0.0
+        self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
+
+    def restore(self, now: float, wall: float) -> List[Server]:
+        """List what was listed before the restart. Raises sqlite3.Error if the file can neither be read nor made."""
+        self.storage.open(wall)
+        servers = []
+        for row in self.storage.load(wall):
+            server = restored_server(row, now, wall)
+            try:
+                self.registry.admit(server.game, server.address, server.port, server.source, server.name)
+            except Refused:
+                self.registry.left.add(server.key)
+                continue
+            self.registry.insert(server, {})
+            servers.append(server)
+        self.recent = self.storage.recent(wall)
+        self.registry.altered.clear()
+        self.renewed = self.storage.renewed
+        if self.storage.set_aside:
+            log.warning("the database was damaged; it is now %s, and a new one has begun", self.storage.set_aside)
+        return servers
+
+    def tick(self, now: float, wall: float) -> None:
+        """Hand over what has changed, and once a minute the player counts."""
+        if self.busy or now - self.saved_at < SAVE_S:
+            return
+        self.saved_at = now
+        registry = self.registry
+        if self.whole:
+            registry.altered.update(registry.in_order())
+        seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
+        registry.seen, registry.altered, registry.left = set(), set(), set()
+        players = registry.in_order() if wall // 60 != self.minute else None
+        self.minute = wall // 60
+        if seen or altered or left or players is not None:
+            self.busy = True
+            self.worker.submit(functools.partial(self.write, seen, altered, left, players, wall - now, wall),
+                               functools.partial(self.written, left))
+
+    def write(self, seen: Set[Server], altered: Set[Server], left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
+              ) -> Optional[Dict[Key, List[Optional[int]]]]:
+        """In the worker. A server that changes meanwhile is in the next batch again."""
+        self.storage.save([stored_row(server, epoch) for server in altered],
+                          [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key) for server in seen],
+                          list(left))
+        if players is None:
+            return None
+        rows = [(*server.key, server.players, server.max_players) for server in players if server.responding]
+        rows += [(game, "", 0, census[1], 0) for game, census in list(self.registry.census.items())]
+        return self.storage.sample(wall, rows)
+
+    def written(self, left: Set[Key], result: Any, now: float) -> None:
+        self.busy = False
+        failed = isinstance(result, Exception)
+        self.whole = failed or self.storage.renewed != self.renewed
+        self.renewed = self.storage.renewed
+        trouble = str(result) if failed else ""
+        if failed and len(self.registry.left) < KNOWN_SERVERS:
+            self.registry.left |= {key for key in left if self.registry.get(*key) is None}
+        if trouble != self.health.get("database", ""):
+            if trouble:
+                log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
+                self.health["database"] = trouble
+            else:
+                log.info("the list is kept again")
+                del self.health["database"]
+        if result and not failed:
+            self.recent = result
+
+    def close(self, now: float, wall: float) -> None:
+        """The last batch, once the worker has stopped."""
+        try:
+            if not self.busy:
+                registry = self.registry
+                altered = set(registry.in_order()) if self.whole else registry.altered
+                self.write(registry.seen - altered, altered, registry.left, None, wall - now, wall)
+        except sqlite3.Error as error:
+            log.error("the list could not be kept at the end: %s", error)
+        self.storage.close()
+
+
+def stored_row(server: Server, epoch: float) -> ListedRow:
+    fields: Dict[str, Any] = {name: getattr(server, name) for name in STORED}
+    fields["lasting"] = server.lifetime == float("inf")
+    return (*server.key, server.last_seen + min(server.lifetime, LASTING_S) + epoch, server.first_seen + epoch, server.last_seen + epoch,
+            json.dumps(fields, ensure_ascii=False))
+
+
+def restored_server(row: ListedRow, now: float, wall: float) -> Server:
+    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types."""
+    game, address, port, expires, first_seen, last_seen, text = row
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {}
+    server = Server(game, address, port, address, now, 0.0)
+    for name in STORED:
+        value, usual = fields.get(name), getattr(server, name)
+        if type(value) is type(usual) or name == "playing" and type(value) is int:
+            setattr(server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+    server.unconfirmed = True
+    server.first_seen = now - max(0.0, wall - first_seen)
+    server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
+    server.lifetime = expires - last_seen if not fields.get("lasting") else now + RESTORED_S - server.last_seen
+    return server
+
+
 class MasterServer:
     """The running program. `run()` serves in this thread, `start()` in one of its own; either until `stop()`.
 
@@ -2898,14 +5902,25 @@ class MasterServer:
     """
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
-                 on_event: Optional[Callable[[str, Server], None]] = None) -> None:
+                 on_event: Optional[Callable[[str, Server], None]] = None, reload: Optional[Callable[[], Settings]] = None) -> None:
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        read_text_files(self.settings)
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve, self.read_file)
         self.tallies: Dict[str, Tally] = {}
+        self.health: Dict[str, str] = {}
+        self.gauges: Dict[str, float] = {}
+        database = self.settings.file("server.database")
+        self.storage = Storage(database) if database else None
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies, self.health, self.gauges,
+                         lambda: self.keeper.recent if self.keeper else {}, self.read_file)
+        self.read_again = reload
+        self.reload_asked = False
+        self.ini_stamp = self.stamp()
+        self.ini_looked_at = 0.0
         self.listeners: List[Listener] = []
+        self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
@@ -2921,12 +5936,13 @@ class MasterServer:
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
         self.names = Worker("names", self.wake)
-        self.loop_delay_s = 0.0             # the longest that a ready socket waited, since the last look
-        self.registry.watchers.append(self.log_event)
+        self.events: List[Tuple[str, Server]] = []          # to be logged
+        self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
+        self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watchers.append(on_event)
-        self.datagram_limiter = Limiter(*self.settings["limits.datagrams"], verdict=self.rules.verdict)
-        self.connection_limiter = Limiter(*self.settings["limits.connections"], verdict=self.rules.verdict)
+        self.datagram_limiter = Limiter(self.settings["limits.datagrams"], self.rules.verdict)
+        self.connection_limiter = Limiter(self.settings["limits.connections"], self.rules.verdict)
 
     # Sockets
 
@@ -2941,13 +5957,45 @@ class MasterServer:
                     ports = (ports,)
                 if any(port is not None for port in ports):
                     protocol = row.make(self.core)
+                    if isinstance(protocol, Web):
+                        protocol.epoch = time.time() - time.monotonic()
                     self.protocols.append(protocol)
                     for port in ports:
                         if port is not None:
-                            self.open(row, protocol, port)
+                            self.open(row, protocol, port or self.free_ports(row))
+            self.restore()
         except BaseException:
             self.close()
             raise
+
+    def restore(self) -> None:
+        now = time.monotonic()
+        try:
+            restored = self.keeper.restore(now, time.time()) if self.keeper else []
+        except sqlite3.Error as error:
+            assert self.keeper is not None
+            trouble = "the database %s cannot be used: %s" % (self.keeper.storage.path, error)
+            if "server.database" in self.settings.given:
+                raise StartError("%s. Change [server] database, or leave it empty." % trouble) from None
+            log.warning("%s; the list will not outlive a restart", trouble)
+            self.health["database"] = str(error)
+            self.keeper.whole = True
+            restored = []
+        for server in restored:
+            for protocol in self.protocols:
+                if protocol.game == server.game:
+                    protocol.restored(server)
+        if restored:
+            log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
+        self.registry.watchers.append(self.log_event)
+
+    def free_ports(self, row: Row) -> int:
+        """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
+        last = max(r.offset for r in PROTOCOLS if r.setting == row.setting)
+        if last and row.setting not in self.free:
+            hosts = [address for address in self.settings["server.bind"] if ":" not in address]
+            self.free[row.setting] = free_run(row.transport, hosts, last + 1)
+        return self.free.get(row.setting, 0)
 
     def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
         tally = self.tallies.setdefault(row.name, Tally())
@@ -2966,10 +6014,11 @@ class MasterServer:
                 if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)
                     continue
+                hint = ("Change it with [server] bind." if error.errno == errno.EADDRNOTAVAIL or not row.setting else
+                        "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
+                            *row.setting.split("."), row.setting))
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (
-                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error,
-                    "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
-                        *row.setting.split("."), row.setting))) from None
+                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error, hint)) from None
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
@@ -3051,24 +6100,51 @@ class MasterServer:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
-                self.loop_delay_s = max(self.loop_delay_s, time.monotonic() - now)
+                self.busy_s = max(self.busy_s, time.monotonic() - now)
         finally:
             self.close()
 
     def tick(self, now: float) -> None:
         epoch = time.time() - now
+        self.gauges["loop_delay_seconds"] = self.busy_s
+        self.gauges["loop_delay_max_seconds"] = max(self.busy_s, self.gauges.get("loop_delay_max_seconds", 0.0) * LOOP_DELAY_FADES)
+        self.gauges["connections"] = len(self.connections)
+        self.busy_s = 0.0
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
         self.registry.expire(now)
+        self.log_events()
         for source in self.endpoints:
-            self.guarded(source.tick, now)
+            if isinstance(source, Acceptor):
+                self.guarded(source.tick, now)
         for protocol in self.protocols:
-            if isinstance(protocol, TcpProtocol):
-                self.guarded(protocol.tick, now)
+            self.guarded(functools.partial(self.tick_protocol, protocol), now)
         for connection in list(self.connections):
             connection.tick(now)
-        self.save(now)
+        if self.keeper:
+            self.keeper.tick(now, now + epoch)
+        else:
+            self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
+        if now - self.ini_looked_at >= RELOAD_LOOK_S:
+            self.ini_looked_at = now
+            stamp = self.stamp()
+            self.reload_asked = self.reload_asked or stamp != self.ini_stamp
+            self.ini_stamp = stamp
+        if self.reload_asked:
+            self.reload_asked = False
+            self.reload()
+
+    def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
+        """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
+        if isinstance(protocol, TcpProtocol):
+            protocol.tick(now)
+            return
+        sockets = [source for source in self.endpoints if isinstance(source, Datagrams) and source.protocol is protocol]
+        for data, to in protocol.tick(now):
+            family = socket.AF_INET6 if ":" in to[0] else socket.AF_INET
+            if not any(source.send(data, to) for source in sockets if source.sock.family == family) and sockets:
+                sockets[0].tally.unsent += 1
 
     def guarded(self, tick: Callable[[float], None], now: float) -> None:
         try:
@@ -3076,8 +6152,51 @@ class MasterServer:
         except Exception:
             log.exception("an error of the program in the tick of %s", tick)
 
-    def save(self, now: float) -> None:
-        self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
+    def stamp(self) -> Any:
+        """What changes when the ini or a file that it names does."""
+        stamps = []
+        for path in [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]:
+            try:
+                found = os.stat(path)
+                stamps.append((path, found.st_mtime_ns, found.st_size, found.st_ino))
+            except OSError:
+                stamps.append((path, 0, 0, 0))
+        return stamps
+
+    def reload(self) -> None:
+        """Read the settings again. With any error the old ones stay in force, whole."""
+        if self.read_again is None:
+            return
+        notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
+        try:
+            new = self.read_again()
+        except SettingsError as error:
+            log.error("the old settings stay in force: %s", error)
+        else:
+            different = self.settings.different(new)
+            for row in different:
+                if row.live:
+                    self.settings.values[row.name] = new.values[row.name]
+                    self.settings.texts[row.name] = new.texts.get(row.name, "")
+                else:
+                    log.warning("[%s] %s has changed; that takes a restart", row.section, row.key)
+            if any(row.live for row in different):
+                self.apply()
+            log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
+        notify("READY=1")
+
+    def apply(self) -> None:
+        """Let the live settings take effect."""
+        settings = self.settings
+        self.rules.read(settings)
+        self.datagram_limiter.set_rate(settings["limits.datagrams"])
+        self.connection_limiter.set_rate(settings["limits.connections"])
+        self.poller.read(settings)
+        for protocol in self.protocols:
+            protocol.read(settings)
+        self.registry.apply_rules()
+        if "server.log_level" in settings.given:
+            log.setLevel(settings["server.log_level"].upper())
 
     def wake(self) -> None:
         """Make select() return; from any thread."""
@@ -3120,12 +6239,16 @@ class MasterServer:
 
     def close(self) -> None:
         now = time.monotonic()
+        self.log_events()
         for connection in list(self.connections):
             connection.close(now)
         for source in self.endpoints:
             source.sock.close()
         self.disk.stop(5.0)
+        self.disk.deliver(now)
         self.names.stop(0.0)
+        if self.keeper:
+            self.keeper.close(now, time.time())
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()
@@ -3139,13 +6262,49 @@ class MasterServer:
 
     def log_event(self, event: str, server: Server) -> None:
         if event != "changed":
+            self.events.append((event, server))
+
+    def log_events(self) -> None:
+        """Who came and went in this second, one by one unless they are many."""
+        events, self.events = self.events, []
+        for event, server in events[:LOGGED_EVENTS]:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
+        if len(events) > LOGGED_EVENTS:
+            log.info("and %d more listed or gone in this second", len(events) - LOGGED_EVENTS)
+
+
+def read_text_files(settings: Settings) -> None:
+    """Put the files that the settings name into `settings.texts`; raises SettingsError."""
+    for name in TEXT_FILES:
+        path = settings.file(name)
+        settings.texts[name] = ""
+        if path:
+            try:
+                with open(path, encoding="utf-8-sig") as file:
+                    settings.texts[name] = file.read(TEXT_FILE_CHARACTERS)
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError("[%s] %s = %s: %s" % (*name.split("."), path, error)) from None
+    try:
+        list_template(settings.texts["http.template"])
+    except ValueError as error:
+        raise SettingsError("[http] template = %s: %s" % (settings.file("http.template"), error)) from None
+
+
+def notify(state: str) -> None:
+    """Tell systemd (sd_notify(3)) how we are, if it asked to know."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path and hasattr(socket, "AF_UNIX"):
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
+        except OSError as error:
+            log.debug("systemd cannot be told: %s", error)
 
 
 def resolved(host: str) -> str:
     """The first address of a host, IPv4 if it has one; raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    return canonical(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    return canonical(str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]))
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -3192,11 +6351,343 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
         raise
 
 
+def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
+    """The first of `length` free ports in a row on all these IPv4 addresses; 0 if one is not this machine's."""
+    for _ in range(FREE_RUN_TRIES):
+        socks = []
+        try:
+            first = 0
+            for host in hosts:
+                for offset in range(length):
+                    socks.append(bound_socket(socket.AF_INET, transport, host, first and first + offset))
+                    first = first or socks[0].getsockname()[1]
+            return first
+        except OverflowError:               # past 65535
+            continue
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return 0
+        finally:
+            for sock in socks:
+                sock.close()
+    raise StartError("there are no %d free %s ports in a row" % (length, transport.upper()))
+
+
 # =====================================================================================================================
 # 12  Client tools and command line
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+SWITCH_S = 0.001                    # the event loop gets the interpreter back from the worker within this (Python's default is 5 ms)
+
+
+# What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
+# NoAnswer says in words why there is nothing.
+
+ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
+FETCH_S = 10.0                      # silence of a list server, after which it has gone
+FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
+AIO_TEXT_S = 3.0                    # masters answer text at once; one without that dialect says nothing
+
+
+class NoAnswer(Exception):
+    """Nothing usable came back."""
+
+
+def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Callable[[bytes], Any]) -> Tuple[Any, float]:
+    """Send `question(attempt)` until `answer(data)` takes what comes; its result, and milliseconds. Raises NoAnswer."""
+    wrong = ""
+    family, _, _, _, place = socket.getaddrinfo(resolved(host), port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(place)
+        for attempt in range(ASK_TRIES):
+            sock.send(question(attempt))
+            asked_at = time.monotonic()
+            while time.monotonic() < asked_at + ASK_WAIT_S:
+                try:
+                    sock.settimeout(max(0.001, asked_at + ASK_WAIT_S - time.monotonic()))
+                    return answer(sock.recv(MAX_DATAGRAM_BYTES)), (time.monotonic() - asked_at) * 1000
+                except Malformed as error:
+                    wrong = "; what came is not an answer: %s" % error
+                except socket.timeout:
+                    pass
+                except ConnectionError:
+                    time.sleep(0.1)         # nobody listens there now; asked again, as a restart takes a moment
+    raise NoAnswer("%s does not answer on UDP port %d%s" % (host, port, wrong))
+
+
+def ping_subspace(host: str, port: int) -> Dict[str, Any]:
+    if port == 65535:
+        raise NoAnswer("there is no port after it, where zones are pinged")
+    poll = ZonePoll()
+    ping_ms = 0.0
+    complete = False
+    while not complete:
+        nonce = ping_nonce()
+        try:
+            complete, ping_ms = udp_ask(host, port + 1, functools.partial(poll.question, nonce),
+                                        functools.partial(poll.answer, nonce=nonce))
+        except NoAnswer:
+            if not poll.answered:
+                raise
+            break
+    return dict(poll.fields(), arenas=poll.arenas_text(), ping_ms=round(ping_ms, 1))
+
+
+def ping_hyperbol(host: str, port: int) -> Dict[str, Any]:
+    nonce = random.SystemRandom().getrandbits(32)
+    found, ping_ms = udp_ask(host, port, lambda attempt: struct.pack("<BI", 2, nonce), lambda data: hyperbol_info(data, nonce))
+    return dict(found, ping_ms=round(ping_ms, 1), **found.pop("details"))
+
+
+def ping_aio(host: str, port: int) -> Dict[str, Any]:
+    def answer(data: bytes) -> Dict[str, Any]:
+        data = inflate(data, 1 + 2 * (2 + 65535) + 10)
+        texts, at = [], 1
+        for _ in range(2):
+            size = int.from_bytes(data[at:at + 2], "little")
+            texts.append(decode_utf8(data[at + 2:at + 2 + size], TEXT_CHARACTERS))
+            at += 2 + size
+        if data[:1] != b"\0" or len(data) != at + 10:
+            raise Malformed("not 00, two texts and 10 bytes of numbers")
+        players, max_players, version = struct.unpack_from("<IIH", data, at)
+        return {"name": texts[0], "description": texts[1], "players": players, "max_players": max_players,
+                "version": version}
+
+    found, ping_ms = udp_ask(host, port, lambda attempt: b"\0", answer)
+    return dict(found, ping_ms=round(ping_ms, 1))
+
+
+class ListFetch(SubSpaceLink):
+    """The player's end of SubSpaceList's exchange: `zones` is the list once it is there."""
+
+    def __init__(self, key: bytes, minimum: int, now: float) -> None:
+        super().__init__(now, [b"\1" + struct.pack("<I", minimum)])
+        self.key = key
+        self.connected = False
+        self.connect_at = float("-inf")
+        self.data = bytearray()
+        self.zones: Optional[List[Dict[str, Any]]] = None
+
+    def packet(self, data: bytes, now: float) -> List[bytes]:
+        if data[:2] == b"\0\2":
+            if data[2:6] != self.key:
+                raise Malformed("another key: the master wants encryption")
+            self.connected = True
+        elif data[:2] == b"\0\x0a" and len(data) > 6:
+            total = int.from_bytes(data[2:6], "little")
+            if total > FETCH_BYTES or len(self.data) + len(data) - 6 > total:
+                raise Malformed("list: more than its %d bytes, or too many" % total)
+            self.data += data[6:]
+            if len(self.data) == total:
+                self.zones = zone_entries(bytes(self.data))
+        elif data[:1] == b"\1":             # a short list may come in one packet
+            self.zones = zone_entries(data)
+        else:
+            return super().packet(data, now)
+        return []
+
+    def send(self, now: float) -> List[bytes]:
+        if self.connected:
+            return super().send(now)
+        if now - self.connect_at < LINK_RESEND_S:
+            return []
+        self.connect_at = now
+        return [b"\0\1" + self.key + b"\1\0"]
+
+
+def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(LINK_RESEND_S / 2)
+        sock.connect((resolved(host), port))
+        now = time.monotonic()
+        fetch = ListFetch(os.urandom(3) + b"\0", 0, now)
+        out = fetch.tick(now)
+        while fetch.zones is None and not fetch.closed and now - fetch.heard_at < FETCH_S:
+            for data in out:
+                sock.send(data)
+            try:
+                data = sock.recv(MAX_DATAGRAM_BYTES)
+            except socket.timeout:
+                data = b""
+            now = time.monotonic()
+            out = fetch.receive(data, now) if data else fetch.tick(now)
+        for data in out + [b"\0\7", b"\0\7"]:
+            sock.send(data)
+    if fetch.zones is None:
+        raise NoAnswer("%s sends no list on UDP port %d" % (host, port))
+    return fetch.zones
+
+
+def list_hyperbol(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        greeting = read_exactly(sock, 12)
+        if greeting[:4] != b"HBSL":
+            raise Malformed("greeting: not HBSL")
+        sock.sendall(greeting[4:8] + b"\xff\0\0\0")        # the document: always 255, for all servers
+        data = b"".join(iter(lambda: sock.recv(RECV_BYTES), b""))
+    return [{"address": str(ipaddress.IPv4Address(address)), "port": port, "flavor": flavor}
+            for address, port, flavor in struct.iter_unpack("<4sIBxxx", data[:len(data) // 12 * 12])]
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise Malformed("the connection ended after %d bytes of %d" % (len(data), size))
+        data += piece
+    return data
+
+
+def list_aio(host: str, port: int) -> List[Dict[str, Any]]:
+    try:
+        return list_aio_text(host, port)
+    except socket.timeout:                  # a master of the framed dialect alone
+        return list_aio_framed(host, port)
+
+
+def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.create_connection((host, port), AIO_TEXT_S) as sock:
+        sock.sendall(b"12#%\n")
+        data = b""
+        until = time.monotonic() + FETCH_S
+        while True:                         # greetings may come before the list
+            start = re.search(rb"(?:^|[^0-9])12#", data)
+            if start and data.endswith(b"#%"):
+                break
+            piece = sock.recv(RECV_BYTES)
+            if not piece or len(data) > FETCH_BYTES or time.monotonic() > until:
+                raise Malformed("no list came before the end")
+            data += piece
+    fields = data[start.end():-2].decode("utf-8", "replace").split("#")
+    if fields[::5] == [str(index) for index in range(len(fields) // 5)]:    # the document's form: an index before each
+        fields = [field for i, field in enumerate(fields) if i % 5]
+    texts = [clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS) for field in fields]
+    rows = [dict(zip(("name", "description", "address", "port"), texts[i:i + 4])) for i in range(0, len(texts) - 3, 4)]
+    # The document's entry for an empty list
+    return [dict(row, port=aio_port(row["port"])) for row in rows
+            if not (row["address"] == "127.0.0.1" and row["name"].startswith("No servers currently online"))]
+
+
+def aio_port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text):
+        raise Malformed("port: %r" % text[:20])
+    return int(text)
+
+
+def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        sock.sendall(b"\1\0\0\0\2")
+        payload = b""
+        while payload[:1] != b"\2":         # the greeting comes first
+            head = read_exactly(sock, 4)
+            payload = read_exactly(sock, int.from_bytes(head[:3], "little"))
+            if head[3]:
+                payload = inflate(payload, 3 + 65535 * 258)
+    rows = []
+    at = 3
+    for _ in range(int.from_bytes(payload[1:3], "little")):
+        size = payload[at] if at < len(payload) else 0
+        if at + 3 + size > len(payload):
+            raise Malformed("list: cut off")
+        rows.append({"address": clean(payload[at + 1:at + 1 + size].decode("ascii", "replace")),
+                     "port": int.from_bytes(payload[at + 1 + size:at + 3 + size], "little")})
+        at += 3 + size
+    return rows
+
+
+def list_iceball(host: str, port: int) -> List[Dict[str, Any]]:
+    connection = http.client.HTTPConnection(host, port, timeout=FETCH_S)
+    try:
+        connection.request("GET", "/master.json", headers={"Connection": "close"})
+        response = connection.getresponse()
+        body = response.read(FETCH_BYTES)
+    except http.client.HTTPException as error:
+        raise Malformed("HTTP: %r" % error) from None
+    finally:
+        connection.close()
+    try:
+        return [{"address": clean(str(s["address"])), "port": int(s["port"]), "name": clean(str(s["name"])),
+                 "mode": clean(str(s["mode"])), "map": clean(str(s["map"])), "players": int(s["players_current"]),
+                 "max_players": int(s["players_max"]), "version": clean(str(s.get("version", "")))}
+                for s in json.loads(body.decode("utf-8"))["servers"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Malformed("/master.json: status %d, %r" % (response.status, error)) from None
+
+
+Facts = Dict[str, Any]
+PINGS: Dict[str, Callable[[str, int], Facts]] = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
+LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with the default port
+    "iceball": (list_iceball, 27790),
+    "subspace": (list_subspace, 4990),
+    "hyperbol": (list_hyperbol, 20203),
+    "aio": (list_aio, 27011),
+}
+
+
+def read_place(text: str) -> Tuple[str, Optional[int]]:
+    """HOST, HOST:PORT or [ADDRESS]:PORT."""
+    if text and (":" not in text or text.count(":") > 1 and not text.startswith("[")):
+        return text, None
+    return read_endpoint(text)
+
+
+def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type for argparse that keeps the reader's words."""
+    def read_argument(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return read_argument
+
+
+def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callable[[Any], Iterable[str]]) -> int:
+    """Print what `ask` learns, as JSON or in words; the exit status."""
+    try:
+        result = ask()
+    except (NoAnswer, Malformed, OSError) as error:
+        print("masterserver.py: %s: %s" % (endpoint(*arguments.place), error), file=sys.stderr)
+        return EXIT_FAILED
+    text = json.dumps(result, indent=2) if arguments.json else "\n".join(words(result))
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write((text + "\n").encode(encoding, "replace").decode(encoding))
+    return EXIT_OK
+
+
+def command_ping(arguments: argparse.Namespace) -> int:
+    host, port = arguments.place
+    about = {"game": arguments.game, "address": host, "port": port}
+    return outcome(arguments, lambda: dict(about, **PINGS[arguments.game](host, port)),
+                   lambda found: ("%-12s %s" % item for item in found.items() if item[1] not in (None, "")))
+
+
+def command_list(arguments: argparse.Namespace) -> int:
+    ask, default_port = LISTS[arguments.game]
+    host, port = arguments.place = arguments.place[0], arguments.place[1] or default_port
+    about = {"game": arguments.game, "address": host, "port": port}
+    return outcome(arguments, lambda: dict(about, servers=ask(host, port)),
+                   lambda found: [list_line(row) for row in found["servers"]] or ["no servers"])
+
+
+def list_line(row: Dict[str, Any]) -> str:
+    players = "%s" % row.get("players", "-") + ("/%s" % row["max_players"] if row.get("max_players") else "")
+    return "%7s  %-21s  %s" % (players, endpoint(row["address"], row["port"]), row.get("name", ""))
+
+
+def add_client_commands(commands: Any) -> None:
+    ping = commands.add_parser("ping", help="what a game server answers")
+    ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
+                      help="the game's port, also where questions go to another")
+    ping.add_argument("--game", choices=sorted(PINGS), required=True)
+    ping.set_defaults(command=command_ping)
+    listing = commands.add_parser("list", help="what a master server lists")
+    listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place))
+    listing.add_argument("--game", choices=sorted(LISTS), required=True)
+    listing.set_defaults(command=command_list)
+    for command in (ping, listing):
+        command.add_argument("--json", action="store_true", help="as JSON")
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -3208,12 +6699,27 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", metavar="FILE", help="write what listens where, as JSON, once it does")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at debug level")
     parser.add_argument("--version", action="version", version="masterserver.py " + __version__)
+    parser.set_defaults(command=command_serve)
+    commands = parser.add_subparsers(title="other things it can do", metavar="COMMAND")
+    add_client_commands(commands)
+
+    export = commands.add_parser("export", help="write a master's list as XML", description=EXPORT_HELP,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    export.set_defaults(command=command_export)
+    export.add_argument("--game", choices=("hyperbol",), default="hyperbol", help="what the master speaks (hyperbol)")
+    export.add_argument("master", metavar="HOST[:PORT]", help="the master; on port %d if none is given" % HYPERBOL_PORT)
+    export.add_argument("--output", metavar="FILE", default="servers.xml", help="the file (servers.xml)")
+    export.add_argument("--ftp", metavar="ftp://USER@HOST/PATH/", help="upload it there; see above for the password")
+    export.add_argument("--every", metavar="SECONDS", type=argument(read_number(1, 86400, float)),
+                        help="do it again and again, with so long a pause")
     return parser
 
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
-    return Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    settings = Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    read_text_files(settings)
+    return settings
 
 
 def start_log(settings: Settings, verbose: bool) -> None:
@@ -3231,12 +6737,24 @@ def start_log(settings: Settings, verbose: bool) -> None:
     log.propagate = False
 
 
+def write_file(path: str, data: bytes) -> None:
+    """All of it or nothing: readers find the old file or the new one. Raises OSError."""
+    try:
+        with open(path + ".new", "wb") as file:
+            file.write(data)
+        os.replace(path + ".new", path)
+    except OSError:
+        try:
+            os.remove(path + ".new")
+        except OSError:
+            pass
+        raise
+
+
 def write_ready_file(path: str, listeners: Sequence[Listener]) -> None:
     text = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in listeners]})
     try:
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(path + ".new", path)
+        write_file(path, text.encode("utf-8") + b"\n")
     except OSError as error:
         raise StartError("the ready file cannot be written: %s" % error) from None
 
@@ -3257,7 +6775,10 @@ def summary(server: MasterServer) -> str:
 
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
-    server = MasterServer(settings)
+    sys.setswitchinterval(SWITCH_S)
+    server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: server.stop())
@@ -3268,6 +6789,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         log.info("%s", summary(server))
         if arguments.ready_file:
             write_ready_file(arguments.ready_file, server.listeners)
+        notify("READY=1")
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
@@ -3276,23 +6798,242 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def command_serve(arguments: argparse.Namespace) -> int:
+    if arguments.print_config:
+        sys.stdout.write(config_text())
+        return EXIT_OK
+    settings = load_settings(arguments)
+    if arguments.check:
+        print("The settings are good.")
+        return EXIT_OK
+    return serve(settings, arguments)
+
+
+# --- Export ----------------------------------------------------------------------------------------------------------
+
+HYPERBOL_PORT = 20203
+EXPORT_CONNECT_S = 5.0              # the document's script waits so long for the master …
+EXPORT_LIST_S = 60.0                # … and this is for the whole list, however slowly it comes
+EXPORT_LIST_BYTES = 12 * 65536      # 65,536 servers are more than any master has
+EXPORT_ROUND_S = 1.5                # who has not answered is asked once more, and has as long again: the script's 3 s
+EXPORT_BURST = 50                   # queries sent between two looks at the answers, so that no buffer overflows
+EXPORT_FTP_S = 30.0
+
+# The script's own numbers
+EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
+EXPORT_HELP = """\
+Fetch the list of a Hyperbol master, ask every server in it what it is, and write that as XML, as the script in
+Hyperbol's protocol document does. A server that does not answer has responding="0".
+
+The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc. PATH begins in
+the user's folder (%2F at its front: in the root); if it does not end in /, its last part is the name of the file.
+
+Exit status: 0 done; 2 wrong usage; 3 no connection to the master; 4 it is no Hyperbol master; 6 its list is empty;
+7 the file cannot be written; 8 the upload failed. With --every it goes on until it is stopped by Ctrl-C."""
+
+
+class ToolError(Exception):
+    """A tool's end: its exit status and a message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def command_export(arguments: argparse.Namespace) -> int:
+    host, port = read_host(arguments.master, HYPERBOL_PORT)
+    upload = FtpPlace(arguments.ftp, os.path.basename(arguments.output)) if arguments.ftp else None
+    while True:
+        try:
+            print(export_once(host, port, arguments.output, upload), flush=True)
+        except ToolError as error:
+            if not arguments.every:
+                raise
+            print("masterserver.py: %s" % error, file=sys.stderr, flush=True)
+        if not arguments.every:
+            return EXIT_OK
+        time.sleep(arguments.every)
+
+
+def read_host(text: str, port: int) -> Tuple[str, int]:
+    """`HOST` or `HOST:PORT`; raises ToolError."""
+    if re.fullmatch(r"[^:]+|\[.*\]", text):
+        return text.strip("[]"), port
+    try:
+        return read_endpoint(text)
+    except ValueError:
+        raise ToolError(EXIT_USAGE, "%r is not HOST or HOST:PORT." % text) from None
+
+
+def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> str:
+    """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
+    entries = fetch_hyperbol_list(host, port)
+    if not entries:
+        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is." % (endpoint(host, port), path))
+    servers = query_hyperbol_servers(entries)
+    data = servers_xml(map(server_xml, servers), time.time())
+    try:
+        write_file(path, data)
+    except OSError as error:
+        raise ToolError(EXIT_FILE, "%s cannot be written: %s." % (path, error.strerror or error)) from None
+    if upload:
+        upload.store(data)
+    return "%d servers, %d of them responding, %d players: %s written%s." % (
+        len(servers), sum(s.responding for s in servers), sum(s.players for s in servers), path,
+        " and uploaded to " + upload.host if upload else "")
+
+
+def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
+    """Address, port and flavor of every server that the master lists. Raises ToolError."""
+    deadline = time.monotonic() + EXPORT_LIST_S
+    data = b""
+    try:
+        with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
+            while len(data) < HYPERBOL_GREETING.size:
+                part = sock.recv(HYPERBOL_GREETING.size - len(data))
+                if not part:
+                    break
+                data += part
+            key, _ = hyperbol_greeting(data)
+            sock.sendall(struct.pack("<I4B", key, 255, 0, 0, 0))
+            data = b""
+            while len(data) < EXPORT_LIST_BYTES:
+                if time.monotonic() > deadline:
+                    raise socket.timeout("timed out")
+                part = sock.recv(RECV_BYTES)
+                if not part:
+                    break
+                data += part
+    except OSError as error:
+        raise ToolError(EXIT_CONNECTION, "No list from %s: %s." % (
+            endpoint(host, port), error.strerror or error)) from None
+    except Malformed as error:
+        raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
+    return hyperbol_entries(data)
+
+
+def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Server]:
+    """Ask all of them at once what they are; those that do not answer have responding False."""
+    servers: Dict[Tuple[str, int], Server] = {}
+    for address, port, flavor in entries:
+        server = servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0)
+        server.flavor, server.responding = flavor, False
+    silent = dict(servers)
+    asked: Dict[Tuple[str, int], List[Tuple[int, float]]] = {place: [] for place in servers}    # timestamp, sent at
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setblocking(False)
+        for _ in range(POLL_ATTEMPTS):
+            for number, place in enumerate(list(silent)):
+                timestamp = random.SystemRandom().getrandbits(32)
+                asked[place].append((timestamp, time.monotonic()))
+                try:
+                    sock.sendto(struct.pack("<BI", 2, timestamp), place)
+                except (OSError, OverflowError):        # no way there, or no port: it does not answer
+                    pass
+                if number % EXPORT_BURST == 0:
+                    read_answers(sock, asked, silent, 0.01)
+            deadline = time.monotonic() + EXPORT_ROUND_S
+            while silent and time.monotonic() < deadline:
+                read_answers(sock, asked, silent, min(0.1, deadline - time.monotonic()))
+                progress("%d of %d servers have answered" % (len(servers) - len(silent), len(servers)))
+    progress("")
+    return list(servers.values())
+
+
+def read_answers(sock: socket.socket, asked: Mapping[Tuple[str, int], List[Tuple[int, float]]],
+                 silent: Dict[Tuple[str, int], Server], wait: float) -> None:
+    """Wait for answers, take what there is, and strike their servers off `silent`."""
+    select.select([sock], [], [], max(0.0, wait))
+    while True:
+        try:
+            data, place = sock.recvfrom(MAX_DATAGRAM_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:             # Windows: an earlier query met a closed port
+            continue
+        now = time.monotonic()
+        for timestamp, sent_at in asked.get(place, ()):
+            try:
+                fields = hyperbol_info(data, timestamp)
+            except Malformed:
+                continue
+            server = silent.pop(place, None)
+            if server is not None:
+                for name, value in fields.items():
+                    setattr(server, name, value)
+                server.responding, server.ping_ms = True, (now - sent_at) * 1000
+
+
+def progress(text: str) -> None:
+    """A line that the next one overwrites, if there is somebody to see it."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K" + text)
+        sys.stderr.flush()
+
+
+class FtpPlace:
+    """Where a file goes by FTP: `ftp://USER@HOST[:PORT]/PATH/`. Raises ToolError."""
+
+    def __init__(self, url: str, name: str) -> None:
+        """`name`: of the file, if the URL has none."""
+        try:
+            parts = urllib.parse.urlsplit(url)
+            self.host, self.port = parts.hostname or "", parts.port or ftplib.FTP_PORT
+        except ValueError:
+            raise ToolError(EXIT_USAGE, "--ftp %s: that is no URL." % url) from None
+        if parts.scheme != "ftp" or not self.host or parts.query or parts.fragment:
+            raise ToolError(EXIT_USAGE, "--ftp %s: ftp://USER@HOST/PATH/ is wanted." % url)
+        if parts.password is not None:
+            raise ToolError(EXIT_USAGE, "--ftp: others can see the command line; put the password into the environment "
+                                        "variable MASTERSERVER_FTP_PASSWORD or into ~/.netrc.")
+        folder, _, last = parts.path[1:].rpartition("/")
+        self.folder, self.name = urllib.parse.unquote(folder), urllib.parse.unquote(last) or name
+        self.user = urllib.parse.unquote(parts.username or "")
+
+    def login(self) -> Tuple[str, str]:
+        """User and password; a server without either is used as anonymous."""
+        password = os.environ.get("MASTERSERVER_FTP_PASSWORD")
+        if password is not None:
+            return self.user or "anonymous", password
+        try:
+            found = netrc.netrc().authenticators(self.host)
+        except FileNotFoundError:
+            found = None
+        except (OSError, netrc.NetrcParseError) as error:
+            raise ToolError(EXIT_FTP, "~/.netrc cannot be used: %s." % error) from None
+        if found and (not self.user or found[0] == self.user):
+            return found[0], found[2] or ""
+        if self.user:
+            raise ToolError(EXIT_FTP, "MASTERSERVER_FTP_PASSWORD and ~/.netrc have no password for %s at %s." % (
+                self.user, self.host))
+        return "anonymous", ""
+
+    def store(self, data: bytes) -> None:
+        user, password = self.login()
+        try:
+            with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
+                ftp.connect(self.host, self.port)
+                ftp.login(user, password)
+                if self.folder:
+                    ftp.cwd(self.folder)
+                ftp.storbinary("STOR " + self.name, io.BytesIO(data))
+        except (ftplib.Error, OSError, EOFError, ValueError) as error:      # ValueError: a line break in a name
+            raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (
+                endpoint(self.host, self.port), error)) from None
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = arguments_parser().parse_args(argv)
     try:
-        if arguments.print_config:
-            sys.stdout.write(config_text())
-            return EXIT_OK
-        settings = load_settings(arguments)
-        if arguments.check:
-            print("The settings are good.")
-            return EXIT_OK
-        return serve(settings, arguments)
-    except SettingsError as error:
+        status: int = arguments.command(arguments)
+        return status
+    except KeyboardInterrupt:
+        return EXIT_OK if getattr(arguments, "every", None) else EXIT_FAILED
+    except (SettingsError, StartError, ToolError) as error:
         print("masterserver.py: %s" % error, file=sys.stderr)
-        return EXIT_USAGE
-    except StartError as error:
-        print("masterserver.py: %s" % error, file=sys.stderr)
-        return EXIT_FAILED
+        if isinstance(error, ToolError):
+            return error.status
+        return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
 
 
 if __name__ == "__main__":
