@@ -5809,10 +5809,10 @@ def port_holder(transport: str, port: int) -> str:
     for process in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
         folder = "/proc/%s/" % process
         try:
-            if sockets.isdisjoint(os.readlink(folder + "fd/" + name) for name in os.listdir(folder + "fd")):
-                continue
-            with open(folder + "cmdline", "rb") as file:
-                return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
+            for name in os.listdir(folder + "fd"):
+                if os.path.realpath(folder + "fd/" + name).rpartition("/")[2] in sockets:       # no error if it is closed meanwhile
+                    with open(folder + "cmdline", "rb") as file:
+                        return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
         except OSError:             # another user's, or it has ended meanwhile
             continue
     return ""
