@@ -5478,7 +5478,6 @@ class MasterServer(Loop):
             if problems:
                 raise StartError("\n".join(problems))
             self.restore()
-            self.restore()
         except BaseException:
             self.close()
             raise
@@ -6337,7 +6336,7 @@ class Announcement(Loop):
         self.links = []
         for text in masters:
             announcer = make(self.server, time.monotonic())
-            host, given = read_master(text)
+            host, given = read_place(text)
             link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer)
             if isinstance(announcer, HttpAnnouncer):
                 announcer.host = endpoint(link.host, link.port)
@@ -6577,15 +6576,6 @@ class Announcement(Loop):
 
 ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
     "iceball": IceballAnnouncer, "subspace": SubSpaceAnnouncer, "aio": AioAnnouncer, "hyperbol": HyperbolAnnouncer}
-
-
-def read_master(text: str) -> Tuple[str, int]:
-    """`HOST`, `HOST:PORT`, `ADDRESS` or `[ADDRESS]:PORT`; port 0 if there is none. Raises ValueError."""
-    text = text.strip()
-    try:
-        return read_address(text), 0
-    except ValueError:
-        return read_endpoint(text) if ":" in text else (text, 0)
 
 
 def read_players(line: str) -> Dict[str, Any]:
