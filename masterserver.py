@@ -6068,7 +6068,6 @@ class MasterServer(Loop):
             if problems:
                 raise StartError("\n".join(problems))
             self.restore()
-            self.restore()
         except BaseException:
             self.close()
             raise
@@ -6400,10 +6399,10 @@ def port_holder(transport: str, port: int) -> str:
     for process in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
         folder = "/proc/%s/" % process
         try:
-            if sockets.isdisjoint(os.readlink(folder + "fd/" + name) for name in os.listdir(folder + "fd")):
-                continue
-            with open(folder + "cmdline", "rb") as file:
-                return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
+            for name in os.listdir(folder + "fd"):
+                if os.path.realpath(folder + "fd/" + name).rpartition("/")[2] in sockets:       # no error if it is closed meanwhile
+                    with open(folder + "cmdline", "rb") as file:
+                        return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
         except OSError:             # another user's, or it has ended meanwhile
             continue
     return ""
@@ -6942,7 +6941,7 @@ class Announcement(Loop):
         self.links = []
         for text in masters:
             announcer = make(self.server, time.monotonic())
-            host, given = read_master(text)
+            host, given = read_place(text)
             link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer)
             if isinstance(announcer, HttpAnnouncer):
                 announcer.host = endpoint(link.host, link.port)
@@ -7182,15 +7181,6 @@ class Announcement(Loop):
 
 ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
     "iceball": IceballAnnouncer, "subspace": SubSpaceAnnouncer, "aio": AioAnnouncer, "hyperbol": HyperbolAnnouncer}
-
-
-def read_master(text: str) -> Tuple[str, int]:
-    """`HOST`, `HOST:PORT`, `ADDRESS` or `[ADDRESS]:PORT`; port 0 if there is none. Raises ValueError."""
-    text = text.strip()
-    try:
-        return read_address(text), 0
-    except ValueError:
-        return read_endpoint(text) if ":" in text else (text, 0)
 
 
 def read_players(line: str) -> Dict[str, Any]:

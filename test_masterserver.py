@@ -5446,7 +5446,7 @@ class Announcing(unittest.TestCase):
             with open(path, "w", encoding="utf-8") as file:
                 file.write("1/8\n2/8 pit\n\n")
             place = "127.0.0.1:%d" % port_of(master, "iceball")
-            with ms.Announcement("iceball", 21737, [place, "[::1]"], name="A bundle", players_from=path) as announcement:
+            with ms.Announcement("iceball", 21737, [place, "::1"], name="A bundle", players_from=path) as announcement:
                 announcement.start()
                 server = eventually(master.registry.servers)[0]
                 self.assertEqual((server.address, server.port, server.name, server.map), ("203.0.113.5", 21737, "A bundle", "pit"))
@@ -5468,10 +5468,7 @@ class Announcing(unittest.TestCase):
             with self.assertRaises(ValueError):
                 ms.Announcement(*arguments, **fields)           # type: ignore[arg-type, unused-ignore]
 
-    def test_masters_and_players_as_they_are_written(self) -> None:
-        for text, place in (("m", ("m", 0)), ("m.example:1", ("m.example", 1)), ("::1", ("::1", 0)), ("[::1]", ("::1", 0)),
-                            ("[::1]:27790", ("::1", 27790)), ("192.0.2.1:5", ("192.0.2.1", 5))):
-            self.assertEqual(ms.read_master(text), place)
+    def test_players_as_they_are_written(self) -> None:
         for line, fields in (("5", {"players": 5}), (" 5 / 16\r", {"players": 5, "max_players": 16}),
                              ("5/16 my map", {"players": 5, "max_players": 16, "map": "my map"}), ("0 pit", {"players": 0, "map": "pit"})):
             self.assertEqual(ms.read_players(line), fields)
@@ -5638,6 +5635,16 @@ class Embedded(unittest.TestCase):
         server.thread.join(5)
         self.assertFalse(server.thread.is_alive())
         self.assertEqual(server.wake_out.fileno(), -1)
+
+    def test_a_restart_lists_each_server_once(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = dict(LOOPBACK, **{"server.database": os.path.join(folder, "db")})
+            with ms.MasterServer(settings) as server:
+                self.announce(server, 2)
+                eventually(lambda: len(server.registry.servers()) == 2)
+            events: List[str] = []
+            with ms.MasterServer(settings, lambda event, listed: events.append(event)) as server:
+                self.assertEqual((server.registry.total, server.registry.census["iceball"][0], events), (2, 2, ["listed"] * 2))
 
     def test_several_in_one_process(self) -> None:
         with ms.MasterServer(LOOPBACK) as one, ms.MasterServer(LOOPBACK) as two:
