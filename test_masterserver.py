@@ -38,7 +38,6 @@ import sys
 import tempfile
 import threading
 import time
-import tracemalloc
 import unittest
 import unittest.mock
 import urllib.request
@@ -50,6 +49,11 @@ from urllib.parse import parse_qs, urlsplit
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import masterserver as ms
+
+try:
+    import tracemalloc
+except ImportError:                     # PyPy
+    tracemalloc = None  # type: ignore[assignment]
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SLOW = sys.flags.dev_mode or "PyPy" in sys.version          # the interpreter is; the largest counts are smaller there
