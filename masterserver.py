@@ -34,6 +34,7 @@ import argparse
 import codecs
 import collections
 import configparser
+import copy
 import difflib
 import email.errors
 import errno
@@ -71,7 +72,7 @@ import types
 import urllib.parse
 import zlib
 from datetime import datetime, timedelta, timezone
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
 
 __version__ = "1.0"
 
@@ -260,9 +261,13 @@ def read_choice(*choices: str) -> Callable[[str], str]:
 def read_game_id(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
         raise ValueError("a game's id has 1 to 32 of a-z, 0-9, - and _")
+    return text
+
+
+def read_own_game_id(text: str) -> str:
     if text in {row.section for row in SETTINGS}:
         raise ValueError("the id %s is taken" % text)
-    return text
+    return read_game_id(text)
 
 
 def read_rate(text: str) -> Tuple[float, float]:
@@ -341,7 +346,7 @@ SETTINGS = (
     Setting("aio", "news", "", read_text, "What players read under News.", live=True),
     Setting("aio", "news_file", "", read_text, "A text file with the news instead; read again when it changes.", live=True),
     Setting("games", "", "", read_text, "Games of your own, announced by HTTP: id = Title.", live=True,
-            read_key=read_game_id, example="mygame = My Game"),
+            read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
             "Seconds between two questions to a game server that answers questions (Hyperbol, SubSpace, AIO).", live=True),
     Setting("poll", "rate", "500", read_number(1, 100000), "Questions a second at the most, to all servers together.", live=True),
@@ -977,7 +982,7 @@ class Registry:
         generation, order = self.ordered.get(game, (-1, []))
         if generation != self.generation:
             generation = self.generation
-            listed = [self.games[game]] if game else list(self.games.values())
+            listed = [self.games.get(game, {})] if game else list(self.games.values())
             members = {server for servers in listed for server in list(servers.values())}
             order = [server for server in order if server in members]
             order += members.difference(order)
@@ -1754,7 +1759,8 @@ def iceball_version_text(number: int) -> str:
 
 ICEBALL_HBVERSION = 2
 ICEBALL_HBVERSION_BYTES = b"\2\0"
-ICEBALL_ANNOUNCEMENT_BYTES = 86
+ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
+ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size             # 86
 ICEBALL_NUMBERS = struct.Struct("<IHHH")        # of it, from offset 6: version, port, players, maximum
 ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES - len(b"=")
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
@@ -2908,7 +2914,7 @@ AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted what was written as one
 AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest, four bytes a character, are 2,600
 AIO_FRAME_BYTES = 31                # a publish has 3, or 14 in zlib; a longer frame could begin like a text
-AIO_ANSWER_BYTES = 16384            # the answer to a query, unpacked; the longest that a list can show has 2,600
+AIO_QUERY_BYTES = 16384             # the answer to a query, unpacked; the longest that a list can show has 2,600
 AIO_ZLIB_BYTES = 1200               # a longer frame is compressed: then it does not fit one packet
 AIO_SERVERS = 65535                 # a list's index and count are u16
 AIO_NEWS_BYTES = 16384              # several screens; a string16 could carry 65,535
@@ -3453,7 +3459,7 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target: Target, data: bytes, now: float) -> bool:
-        payload = inflate(data, AIO_ANSWER_BYTES)
+        payload = inflate(data, AIO_QUERY_BYTES)
         if payload[:1] != b"\0":
             raise Malformed("type: not an answer")
         texts = []
@@ -5542,7 +5548,7 @@ class Connection:
     __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "writing", "linger_until",
                  "linger_bytes", "working", "eof", "source", "woken_at")
 
-    def __init__(self, loop: MasterServer, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
         self.out: Union[bytes, memoryview] = b""
@@ -5894,11 +5900,111 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     return server
 
 
-class MasterServer:
-    """The running program. `run()` serves in this thread, `start()` in one of its own; either until `stop()`.
+class Loop:
+    """A life between start and stop: `run()` in this thread or `start()` in one of its own, either until `stop()`.
 
-    `settings`: a Settings, or texts by name such as {"iceball.port": "0"}. `on_event(event, server)` is called in the serving thread
-    with "listed", "changed" or "gone".
+    One life only; `with` starts and stops. What is made and never started wants stop() as well, for it holds a pair of sockets.
+    """
+
+    disk: Worker
+
+    def __init__(self) -> None:
+        self.state = "new"                  # then binding, bound, running, closed
+        self.life = threading.RLock()       # for the changes of state; a signal handler may interrupt one and stop()
+        self.stopping = False
+        self.thread: Optional[threading.Thread] = None
+        self.selector = selectors.DefaultSelector()
+        self.wake_in, self.wake_out = socket.socketpair()
+        self.wake_in.setblocking(False)
+        self.wake_out.setblocking(False)
+        self.names = Worker("names", self.wake)
+
+    def bind(self) -> None:
+        """Open what can fail; raises StartError."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Serve until stop()."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close every socket, once."""
+        raise NotImplementedError
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is about to be closed."""
+        raise NotImplementedError
+
+    def wake_at(self, at: float, connection: Connection) -> None:
+        """Tick this connection at that time as well."""
+        raise NotImplementedError
+
+    def begin(self) -> bool:
+        """What run() begins with: False if stop() was quicker."""
+        self.bind()
+        with self.life:
+            if self.state == "running" or self.thread not in (None, threading.current_thread()) and self.state != "closed":
+                raise StartError("It is running already.")
+            if self.state == "closed":
+                return False
+            self.state = "running"
+            return True
+
+    def start(self) -> None:
+        """Serve in a thread; returns once everything is bound. A second call changes nothing; raises StartError."""
+        if self.state == "closed":
+            raise StartError("It has been stopped; make a new one.")
+        self.bind()
+        with self.life:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
+                self.thread.start()
+
+    def stop(self) -> None:
+        """End run(), from any thread, a callback or a signal handler, and wait for the thread if there is one."""
+        with self.life:
+            self.stopping = True
+            if self.state in ("new", "bound") and self.thread is None:
+                self.close()
+        self.wake()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def __enter__(self: Started) -> Started:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stop()
+
+    def watch(self, connection: Connection, events: int) -> None:
+        try:
+            self.selector.unregister(connection.sock)
+        except KeyError:
+            pass
+        if events:
+            self.selector.register(connection.sock, events, connection.ready)
+
+    def wake(self) -> None:
+        """Make select() return; from any thread."""
+        try:
+            self.wake_out.send(b"\0")
+        except OSError:
+            pass
+
+
+Started = TypeVar("Started", bound=Loop)
+
+
+class MasterServer(Loop):
+    """The running program, to be embedded as well:
+
+        with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as server:
+            print(server.listeners, [s.name for s in server.registry.servers()])
+
+    `settings`: a Settings, or texts by name as for --set; raises SettingsError. `listeners` says what is bound where.
+    `registry.servers()` may be called from any thread. `on_event(event, server)` is called in the serving thread with "listed", "changed"
+    or "gone"; it must be quick and change nothing, may call stop(), and what it raises is logged. Several can run in one process.
     """
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
@@ -5927,20 +6033,14 @@ class MasterServer:
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
         self.timer_numbers = itertools.count()
-        self.selector = selectors.DefaultSelector()
-        self.stopping = False
-        self.thread: Optional[threading.Thread] = None
-        self.wake_in, self.wake_out = socket.socketpair()
-        self.wake_in.setblocking(False)
-        self.wake_out.setblocking(False)
+        super().__init__()
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
-        self.names = Worker("names", self.wake)
         self.events: List[Tuple[str, Server]] = []          # to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
-            self.registry.watchers.append(on_event)
+            self.registry.watchers.append(functools.partial(self.report, on_event))
         self.datagram_limiter = Limiter(self.settings["limits.datagrams"], self.rules.verdict)
         self.connection_limiter = Limiter(self.settings["limits.connections"], self.rules.verdict)
 
@@ -5948,8 +6048,11 @@ class MasterServer:
 
     def bind(self) -> None:
         """Open every listener of the settings; raises StartError."""
-        if self.listeners:
-            return
+        with self.life:
+            if self.state != "new":
+                return
+            self.state = "binding"
+        problems = []                       # all of them, as another program often holds several ports
         try:
             for row in PROTOCOLS:
                 ports = self.settings[row.setting] if row.setting else 0
@@ -5962,11 +6065,18 @@ class MasterServer:
                     self.protocols.append(protocol)
                     for port in ports:
                         if port is not None:
-                            self.open(row, protocol, port or self.free_ports(row))
+                            try:
+                                self.open(row, protocol, port or self.free_ports(row))
+                            except StartError as error:
+                                problems.append(str(error))
+            if problems:
+                raise StartError("\n".join(problems))
+            self.restore()
             self.restore()
         except BaseException:
             self.close()
             raise
+        self.state = "bound"
 
     def restore(self) -> None:
         now = time.monotonic()
@@ -6014,11 +6124,13 @@ class MasterServer:
                 if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)
                     continue
-                hint = ("Change it with [server] bind." if error.errno == errno.EADDRNOTAVAIL or not row.setting else
-                        "Is another master server running? Change it with [%s] %s (--set %s=PORT)." % (
-                            *row.setting.split("."), row.setting))
+                holder = port_holder(row.transport, wanted) if error.errno == errno.EADDRINUSE else ""
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (
-                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error, hint)) from None
+                    row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error,
+                    "Change [server] bind; this machine has no such address." if error.errno == errno.EADDRNOTAVAIL or not row.setting
+                    else "%s Change it with [%s] %s (--set %s=PORT)." % (
+                        "It is held by %s." % holder if holder else "Is another master server running?",
+                        *row.setting.split("."), row.setting))) from None
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
@@ -6062,14 +6174,6 @@ class MasterServer:
         idle.tally.limited += 1
         idle.close(now)
 
-    def watch(self, connection: Connection, events: int) -> None:
-        try:
-            self.selector.unregister(connection.sock)
-        except KeyError:
-            pass
-        if events:
-            self.selector.register(connection.sock, events, connection.ready)
-
     def forget(self, connection: Connection) -> None:
         try:
             self.selector.unregister(connection.sock)
@@ -6084,7 +6188,8 @@ class MasterServer:
 
     def run(self) -> None:
         """Serve until stop(); opens the listeners if bind() has not."""
-        self.bind()
+        if not self.begin():
+            return
         next_tick = time.monotonic() + TICK_S
         try:
             while not self.stopping:
@@ -6198,13 +6303,6 @@ class MasterServer:
         if "server.log_level" in settings.given:
             log.setLevel(settings["server.log_level"].upper())
 
-    def wake(self) -> None:
-        """Make select() return; from any thread."""
-        try:
-            self.wake_out.send(b"\0")
-        except OSError:
-            pass
-
     def woken(self, mask: int, now: float) -> None:
         try:
             self.wake_in.recv(4096)
@@ -6222,22 +6320,11 @@ class MasterServer:
         """Read the first `size` bytes of a file in the worker; a disk can take its time."""
         self.disk.submit(functools.partial(read_head, path, size), done)
 
-    def start(self) -> None:
-        """Serve in a thread; returns once every listener is bound."""
-        self.bind()
-        self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        """End run(), from any thread or a signal handler, and wait for the thread if there is one."""
-        self.stopping = True
-        self.wake()
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join()
-        elif self.thread is None:
-            pass
-
     def close(self) -> None:
+        with self.life:
+            if self.state == "closed":
+                return
+            self.state = "closed"
         now = time.monotonic()
         self.log_events()
         for connection in list(self.connections):
@@ -6253,12 +6340,11 @@ class MasterServer:
         self.wake_in.close()
         self.wake_out.close()
 
-    def __enter__(self) -> MasterServer:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.stop()
+    def report(self, on_event: Callable[[str, Server], None], event: str, server: Server) -> None:
+        try:
+            on_event(event, server)
+        except Exception:
+            log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
     def log_event(self, event: str, server: Server) -> None:
         if event != "changed":
@@ -6323,6 +6409,30 @@ def read_head(path: str, size: int) -> bytes:
         return file.read(size)
 
 
+def port_holder(transport: str, port: int) -> str:
+    """The program that has this port, as "command (process 123)"; "" where the system does not tell: only Linux does, of one's own."""
+    sockets = set()
+    for table in (transport, transport + "6"):
+        try:
+            with open("/proc/net/" + table, encoding="ascii") as file:
+                lines = file.readlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if int(fields[1].rpartition(":")[2], 16) == port and (transport == "udp" or fields[3] == "0A"):     # listening
+                sockets.add("socket:[%s]" % fields[9])
+    for process in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
+        folder = "/proc/%s/" % process
+        try:
+            if sockets.isdisjoint(os.readlink(folder + "fd/" + name) for name in os.listdir(folder + "fd")):
+                continue
+            with open(folder + "cmdline", "rb") as file:
+                return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
+        except OSError:             # another user's, or it has ended meanwhile
+            continue
+    return ""
+
+
 def bound_socket(family: int, transport: str, address: str, port: int) -> socket.socket:
     """A non-blocking socket on this address; port 0 takes a free one. Raises OSError."""
     sock = socket.socket(family, socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM)
@@ -6379,7 +6489,761 @@ def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 SWITCH_S = 0.001                    # the event loop gets the interpreter back from the worker within this (Python's default is 5 ms)
+EXIT_STATUSES = """exit status:
+  0  ended as it was told to, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or all is well
+  1  it cannot start as it stands, or cannot go on; standard error says why
+  2  wrong arguments or settings; standard error says which
 
+Nothing is written to standard output but what was asked for; the log goes to standard error or to [server] log_file."""
+
+
+# --- Announcing a game server that cannot do it itself ---------------------------------------------------------------
+
+ICEBALL_BURST = 5                   # announcements in a burst; the document
+ICEBALL_GAP_S = 1.0                 # between two of them; the document
+ICEBALL_PERIOD_S = 40.0             # from burst to burst; the document
+SUBSPACE_PERIOD_S = 60.0            # as asss does
+SUBSPACE_VERSION = 134              # of the game; in every announcement that was seen
+AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s; the master forgets after 120 s
+AIO_SILENT_S = 100.0                # three keepalives unanswered: the connection leads nowhere
+AIO_ANSWER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
+REFUSED_S = 1800.0                  # a master that has refused is asked again after so long, as Iceball servers do
+RETRY_S, RETRY_MAX_S = 1.0, 60.0    # pauses after a failure: 1, 2, 4 … 60 s; a master restarts within seconds
+CONNECT_S = 10.0                    # for a connection to come about
+RESPONSE_S = 20.0                   # for an HTTP answer
+UPDATE_S = 5.0                      # announced by HTTP anew after a change, but at most so often
+GOODBYE_S = 3.0                     # what stop() grants a master that does not answer
+ANSWER_RATE = 20, 100               # questions from one source answered: a second, at once; a master asks every 30 s
+
+
+class Announcer:
+    """One game server towards one master, in the game's own protocol. Without I/O, like the protocols of section 7.
+
+    server     what is announced: name, players and so on; after changing it call `changed`
+    master     the master's address and port, once they are known; nothing from elsewhere is heeded
+    due        when tick() is wanted next; while a TCP master is not connected, when to connect
+    state      how it stands, in words for the log
+    refused    the master does not want this server; `state` says why
+    """
+
+    transport = "udp"
+    master_port = 27790             # where its masters listen
+    port_offset = 0                 # from the port that is named to the one that takes announcements
+    asked_at: Optional[int] = None  # from the game port to the UDP port where masters ask; None: they do not
+
+    def __init__(self, server: Server, now: float = 0.0) -> None:
+        self.server = server
+        self.master: Peer = ("", 0)
+        self.due = now
+        self.state = ""
+        self.refused = False
+        self.failures = 0           # in a row
+
+    def changed(self, now: float) -> None:
+        """The server's numbers or texts are others than before."""
+
+    def leave(self, now: float) -> None:
+        """Announce no more, and say goodbye where the protocol has a way to."""
+        self.due = float("inf")
+
+    def answer(self, data: bytes) -> bytes:
+        """What the game server answers to a master's question; raises Malformed if it is none."""
+        raise Malformed("not a question")
+
+    def failed(self, why: str, now: float) -> None:
+        """No way to the master; try again after a pause that grows. Its spread keeps a hundred servers from coming back at once."""
+        self.state = why
+        pause = min(RETRY_MAX_S, RETRY_S * 2 ** min(self.failures, 10))
+        self.failures += 1
+        self.due = now + pause * random.uniform(0.8, 1.0)
+
+    def refuse(self, why: str, now: float) -> None:
+        self.state = "refused: " + why
+        self.refused = True
+        self.due = now + REFUSED_S
+
+    def accepted(self, state: str) -> None:
+        self.state, self.refused, self.failures = state, False, 0
+
+
+def cut_utf8(text: str, size: int) -> bytes:
+    """At most `size` bytes of UTF-8, ending with a whole character."""
+    return text.encode("utf-8", "replace")[:size].decode("utf-8", "ignore").encode("utf-8")
+
+
+class IceballAnnouncer(UdpProtocol, Announcer):
+    """Bursts of five, a HSHK for every MSOK. After BADV or BADF silence for 30 minutes (PROTOCOLS, section 1: as deployed servers)."""
+
+    def __init__(self, server: Server, now: float = 0.0) -> None:
+        super().__init__(server, now)
+        self.sent = 0               # of the present burst
+        self.answered = True        # something has come since the burst before
+
+    @property
+    def version(self) -> str:
+        return self.server.version or next(s.default for s in SETTINGS if s.name == "iceball.version")
+
+    def announcement(self) -> bytes:
+        server = self.server
+        return ICEBALL_ANNOUNCEMENT.pack(
+            b"1CEB", ICEBALL_HBVERSION, read_iceball_version(self.version), server.port, clamp(server.players), clamp(server.max_players),
+            cut_utf8(server.name, 30), cut_utf8(server.mode, 10), cut_utf8(server.map, 30))
+
+    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        if peer[:2] != self.master:
+            raise Malformed("not from the master")
+        kind, rest = data[:4], data[4:]
+        if kind == b"MSOK":
+            self.answered = True
+            self.accepted("announced")
+            return [(b"HSHK" + rest, peer)]
+        if kind == b"BADV":
+            expected = "; it expects heartbeat version %d and Iceball %s" % (
+                struct.unpack_from("<H", rest)[0], iceball_version_text(struct.unpack_from("<I", rest, 2)[0])) if len(rest) >= 6 else ""
+            self.refuse("the master does not list Iceball %s%s" % (self.version, expected), now)
+        elif kind == b"BADF":
+            self.refuse("the master cannot read the announcement", now)
+        else:
+            raise Malformed("neither MSOK nor BADV nor BADF")
+        self.sent = 0
+        return []
+
+    def tick(self, now: float) -> Replies:
+        if now < self.due:
+            return []
+        if self.sent == 0:
+            if not self.answered:
+                self.state = "no answer; are address and port right, and does UDP get through?"
+            self.answered = False
+        self.sent = (self.sent + 1) % ICEBALL_BURST
+        gap = ICEBALL_GAP_S if self.sent else ICEBALL_PERIOD_S - (ICEBALL_BURST - 1) * ICEBALL_GAP_S
+        self.due = (self.due if now - self.due < ICEBALL_GAP_S else now) + gap
+        return [(self.announcement(), self.master)]
+
+
+class SubSpaceAnnouncer(UdpProtocol, Announcer):
+    """An announcement at once (asss waits for 10 s until its modules are loaded; this zone runs already) and then every 60 s.
+
+    The master pings the zone on game port + 1. Everybody is in one public arena, or in the one that the map names."""
+
+    master_port = 4990
+    port_offset = 1
+    asked_at = 1
+
+    def announcement(self) -> bytes:
+        server = self.server
+        return struct.pack("<IHHHI32s48s", 0, server.port, clamp(server.players), 1, SUBSPACE_VERSION,
+                           self.text(server.name, 31), b"cane") + self.text(server.description, 385) + b"\0"
+
+    def text(self, text: str, size: int) -> bytes:
+        """Windows-1252, which clients show, or UTF-8 for what that does not have."""
+        try:
+            return text.encode("cp1252")[:size]
+        except UnicodeEncodeError:
+            return cut_utf8(text, size)
+
+    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        raise Malformed("masters do not answer announcements")
+
+    def tick(self, now: float) -> Replies:
+        if now < self.due:
+            return []
+        self.due = (self.due if now - self.due < SUBSPACE_PERIOD_S else now) + SUBSPACE_PERIOD_S
+        self.accepted("announced; a master of this game does not answer, it pings UDP port %d" % (self.server.port + 1))
+        return [(self.announcement(), self.master)]
+
+    def answer(self, data: bytes) -> bytes:
+        total = clamp(self.server.players)
+        playing = total if self.server.playing is None else clamp(self.server.playing, total)
+        if len(data) == 4:
+            return struct.pack("<I", total) + data
+        if len(data) != 8:
+            raise Malformed("a ping has 4 or 8 bytes")
+        options = data[4] & 3
+        out = data[:4] + struct.pack("<I", options)
+        if options & 1:
+            out += struct.pack("<II", total, playing)
+        if options & 2:
+            out += (self.text(self.server.map, 15) or b"0") + struct.pack("<xHHx", total, playing)
+        return out
+
+
+class TcpAnnouncer(Session, Announcer):
+    """An announcer that is the session of one connection after another."""
+
+    transport = "tcp"
+
+    def failed(self, why: str, now: float) -> None:
+        super().failed(why, now)
+        self.done = True
+
+    def refuse(self, why: str, now: float) -> None:
+        super().refuse(why, now)
+        self.done = True
+
+    def closed(self, now: float) -> None:
+        if self.due <= now:         # else it is known already when to come again
+            self.failed("the master has closed the connection", now)
+
+
+class AioAnnouncer(TcpAnnouncer):
+    """A kept connection, in the text dialect or the framed one (PROTOCOLS, section 5).
+
+    The framed dialect announces the port alone; masters ask for the rest on it, by UDP."""
+
+    master_port = 27011
+
+    def __init__(self, server: Server, now: float = 0.0, framed: bool = False) -> None:
+        super().__init__(server, now)
+        self.framed = framed
+        self.asked_at = 0 if framed else None
+        self.buffer = b""
+        self.keepalive_at = self.heard_at = now
+        self.stale = False          # the name carries the players, and they are others by now
+
+    def changed(self, now: float) -> None:
+        self.stale = not self.framed
+
+    def opened(self, now: float) -> bytes:
+        self.done, self.buffer = False, b""
+        self.keepalive_at, self.heard_at = now + AIO_KEEPALIVE_EVERY_S, now
+        return self.publish()
+
+    def publish(self) -> bytes:
+        self.stale = False
+        server = self.server
+        if self.framed:
+            return self.frame(struct.pack("<BH", 3, server.port))
+        name = "%s [%d/%d]" % (server.name, server.players, server.max_players) if server.players or server.max_players else server.name
+        return b"13#%s#%s#%d#%%\n" % (self.text(name), self.text(server.description), server.port)
+
+    def text(self, text: str) -> bytes:
+        """With the separator as <num>, and no % at the beginning, where it would end the message."""
+        return re.sub("^%", "<percent>", text.replace("#", "<num>")).encode("utf-8", "replace")
+
+    def frame(self, payload: bytes) -> bytes:
+        return struct.pack("<I", len(payload)) + payload        # the length has 3 bytes, compression 0 is the fourth
+
+    def receive(self, data: bytes, now: float) -> bytes:
+        self.buffer += data
+        self.heard_at = now
+        out = self.frames(now) if self.framed else self.messages()
+        if len(self.buffer) > AIO_ANSWER_BYTES:
+            raise Malformed("a message without end")
+        return out
+
+    def messages(self) -> bytes:
+        while b"#%" in self.buffer:
+            message, _, self.buffer = self.buffer.partition(b"#%")
+            if message.endswith(b"SUCCESS#13"):
+                self.accepted("announced")
+        return b""
+
+    def frames(self, now: float) -> bytes:
+        out = b""
+        while len(self.buffer) >= 4 and not self.done:
+            size, compressed = int.from_bytes(self.buffer[:3], "little"), self.buffer[3]
+            if size > AIO_ANSWER_BYTES:
+                raise Malformed("a frame of %d bytes" % size)
+            if len(self.buffer) < 4 + size:
+                break
+            payload, self.buffer = self.buffer[4:4 + size], self.buffer[4 + size:]
+            if compressed:
+                try:
+                    payload = zlib.decompressobj().decompress(payload, AIO_ANSWER_BYTES)
+                except zlib.error as error:
+                    raise Malformed("a frame: %s" % error) from None
+            if payload[:2] == b"\5\3":
+                self.accepted("announced")
+            elif payload[:2] == b"\6\3":
+                self.refuse(decode_utf8(payload[4:], TEXT_CHARACTERS) or "no reason given", now)
+            elif payload[:2] == b"\6\4":        # a keepalive of a server that the master has forgotten
+                out += self.publish()
+        return out
+
+    def tick(self, now: float) -> bytes:
+        if now - self.heard_at >= AIO_SILENT_S:
+            self.failed("no answer for %d s" % AIO_SILENT_S, now)
+            return b""
+        out = self.publish() if self.stale else b""
+        if now >= self.keepalive_at:
+            self.keepalive_at = now + AIO_KEEPALIVE_EVERY_S
+            out += self.frame(b"\4") if self.framed else b"KEEPALIVE#%\n"
+        return out
+
+    def leave(self, now: float) -> None:
+        super().leave(now)
+        self.done = True            # the end of the connection is the goodbye
+
+    def answer(self, data: bytes) -> bytes:
+        if data != b"\0":
+            raise Malformed("a question has the one byte 00")
+        server = self.server
+        name, description = cut_utf8(server.name, 65535), cut_utf8(server.description, 65535)
+        return zlib.compress(struct.pack("<BH", 0, len(name)) + name + struct.pack("<H", len(description)) + description + struct.pack(
+            "<IIH", clamp(server.players), clamp(server.max_players), clamp(int(server.version) if server.version.isdigit() else 0)))
+
+
+class HttpAnnouncer(TcpAnnouncer):
+    """POST /announce, again after half the time that the master grants, and action=stop at the end (PROTOCOLS, section 6)."""
+
+    def __init__(self, server: Server, now: float = 0.0) -> None:
+        super().__init__(server, now)
+        self.host = ""              # for the Host header; else the address
+        self.buffer = b""
+        self.deadline = now
+        self.asked = now - UPDATE_S
+        self.listed = self.leaving = self.goodbye = False
+
+    def changed(self, now: float) -> None:
+        if self.listed and not self.refused:
+            self.due = min(self.due, max(now, self.asked + UPDATE_S))
+
+    def leave(self, now: float) -> None:
+        self.leaving = True
+        self.due = now if self.listed else float("inf")
+
+    def opened(self, now: float) -> bytes:
+        self.done, self.buffer = False, b""
+        self.asked, self.deadline = now, now + RESPONSE_S
+        self.goodbye = self.leaving
+        server = self.server
+        fields: Dict[str, Any] = {"game": server.game, "port": server.port}
+        if self.leaving:
+            fields["action"] = "stop"
+        else:
+            fields.update(players=server.players, max_players=server.max_players)
+            fields.update((name, getattr(server, name)) for name in ("name", "mode", "map", "version", "description")
+                          if getattr(server, name))
+        body = to_json(fields)
+        head = "POST /announce HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+        return (head % (self.host or endpoint(*self.master[:2]), len(body))).encode("ascii", "replace") + body
+
+    def receive(self, data: bytes, now: float) -> bytes:
+        self.buffer += data
+        if len(self.buffer) > HTTP_HEAD_BYTES + HTTP_BODY_BYTES:
+            raise Malformed("an answer longer than any")
+        return b""
+
+    def tick(self, now: float) -> bytes:
+        if now >= self.deadline:
+            self.failed("no answer within %d s" % RESPONSE_S, now)
+        return b""
+
+    def closed(self, now: float) -> None:
+        """The connection was asked to end with the answer, so the answer is here."""
+        if self.done:
+            super().closed(now)
+            return
+        self.done = True
+        if self.leaving:
+            self.due = float("inf") if self.goodbye else now
+            return
+        response = http.client.HTTPResponse(types.SimpleNamespace(makefile=lambda mode: io.BytesIO(self.buffer)))  # type: ignore[arg-type]
+        try:
+            response.begin()
+            body = response.read(HTTP_BODY_BYTES)
+        except (http.client.HTTPException, ValueError) as error:
+            self.failed("the answer cannot be read: %s" % (error or type(error).__name__), now)
+            return
+        self.answered(response.status, body, now)
+
+    def answered(self, status: int, body: bytes, now: float) -> None:
+        try:
+            told = json.loads(body.decode("utf-8"))
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, dict):
+            told = {}
+        reason = clean(str(told.get("reason") or body[:200].decode("utf-8", "replace")), TEXT_CHARACTERS) or "HTTP status %d" % status
+        self.listed = status < 300 and told.get("listed") is True
+        if self.listed:
+            ttl = told.get("ttl")
+            self.accepted("listed")
+            self.due = now + min(max(10, ttl if isinstance(ttl, (int, float)) else 0), 3600) / 2     # in this order against NaN
+        elif 400 <= status < 500 and status not in (408, 429):
+            self.refuse(reason, now)
+        else:
+            self.failed("not listed yet: " + reason, now)
+
+
+class HyperbolAnnouncer(HttpAnnouncer):
+    """POST /announce; the master then asks the server itself, on its game port, every 30 s."""
+
+    asked_at = 0
+
+    def answer(self, data: bytes) -> bytes:
+        if len(data) != 5 or data[0] != 2:
+            raise Malformed("a question is 02 and a timestamp")
+        server = self.server
+        address = ipv4_bytes(server.address) if server.address and ":" not in server.address else bytes(4)
+        return b"\x1b" + data[1:] + struct.pack(
+            "<32s32sBBB64s20sxII4s16sIIIIB20s3BBxxx", cut_utf8(server.name, 31), cut_utf8(server.mode, 31), clamp(server.players, 255),
+            clamp(server.max_players, 255), 0, cut_utf8(server.map, 63), server.address.encode()[:19], server.port, 0, address,
+            cut_utf8(server.version, 15), 0, 0, 0, 0, 0, b"", 0, 0, 0, 0)
+
+
+class GamePort(UdpProtocol):
+    """Answers in the game server's place what masters ask it."""
+
+    def __init__(self, announcer: Announcer) -> None:
+        self.announcer = announcer
+
+    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        return [(self.announcer.answer(data), peer)]
+
+
+class Link:
+    """One master of an Announcement, and the way that leads there."""
+
+    def __init__(self, host: str, port: int, announcer: Announcer) -> None:
+        self.host, self.port, self.announcer = host, port, announcer
+        self.resolving = False
+        self.resolve_at = float("-inf")             # host names are looked up anew now and then
+        self.datagrams: Optional[Datagrams] = None
+        self.connecting: Optional[socket.socket] = None
+        self.deadline = 0.0
+        self.connection: Optional[Connection] = None
+        self.told = ""
+
+    @property
+    def busy(self) -> bool:
+        return self.resolving or self.connecting is not None or self.connection is not None
+
+    @property
+    def hopeless(self) -> bool:
+        """It has refused, or its name has never led anywhere."""
+        return self.announcer.refused or not self.announcer.master[0] and self.announcer.failures > 0
+
+
+ANNOUNCED = ("name", "players", "max_players", "playing", "map", "mode", "version", "description")
+
+
+class Announcement(Loop):
+    """A game server announced to masters by somebody else: for games that cannot do it, and for bundles.
+
+        announcement = masterserver.Announcement("iceball", 21737, ["master.example", "other.example:27790"], name="My server")
+        announcement.start()                        # or run() in this thread
+        announcement.update(players=5, max_players=16, map="castle")         # from any thread, whenever it changes
+        announcement.stop()                         # says goodbye where the game's protocol has one
+
+    `game`: iceball, subspace, aio, hyperbol, or any other name that the masters list. `port`: where players find the game server.
+    `masters`: HOST or HOST:PORT. Further fields: name, players, max_players, playing, map, mode, version, description. `dialect`: for AIO, text
+    or framed; text if there is a name. `players_from`: a file whose last line is as for read_players(), read again when it changes.
+    A wrong argument raises ValueError. Where masters ask the game server itself (SubSpace on port + 1, Hyperbol and framed AIO on the port,
+    by UDP), the questions are answered here if that port is free, and left to the game server if not. `give_up`: run() ends
+    when no master is left that is known and has not refused; `failure` then says why.
+    """
+
+    def __init__(self, game: str, port: int, masters: Sequence[str], dialect: str = "", players_from: str = "", give_up: bool = False,
+                 **fields: Any) -> None:
+        if not 0 < port <= 65535:
+            raise ValueError("port %d is none" % port)
+        if dialect not in ("", "text", "framed"):
+            raise ValueError("the dialect is text or framed")
+        if dialect and game != "aio":
+            raise ValueError("dialects are AIO's")
+        self.server = Server(read_game_id(game), "", port, "", 0.0, float("inf"))
+        self.apply(fields)
+        if not self.server.name and game in ("iceball", "subspace", "hyperbol") or dialect == "text" and not self.server.name:
+            self.server.name = "%s server" % GAME_TITLES[game]
+        make: Callable[..., Announcer] = ANNOUNCERS.get(game, HttpAnnouncer)
+        if game == "aio":
+            make = functools.partial(AioAnnouncer, framed=dialect == "framed" or not self.server.name)
+        self.links = []
+        for text in masters:
+            announcer = make(self.server, time.monotonic())
+            host, given = read_master(text)
+            link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer)
+            if isinstance(announcer, HttpAnnouncer):
+                announcer.host = endpoint(link.host, link.port)
+            self.links.append(link)
+        if not self.links:
+            raise ValueError("a master is wanted")
+        self.players_from = players_from
+        self.players_read: Any = None       # what the file looked like when it was read
+        self.give_up = give_up
+        self.failure = ""
+        self.updates: collections.deque[Mapping[str, Any]] = collections.deque()
+        self.sockets: List[Datagrams] = []
+        self.tally = Tally()
+        self.limiter = Limiter(ANSWER_RATE)
+        super().__init__()
+        self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
+
+    # What is announced
+
+    def update(self, **fields: Any) -> None:
+        """Announce these values from now on; from any thread. Raises ValueError."""
+        self.check(fields)
+        self.updates.append(fields)
+        self.wake()
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        for name, value in fields.items():
+            if name not in ANNOUNCED:
+                raise ValueError("there is no %s to announce%s" % (name, nearest(name, ANNOUNCED)))
+            if name in ("players", "max_players", "playing"):
+                if type(value) is not int or not 0 <= value <= PLAYERS_MAX:
+                    raise ValueError("%s: a number from 0 to %d is wanted" % (name, PLAYERS_MAX))
+            elif not isinstance(value, str):
+                raise ValueError("%s: a text is wanted" % name)
+            if name == "version" and value and self.server.game == "iceball":
+                read_iceball_version(value)
+
+    def apply(self, fields: Mapping[str, Any]) -> None:
+        self.check(fields)
+        for name, value in fields.items():
+            setattr(self.server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+
+    def read_file(self) -> None:
+        """Take the last line over when the file has changed, or say once what is wrong with it."""
+        try:
+            status = os.stat(self.players_from)
+            looks: Any = status.st_mtime_ns, status.st_size, status.st_ino
+        except OSError as error:
+            looks = str(error)
+        if looks == self.players_read:
+            return
+        self.players_read = looks
+        try:
+            with open(self.players_from, encoding="utf-8", errors="replace") as file:
+                lines = [line for line in file.read(HTTP_BODY_BYTES).split("\n") if line.strip()]
+            if lines:                   # a file that is being written anew may be empty for a moment
+                self.update(**read_players(lines[-1]))
+        except (OSError, ValueError) as error:
+            log.warning("the players are not known: %s", error)
+
+    # Running
+
+    def bind(self) -> None:
+        with self.life:
+            if self.state != "new":
+                return
+            self.state = "binding"
+        announcer = self.links[0].announcer
+        if announcer.asked_at is not None:
+            port = self.server.port + announcer.asked_at
+            try:
+                self.open("0.0.0.0", port, GamePort(announcer))
+                log.info("masters' questions are answered here, on UDP port %d", port)
+            except (OSError, OverflowError) as error:
+                log.info("masters' questions on UDP port %d are left to the game server: %s", port, error)
+        try:
+            for link in self.links:
+                if isinstance(link.announcer, UdpProtocol):
+                    link.datagrams = self.open("0.0.0.0", 0, link.announcer)
+        except OSError as error:
+            self.close()
+            raise StartError("no socket to announce from: %s" % error) from None
+        self.state = "bound"
+
+    def open(self, address: str, port: int, protocol: UdpProtocol) -> Datagrams:
+        sock = bound_socket(socket.AF_INET, "udp", address, port)
+        datagrams = Datagrams("announce", sock, protocol, self.tally, self.limiter)
+        self.sockets.append(datagrams)
+        self.selector.register(sock, selectors.EVENT_READ, datagrams.ready)
+        return datagrams
+
+    def run(self) -> None:
+        """Announce until stop(); with `give_up` until no master is left to hope for."""
+        if not self.begin():
+            return
+        next_tick = ends = float("-inf")
+        try:
+            while True:
+                now = time.monotonic()
+                if self.stopping:
+                    if ends < 0:
+                        ends = now + GOODBYE_S
+                        self.leave(now)
+                    if now >= ends or not any(link.connection or link.announcer.due <= now or link.connecting for link in self.links):
+                        break
+                if self.players_from and now >= next_tick:
+                    self.read_file()
+                while self.updates:
+                    self.apply(self.updates.popleft())
+                    for link in self.links:
+                        link.announcer.changed(now)
+                for link in self.links:
+                    self.advance(link, now, tick=now >= next_tick)
+                if self.give_up and all(link.hopeless for link in self.links):
+                    self.failure = "; ".join("%s: %s" % (endpoint(link.host, link.port), link.announcer.state) for link in self.links)
+                    break
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                due = min([next_tick] + [link.announcer.due for link in self.links if not link.busy])
+                for key, mask in self.selector.select(max(0.0, due - time.monotonic())):
+                    key.data(mask, time.monotonic())
+        finally:
+            self.close()
+
+    def leave(self, now: float) -> None:
+        for link in self.links:
+            link.announcer.leave(now)
+            if link.connection is not None and link.connection.session.done:
+                link.connection.write(now)
+
+    def advance(self, link: Link, now: float, tick: bool) -> None:
+        """Whatever is due for one master."""
+        announcer = link.announcer
+        if link.connection is not None:
+            if tick:
+                link.connection.tick(now)
+        elif link.connecting is not None:
+            if now >= link.deadline:
+                self.connected(link, 0, now)
+        elif announcer.due <= now and not link.resolving:
+            if now >= link.resolve_at:
+                link.resolving = True
+                self.names.submit(functools.partial(resolved, link.host), functools.partial(self.found, link))
+            elif link.datagrams is not None:
+                for data, to in link.datagrams.protocol.tick(now):
+                    link.datagrams.send(data, to)
+            else:
+                self.connect(link, now)
+        if announcer.state != link.told:
+            link.told = announcer.state
+            log.log(logging.WARNING if announcer.refused or announcer.failures else logging.INFO,
+                    "%s: %s", endpoint(link.host, link.port), announcer.state)
+
+    def found(self, link: Link, result: Any, now: float) -> None:
+        link.resolving = False
+        if isinstance(result, str) and ":" in result and link.datagrams is not None:
+            result = OSError("it has no IPv4 address, and this game has no other")
+        if isinstance(result, str):
+            link.announcer.master = (result, link.port)
+        elif not link.announcer.master[0]:
+            link.announcer.failed("the name cannot be resolved: %s" % result, now)
+            return
+        link.resolve_at = now + RESOLVE_S
+
+    def connect(self, link: Link, now: float) -> None:
+        address, port = link.announcer.master[:2]
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:                    # no IPv6 here, or no descriptors left
+            self.no_way(link, error, now)
+            return
+        sock.setblocking(False)
+        link.connecting, link.deadline = sock, now + CONNECT_S
+        self.selector.register(sock, selectors.EVENT_WRITE, functools.partial(self.connected, link))
+        status = sock.connect_ex((address, port))
+        if status not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+            self.connected(link, 0, now, status)
+
+    def connected(self, link: Link, mask: int, now: float, status: int = errno.ETIMEDOUT) -> None:
+        """The attempt has ended; with mask 0: badly, for the reason in `status`."""
+        sock, link.connecting = link.connecting, None
+        assert sock is not None
+        self.selector.unregister(sock)
+        try:
+            status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if mask else status
+            if status:
+                raise OSError(status, os.strerror(status))
+            self.server.address = canonical(sock.getsockname()[0])
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            sock.close()
+            self.no_way(link, error, now)
+            return
+        session = link.announcer
+        assert isinstance(session, Session)
+        link.connection = Connection(self, sock, link.host, session, self.tally, "announce", now)
+        self.selector.register(sock, selectors.EVENT_READ, link.connection.ready)
+        link.connection.call(session.opened, now)
+
+    def no_way(self, link: Link, error: OSError, now: float) -> None:
+        link.resolve_at = now                       # perhaps the master has moved
+        link.announcer.failed("no connection: %s" % (error.strerror or error), now)
+
+    def forget(self, connection: Connection) -> None:
+        try:
+            self.selector.unregister(connection.sock)
+        except KeyError:                            # nothing was wanted of it any more
+            pass
+        for link in self.links:
+            if link.connection is connection:
+                link.connection = None
+
+    def woken(self, mask: int, now: float) -> None:
+        try:
+            self.wake_in.recv(4096)
+        except OSError:
+            pass
+        self.names.deliver(now)
+
+    def close(self) -> None:
+        with self.life:
+            if self.state == "closed":
+                return
+            self.state = "closed"
+        for link in self.links:
+            if link.connection is not None:
+                link.connection.close(time.monotonic())
+            if link.connecting is not None:
+                link.connecting.close()
+        for datagrams in self.sockets:
+            datagrams.sock.close()
+        self.names.stop(0.0)
+        self.selector.close()
+        self.wake_in.close()
+        self.wake_out.close()
+
+
+ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
+    "iceball": IceballAnnouncer, "subspace": SubSpaceAnnouncer, "aio": AioAnnouncer, "hyperbol": HyperbolAnnouncer}
+
+
+def read_master(text: str) -> Tuple[str, int]:
+    """`HOST`, `HOST:PORT`, `ADDRESS` or `[ADDRESS]:PORT`; port 0 if there is none. Raises ValueError."""
+    text = text.strip()
+    try:
+        return read_address(text), 0
+    except ValueError:
+        return read_endpoint(text) if ":" in text else (text, 0)
+
+
+def read_players(line: str) -> Dict[str, Any]:
+    """`5`, `5/16` or `5/16 map name`: players, their maximum, the map. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(\S.*?))?\s*", line)
+    if not match:
+        raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line.strip()[:60])
+    fields: Dict[str, Any] = {"players": int(match.group(1))}
+    if match.group(2):
+        fields["max_players"] = int(match.group(2))
+    if match.group(3):
+        fields["map"] = match.group(3)
+    return fields
+
+
+def command_announce(arguments: argparse.Namespace) -> int:
+    """announce: until a signal or the end of standard input; EXIT_FAILED if no master is left."""
+    fields = {name: getattr(arguments, name) for name in ANNOUNCED if getattr(arguments, name, None) is not None}
+    from_stdin = arguments.players_from == "-"
+    try:
+        announcement = Announcement(arguments.game, arguments.port, arguments.masters, dialect=arguments.dialect, give_up=True,
+                                    players_from="" if from_stdin else arguments.players_from, **fields)
+    except ValueError as error:
+        raise SettingsError("announce: %s" % error) from None
+    start_log(Settings(), arguments.verbose)
+
+    def take(line: str) -> None:
+        if line.strip():
+            try:
+                announcement.update(**read_players(line))
+            except ValueError as error:
+                log.warning("standard input: %s", error)
+    stop_on_signals(announcement.stop)
+    if from_stdin:
+        read_stdin(take, announcement.stop)
+    announcement.run()
+    if announcement.failure:
+        raise StartError("announce: no master takes this server: %s" % announcement.failure)
+    return EXIT_OK
+
+
+# --- Command line ----------------------------------------------------------------------------------------------------
 
 # What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
 # NoAnswer says in words why there is nothing.
@@ -6691,12 +7555,15 @@ def add_client_commands(commands: Any) -> None:
 
 
 def arguments_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="masterserver.py", description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.")
+    """Serving is what it does without a command. In order to add one: a function command_NAME(arguments) -> int, and its part here."""
+    parser = argparse.ArgumentParser(prog="masterserver.py", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXIT_STATUSES,
+                                     description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.")
     parser.add_argument("--config", metavar="FILE", help="settings; masterserver.ini beside the program if it is there")
     parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="a setting that overrides the ini; repeatable")
-    parser.add_argument("--check", action="store_true", help="look at the settings, say what is wrong with them, and end")
+    parser.add_argument("--check", action="store_true", help="say what is wrong with the settings, or likely to be on this machine, and end")
     parser.add_argument("--print-config", action="store_true", help="print every setting with its default and its meaning")
     parser.add_argument("--ready-file", metavar="FILE", help="write what listens where, as JSON, once it does")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input is closed, as a child process should")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at debug level")
     parser.add_argument("--version", action="version", version="masterserver.py " + __version__)
     parser.set_defaults(command=command_serve)
@@ -6712,6 +7579,29 @@ def arguments_parser() -> argparse.ArgumentParser:
     export.add_argument("--ftp", metavar="ftp://USER@HOST/PATH/", help="upload it there; see above for the password")
     export.add_argument("--every", metavar="SECONDS", type=argument(read_number(1, 86400, float)),
                         help="do it again and again, with so long a pause")
+
+    announce = commands.add_parser(
+        "announce", help="announce a game server that cannot do it itself", formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXIT_STATUSES, description="Announce a game server to one or several masters, in its game's own protocol, until told to end. "
+        "Start the game server first:\nwhere masters ask a game server itself (SubSpace, Hyperbol, framed AIO), "
+        "they are answered here if its UDP port is free.")
+    announce.add_argument("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME", help="any other NAME that the masters list: by HTTP")
+    announce.add_argument("--port", required=True, type=int, help="where players find the game server")
+    announce.add_argument("--name", help="as players see it")
+    announce.add_argument("--players", type=int, help="how many there are now")
+    announce.add_argument("--max-players", type=int, help="how many there may be")
+    announce.add_argument("--map", help="what is being played on")
+    announce.add_argument("--mode", help="what is being played")
+    announce.add_argument("--version", help="the game's; Iceball's default is that of [iceball] version")
+    announce.add_argument("--description", help="a sentence or two (SubSpace, AIO, HTTP)")
+    announce.add_argument("--dialect", choices=("text", "framed"), default="", help="AIO's; text if there is a name, as the framed one has none")
+    announce.add_argument("--players-from", metavar="FILE|-", default="",
+                          help="read PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP from this file's last line whenever it changes, "
+                               "or from each line of standard input")
+    announce.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log at debug level")
+    announce.add_argument("masters", nargs="+", metavar="MASTER[:PORT]", help="iceball 27790, subspace 4990 (announcements go to the port "
+                          "after it), aio 27011, others 27790 unless given")
+    announce.set_defaults(command=command_announce)
     return parser
 
 
@@ -6720,6 +7610,35 @@ def load_settings(arguments: argparse.Namespace) -> Settings:
     settings = Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
     read_text_files(settings)
     return settings
+
+
+def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
+    """In a thread of its own: each line of standard input, then `end`.
+
+    From the descriptor itself: a thread that waits in sys.stdin keeps the interpreter from ending."""
+    def read() -> None:
+        rest = b""
+        try:
+            while True:
+                data = os.read(0, 4096)
+                if not data:
+                    break
+                *lines, rest = (rest[-4096:] + data).split(b"\n")
+                for text in lines:
+                    line(text.decode("utf-8", "replace"))
+        except OSError:
+            pass                    # there is none, or it has been taken away: the same as its end
+        if rest:
+            line(rest.decode("utf-8", "replace"))
+        end()
+    threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
+
+
+def stop_on_signals(stop: Callable[[], None]) -> None:
+    """SIGINT, SIGTERM and Ctrl+Break end the program as it should end."""
+    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, frame: stop())
 
 
 def start_log(settings: Settings, verbose: bool) -> None:
@@ -6773,26 +7692,121 @@ def summary(server: MasterServer) -> str:
         if page else "")
 
 
+# For each listener (setting and offset), what to put into a game server's settings
+CONTACTS = {
+    ("iceball.port", 0): 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
+    ("subspace.port", 1): "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
+    ("aio.port", 0): "AIO servers: master server %(host)s, port %(port)d",
+    ("hyperbol.port", 0): "Hyperbol servers, which cannot do it themselves: "
+                          "python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
+}
+
+
+def own_address() -> str:
+    """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))          # an address for documentation: no one has it
+            return str(sock.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def first_contact(server: MasterServer) -> List[str]:
+    """For people: what to put into each game server's settings, and where players look."""
+    bound = server.settings["server.bind"]
+    wild = any(ipaddress.ip_address(address).is_unspecified for address in bound)
+    host = server.rules.public_address or (own_address() if wild else bound[0]) or "localhost"
+    ports: Dict[str, List[int]] = {}
+    for listener in server.listeners:
+        ports.setdefault(listener.protocol, []).append(listener.port)
+    page = endpoint(host, ports["http"][0]) if "http" in ports else host
+    lines = [CONTACTS[row.setting, row.offset] % {"host": host, "port": ports[row.name][-1 if row.offset else 0], "page": page}
+             for row in PROTOCOLS if (row.setting, row.offset) in CONTACTS and row.name in ports]
+    return lines + (["Players and browsers: http://%s/" % page] if "http" in ports else [])
+
+
+def writable(path: str) -> bool:
+    """Whether this file can be written, or made if it is not there; nothing is made."""
+    return not os.path.isdir(path) and os.access(path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK)
+
+
+def check(settings: Settings) -> Tuple[List[str], List[str]]:
+    """What keeps the server from starting on this machine, and what is likely to be wrong though it starts."""
+    errors: List[str] = []
+    warnings: List[str] = []
+    trial = copy.copy(settings)
+    trial.values = dict(settings.values, **{"server.database": ""})         # it is only looked at
+    server = MasterServer(trial)
+    try:
+        server.bind()
+    except StartError as error:
+        errors += str(error).split("\n")
+    server.stop()
+    path = settings.file("server.database")
+    if path and not writable(path):
+        (errors if "server.database" in settings.given else warnings).append(
+            "[server] database: %s cannot be written; the list would not outlive a restart." % path)
+    path = settings["server.log_file"]
+    if path and not writable(path):
+        errors.append("[server] log_file: %s cannot be written." % path)
+    bound = settings["server.bind"]
+    if any(":" in address for address in bound):
+        try:
+            bound_socket(socket.AF_INET6, "udp", "::1", 0).close()
+        except OSError as error:
+            warnings.append("This machine has no IPv6 (%s): players who have nothing else cannot reach it." % (error.strerror or error))
+    public = settings["server.public_address"]
+    own = own_address()
+    if public and is_local(public):
+        warnings.append("[server] public_address: %s is private; players outside cannot reach what is listed there." % public)
+    if not public:
+        warnings.append("[server] public_address is empty: game servers on this machine that announce to localhost are listed as 127.0.0.1, "
+                        "where no other machine finds them. Set it to the address that players use.")
+    if all(is_loopback(address) for address in bound):
+        warnings.append("[server] bind: %s is reached from this machine alone." % ", ".join(bound))
+    elif not any(ipaddress.ip_address(address).is_unspecified or not is_local(address) for address in bound):
+        warnings.append("[server] bind: %s is private; the router must forward the ports to it for players outside." % ", ".join(bound))
+    elif own and is_local(own) and not public:
+        warnings.append("This machine's address %s is private: for players outside, the router must forward the ports to it." % own)
+    elif not own:
+        warnings.append("This machine has no way to the internet over IPv4.")
+    return errors, warnings
+
+
+def command_check(settings: Settings) -> int:
+    errors, warnings = check(settings)
+    print("The settings are good." if not errors else "The settings can be read, but it cannot start:")
+    for text in errors:
+        print("error: " + text)
+    for text in warnings:
+        print("warning: " + text)
+    return EXIT_FAILED if errors else EXIT_OK
+
+
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
     sys.setswitchinterval(SWITCH_S)
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
-    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: server.stop())
+    stop_on_signals(server.stop)
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
     try:
         server.bind()
         log.info("%s", summary(server))
+        for line in first_contact(server):
+            log.info("%s", line)
         if arguments.ready_file:
             write_ready_file(arguments.ready_file, server.listeners)
+        if arguments.exit_with_stdin:
+            read_stdin(lambda line: None, server.stop)
         notify("READY=1")
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
+        server.stop()
     for name, tally in server.tallies.items():
         log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in tally.items() if item[1]) or "nothing")
     return EXIT_OK
@@ -6803,10 +7817,7 @@ def command_serve(arguments: argparse.Namespace) -> int:
         sys.stdout.write(config_text())
         return EXIT_OK
     settings = load_settings(arguments)
-    if arguments.check:
-        print("The settings are good.")
-        return EXIT_OK
-    return serve(settings, arguments)
+    return command_check(settings) if arguments.check else serve(settings, arguments)
 
 
 # --- Export ----------------------------------------------------------------------------------------------------------
