@@ -1677,6 +1677,7 @@ class Core(NamedTuple):
     storage: Optional[Storage] = None       # only for jobs in the worker
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
+    listeners: Sequence[Any] = ()           # with .protocol and .port
     gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
     recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict         # the last day's hourly player counts
     # (path, bytes, done): done(the first bytes of the file, or an OSError, now) follows later
@@ -5166,7 +5167,9 @@ class Web(TcpProtocol):
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
-        return Html("")
+        lines = [line for name, line in contact_lines(self.core.listeners, self.settings["server.public_address"] or "THIS-HOST")
+                 if game in ("", name)]
+        return fill(string.Template("<pre><code>$lines</code></pre>\n"), lines="\n".join(lines)) if lines else Html("")
 
     def server(self, request: Request) -> Union[Answer, Later]:
         game, address, port = server_asked_for(request)
@@ -5218,9 +5221,13 @@ class Web(TcpProtocol):
         epoch = self.epoch
         listed = [as_shown(server, epoch) for server in self.registry.in_order()
                   if (server.address in addresses or server.source == address) and port in (0, server.port)]
-        findings = [(at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail))
-                    for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items())
-                    if source in addresses and (not port or announced in (0, port))]
+        findings = []
+        for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items()):
+            if source in addresses and (not port or announced in (0, port)):
+                server = self.registry.get(protocol, rules.listed_address(source), announced)
+                if server is not None and outcome == "announced":           # what is heard of a listed server is not noted each time
+                    at, outcome = server.last_seen, "listed"
+                findings.append((at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
         ban = rules.ban(address)
         if ban:
@@ -5338,6 +5345,22 @@ OUTCOMES = {
 def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     return title, advice.replace("%s", detail or "no more is known")
+
+
+# What to put into a game server's settings, by protocol
+CONTACTS = {
+    "iceball": 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
+    "hyperbol": "Hyperbol servers, which cannot do it themselves: python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
+    "subspace": "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
+    "aio": "AIO servers: master server %(host)s, port %(port)d",
+}
+
+
+def contact_lines(listeners: Iterable[Any], host: str) -> List[Tuple[str, str]]:
+    """(protocol, line for the settings of its game servers) of what listens; of several ports of one protocol the last takes announcements."""
+    ports = {listener.protocol: listener.port for listener in listeners}
+    page = next((endpoint(host, listener.port) for listener in listeners if listener.protocol == "http"), host)
+    return [(name, line % {"host": host, "port": ports[name], "page": page}) for name, line in CONTACTS.items() if name in ports]
 
 
 class SeenTimes(Dict[int, bytes]):
@@ -6010,18 +6033,18 @@ class MasterServer(Loop):
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
+        self.listeners: List[Listener] = []
         self.tallies: Dict[str, Tally] = {}
         self.health: Dict[str, str] = {}
         self.gauges: Dict[str, float] = {}
         database = self.settings.file("server.database")
         self.storage = Storage(database) if database else None
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies, self.health, self.gauges,
-                         lambda: self.keeper.recent if self.keeper else {})
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies,
+                         self.health, self.listeners, self.gauges, lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
-        self.listeners: List[Listener] = []
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
@@ -7658,16 +7681,6 @@ def summary(server: MasterServer) -> str:
         if page else "")
 
 
-# For each listener (setting and offset), what to put into a game server's settings
-CONTACTS = {
-    ("iceball.port", 0): 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
-    ("subspace.port", 1): "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
-    ("aio.port", 0): "AIO servers: master server %(host)s, port %(port)d",
-    ("hyperbol.port", 0): "Hyperbol servers, which cannot do it themselves: "
-                          "python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
-}
-
-
 def own_address() -> str:
     """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -7683,13 +7696,9 @@ def first_contact(server: MasterServer) -> List[str]:
     bound = server.settings["server.bind"]
     wild = any(ipaddress.ip_address(address).is_unspecified for address in bound)
     host = server.rules.public_address or (own_address() if wild else bound[0]) or "localhost"
-    ports: Dict[str, List[int]] = {}
-    for listener in server.listeners:
-        ports.setdefault(listener.protocol, []).append(listener.port)
-    page = endpoint(host, ports["http"][0]) if "http" in ports else host
-    lines = [CONTACTS[row.setting, row.offset] % {"host": host, "port": ports[row.name][-1 if row.offset else 0], "page": page}
-             for row in PROTOCOLS if (row.setting, row.offset) in CONTACTS and row.name in ports]
-    return lines + (["Players and browsers: http://%s/" % page] if "http" in ports else [])
+    lines = contact_lines(server.listeners, host)
+    page = next((l.port for l in server.listeners if l.protocol == "http"), None)
+    return [line for _, line in lines] + (["Players and browsers: http://%s/" % endpoint(host, page)] if page else [])
 
 
 def writable(path: str) -> bool:
