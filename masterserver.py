@@ -104,6 +104,8 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deployed servers return it within a second
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
+SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once: 200 lists a second, and
+                                    # 0.8 Mbit/s for somebody who sends with false addresses, whatever he sends
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB
 
 HTTP_LINE_BYTES = 4096              # the longest request line; a /check address needs 60
@@ -420,14 +422,18 @@ class Settings:
         # The parser's own pattern takes "[::1]:27790 = yes" for a section.
         parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]
         try:
-            found = parser.read(path, encoding="utf-8-sig")
+            with open(path, encoding="utf-8-sig") as file:
+                parser.read_file(file, path)
+            self.path = path
+        except FileNotFoundError:
+            if not missing_ok:
+                raise SettingsError("%s: cannot be read; is the name right?" % path) from None
+        except OSError as error:
+            raise SettingsError("%s: cannot be read: %s" % (path, error.strerror)) from None
         except configparser.Error as error:
             raise SettingsError("%s: %s" % (path, " ".join(str(error).split()))) from None
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text: %s" % (path, error)) from None
-        if not found and not missing_ok:
-            raise SettingsError("%s: cannot be read; is the name right?" % path)
-        self.path = path if found else ""
         self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
@@ -568,7 +574,7 @@ def source_key(address: str) -> str:
     if ":" in address:
         address = canonical(address)
         if ":" in address:
-            return str(ipaddress.ip_network(address + "/64", strict=False))
+            return "%s/64" % ipaddress.IPv6Address(int(ipaddress.IPv6Address(address)) >> 64 << 64)
     return address
 
 
@@ -622,7 +628,7 @@ class Limiter:
 
     A bucket is one number, the time at which it will be full again (the "generic cell rate algorithm"). An unknown source has a full
     bucket, so a full table forgets the least recently used one and refuses nobody. `verdict(address)` says once, when a source
-    is first seen, whether it is EXEMPT or BLOCKED; else 0.
+    is first seen, whether it is EXEMPT or BLOCKED; else 0. Verdicts are about addresses, buckets about what source_key() gives.
     """
 
     def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0,
@@ -638,23 +644,24 @@ class Limiter:
         self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
-    def allow(self, address: str, now: float) -> bool:
+    def allow(self, address: str, now: float, tokens: float = 1) -> bool:
         table = self.table
         full_at = table.get(address)
         if full_at == EXEMPT:
             return True
         if full_at is None:
-            if ":" in address:
+            full_at = self.verdict(address)
+            if not full_at and ":" in address:          # a verdict may be about less than the /64 that shares a bucket
                 address = source_key(address)
-                full_at = table.get(address)
-            if full_at is None:
+                full_at = table.get(address, 0.0)
+            if address not in table:
                 if len(table) >= self.sources:
                     table.popitem(last=False)
-                full_at = table[address] = self.verdict(address.partition("/")[0])
+                table[address] = full_at
             if full_at == EXEMPT:
                 return True
         table.move_to_end(address)
-        full_at = (full_at if full_at > now else now) + self.cost_s
+        full_at = (full_at if full_at > now else now) + self.cost_s * tokens
         if full_at - now > self.depth_s:
             return False
         table[address] = full_at
@@ -694,9 +701,16 @@ class Refused(Exception):
 
 
 class Rules:
-    """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload."""
+    """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload.
+
+    The limiters are shared by all protocols: datagrams (and messages within a connection), new connections, and requests, which
+    are what costs more than a look-up or is answered with more than came.
+    """
 
     def __init__(self, settings: Settings) -> None:
+        self.datagrams, self.connections, self.requests = (
+            Limiter(settings["limits." + name], self.verdict) for name in ("datagrams", "connections", "requests"))
+        self.surplus = Limiter(SURPLUS_BYTES)
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
@@ -710,6 +724,9 @@ class Rules:
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
+        self.datagrams.set_rate(settings["limits.datagrams"])
+        self.connections.set_rate(settings["limits.connections"])
+        self.requests.set_rate(settings["limits.requests"])
 
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
@@ -726,6 +743,11 @@ class Rules:
         if in_networks(address, self.blocks):
             return BLOCKED
         return EXEMPT if in_networks(address, self.exempt) else 0.0
+
+    def allow_surplus(self, address: str, size: int, now: float) -> bool:
+        """May a source that has proven nothing get `size` bytes more than it sent? A bucket for all of them together: a limit by
+        source does not bind those who make sources up."""
+        return size <= 0 or self.verdict(address) == EXEMPT or self.surplus.allow("", now, size)
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
@@ -1758,7 +1780,7 @@ ICEBALL_HBVERSION_BYTES = b"\2\0"
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size             # 86
 ICEBALL_NUMBERS = struct.Struct("<IHHH")        # of it, from offset 6: version, port, players, maximum
-ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES - len(b"=")
+ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -1823,6 +1845,8 @@ class Iceball(UdpProtocol):
             return [(self.thanks, peer)]
         self.registry.note(source, "iceball", port, "announced", now)
         packed = iceball_pack(data)
+        if len(packed) > ICEBALL_PACKED_BYTES and not self.registry.rules.allow_surplus(source, len(packed) - ICEBALL_PACKED_BYTES, now):
+            packed = iceball_pack(data, whole=False)
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
 
     def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
@@ -1884,17 +1908,17 @@ class Iceball(UdpProtocol):
             self.known.pop((server.source, server.packet), None)
 
 
-def iceball_pack(announcement: bytes) -> bytes:
-    """What a cookie carries of an announcement, at most 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
+def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
+    """What a cookie carries of an announcement, usually in 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
     after the heartbeat version without the NULs at the end; or, if that is too long, "-" and the texts without their padding.
-    Texts that fill all 70 bytes of their fields are kept whole (MSOK has 93 bytes then); of those that nearly do, the
-    end of the map is lost until the next announcement, a second later."""
+    Texts that fill all 70 bytes of their fields are kept `whole` (MSOK has 93 bytes then); of those that
+    nearly do, the end of the map is lost until the next announcement, a second later."""
     packed = announcement[6:].rstrip(b"\0")
-    if len(packed) <= ICEBALL_PACKED_BYTES or len(packed) == 80 and b"\0" not in packed[10:]:
+    if len(packed) < ICEBALL_PACKED_BYTES or whole and len(packed) == 80 and b"\0" not in packed[10:]:
         return b"=" + packed
     name, mode, map = (field if b"\0" not in field else c_string(field) + b"\0"
                        for field in (announcement[16:46], announcement[46:56], announcement[56:]))
-    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES]
+    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES - 1]
 
 
 def iceball_unpack(packed: bytes) -> bytes:
@@ -1973,9 +1997,12 @@ class IceballDraft:
             if len(self.claims) > DRAFT_CLAIMS:
                 self.claims.popitem(last=False)
         self.registry.note(peer[0], "iceball", port, "announced", now)
-        address = self.registry.rules.listed_address(peer[0], claim)
+        rules = self.registry.rules
         identity = draft_identity(port, self.cookie.make(draft_message(port, peer), now))
-        return [(b"\2" + struct.pack("<IH", identity, port) + address.encode() + b"\0", peer)]
+        answer = b"\2" + struct.pack("<IH", identity, port) + rules.listed_address(peer[0], claim).encode() + b"\0"
+        if rules.requests.allow(peer[0], now) and rules.allow_surplus(peer[0], len(answer) - len(data), now):
+            return [(answer, peer)]
+        return []
 
     def session(self, identity: int, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
@@ -2081,7 +2108,7 @@ class Hyperbol(TcpProtocol, Querier):
     def __init__(self, core: Core) -> None:
         self.registry, self.poller = core.registry, core.poller
         self.known = Known(core, self)
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.rendered: Tuple[int, bytes, bytes] = (-1, b"", b"")        # generation, official servers, all servers
         core.announcers[self.game] = self.announce
         self.registry.watchers.append(self.watch)
@@ -2209,7 +2236,7 @@ class HyperbolSession(Session):
         key, filter = struct.unpack_from("<IB", self.request)
         if key != self.key:
             raise Malformed("key: %08x instead of %08x" % (key, self.key))
-        return self.hyperbol.entries(filter) if self.hyperbol.limiter.allow(self.address, now) else b""
+        return self.hyperbol.entries(filter) if self.hyperbol.rules.requests.allow(self.address, now) else b""
 
     def tick(self, now: float) -> bytes:
         if self.wake_at is not None and now >= self.wake_at:
@@ -2394,7 +2421,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry = core.registry
         self.poller = core.poller
         core.announcers[self.game] = self.announced
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
         self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
@@ -2414,7 +2441,8 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
-            return [(self.ping(data), peer)] if self.limiter.allow(peer[0], now) else []
+            answer = self.ping(data) if self.rules.requests.allow(peer[0], now) else b""
+            return [(answer, peer)] if answer and self.rules.allow_surplus(peer[0], len(answer) - len(data), now) else []
         if len(data) < 8:
             raise Malformed("length: %d bytes" % len(data))
         try:
@@ -2765,13 +2793,13 @@ class ListLink(SubSpaceLink):
         self.protocol, self.address, self.key = protocol, address, key
         self.finished = True
         self.requests = 0
-        self.unproven_bytes = 0
+        self.heard_bytes = self.unproven_bytes = 0      # in and out, until the peer has proven its address
 
     def packet(self, data: bytes, now: float) -> List[bytes]:
         if data[:1] != b"\1" or len(data) != 5:
             return super().packet(data, now)
         # The first request is paid for by the connection. One list at a time.
-        if self.finished and not self.flights and (not self.requests or self.protocol.limiter.allow(self.address, now)):
+        if self.finished and not self.flights and (not self.requests or self.protocol.rules.requests.allow(self.address, now)):
             self.requests += 1
             self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
             self.finished = False
@@ -2796,7 +2824,7 @@ class SubSpaceList(UdpProtocol):
 
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.unproven_limiter = Limiter(LIST_UNPROVEN_RATE, core.registry.rules.verdict)
         self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
@@ -2811,16 +2839,18 @@ class SubSpaceList(UdpProtocol):
                 raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
             # A repeated connect changes nothing, unless the peer has its list: then it wants another
             if link is None or link.key != data[2:6] or link.requests and link.finished and not link.flights:
-                if not self.limiter.allow(peer[0], now):
+                if not self.rules.requests.allow(peer[0], now):
                     return []
                 self.proven.pop(peer, None)
                 link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
                 self.bound(self.unproven)
+            link.heard_bytes += len(data)
             return self.post(link, [b"\0\2" + link.key], peer, now)
         if link is None:
             if data == b"\0\7":             # often sent twice
                 return []
             raise Malformed("a packet outside an exchange")
+        link.heard_bytes += len(data)
         return self.post(link, link.receive(data, now), peer, now)
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
@@ -2833,7 +2863,8 @@ class SubSpaceList(UdpProtocol):
                 if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
                     link.closed = True
                     break
-                if not self.unproven_limiter.allow(peer[0], now):
+                surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
+                if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus(peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
             out.append((packet, peer))
@@ -4107,16 +4138,18 @@ class HttpSession(Session):
 
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
-        if not self.buffer and self.job is None and not self.done:
+        if not self.buffer and self.exchange is None and self.job is None and not self.done:
             remembered = web.remembered(data, now)
-            if remembered is not None and (self.proxied or web.allow(self.address, now)):
+            if remembered is not None and (self.proxied or web.rules.requests.allow(self.address, now)):
                 self.done = remembered[1]
                 self.deadline = now + HTTP_IDLE_S
                 return remembered[0]
         if self.done:
             return b""
-        if data and not self.buffer and self.exchange is None:
-            self.deadline = now + HTTP_HEAD_S
+        if not self.buffer and self.exchange is None:
+            data = data.lstrip(b"\r\n")         # a blank line is no sign of a request
+            if data:
+                self.deadline = now + HTTP_HEAD_S
         self.buffer += data
         return self.work(now)
 
@@ -4336,7 +4369,7 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.read(core.settings)
 
     def session(self, address: str, now: float) -> HttpSession:
@@ -4344,12 +4377,8 @@ class Web(TcpProtocol):
 
     def read(self, settings: Settings) -> None:
         self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
-        self.limiter.set_rate(settings["limits.requests"])
         self.renderings.clear()
         self.edition_generation = -1
-
-    def allow(self, address: str, now: float) -> bool:
-        return self.limiter.allow(address, now)
 
     def client(self, exchange: Exchange, peer: str) -> str:
         """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
@@ -4396,11 +4425,14 @@ class Web(TcpProtocol):
     def answer(self, exchange: Exchange, body: bytes, address: str, now: float) -> Union[Answer, Later]:
         if self.trusted:
             address = self.client(exchange, address)
-        parsed = urllib.parse.urlsplit(exchange.path)
+        try:
+            parsed = urllib.parse.urlsplit(exchange.path)
+        except ValueError:
+            return self.error(HttpError(400, "The path cannot be read."))
         route = ROUTES.get(parsed.path)
         name = parsed.path if route else "other"
         try:
-            if not self.allow(address, now):
+            if not self.rules.requests.allow(address, now):
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
             if route is None:
                 raise HttpError(404, "There is no page %s here." % parsed.path[:100])
@@ -4649,7 +4681,7 @@ class Web(TcpProtocol):
                     for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items())
                     if source in addresses and (not port or announced in (0, port))]
         findings.sort(key=lambda finding: -finding[0])
-        ban = rules.ban(address)
+        ban = rules.ban(*addresses)
         if ban:
             findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
         return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
@@ -5190,6 +5222,7 @@ class Worker:
 
 SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
+CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
 
@@ -5202,6 +5235,7 @@ class Keeper:
         self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
         self.renewed = 0
         self.saved_at = self.minute = 0.0
+        self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
     def restore(self, now: float, wall: float) -> List[Server]:
@@ -5209,7 +5243,12 @@ class Keeper:
         self.storage.open(wall)
         servers = []
         for row in self.storage.load(wall):
-            server = restored_server(row, now, wall)
+            try:
+                server = restored_server(row, now, wall)
+            except Malformed as error:
+                log.warning("a server in the database cannot be read: %s", error)
+                self.registry.left.add(row[:3])
+                continue
             try:
                 self.registry.admit(server.game, server.address, server.port, server.source, server.name)
             except Refused:
@@ -5230,7 +5269,9 @@ class Keeper:
             return
         self.saved_at = now
         registry = self.registry
-        if self.whole:
+        stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that was put right since
+        self.epoch = wall - now
+        if self.whole or stepped:
             registry.altered.update(registry.in_order())
         seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
         registry.seen, registry.altered, registry.left = set(), set(), set()
@@ -5291,19 +5332,31 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
 
 
 def restored_server(row: ListedRow, now: float, wall: float) -> Server:
-    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types."""
+    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types and
+    sizes; a row whose address or times are noise is Malformed."""
     game, address, port, expires, first_seen, last_seen, text = row
+    if not is_unicast(address) or not 0 < port <= 65535 or not all(map(math.isfinite, (expires, first_seen, last_seen))):
+        raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         fields = {}
     server = Server(game, address, port, address, now, 0.0)
     for name in STORED:
         value, usual = fields.get(name), getattr(server, name)
-        if type(value) is type(usual) or name == "playing" and type(value) is int:
-            setattr(server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+        if type(value) is not type(usual) and not (name == "playing" and type(value) is int):
+            continue
+        if isinstance(value, str):
+            value = clean(value, TEXT_CHARACTERS)
+        elif isinstance(value, dict):
+            value = {clean(key): clean(told, TEXT_CHARACTERS) for key, told in value.items() if isinstance(told, str)}
+        elif type(value) is int:
+            value = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
+        setattr(server, name, value)
+    if not is_unicast(server.source):
+        server.source = address
     server.unconfirmed = True
     server.first_seen = now - max(0.0, wall - first_seen)
     server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
@@ -5447,8 +5500,6 @@ class MasterServer(Loop):
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watchers.append(functools.partial(self.report, on_event))
-        self.datagram_limiter = Limiter(self.settings["limits.datagrams"], self.rules.verdict)
-        self.connection_limiter = Limiter(self.settings["limits.connections"], self.rules.verdict)
 
     # Sockets
 
@@ -5540,7 +5591,7 @@ class MasterServer(Loop):
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
-                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.datagram_limiter)
+                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.rules.datagrams)
             else:
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)
@@ -5549,7 +5600,7 @@ class MasterServer(Loop):
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
         source = source_key(address)
         exempt = self.rules.verdict(address)
-        if (exempt == BLOCKED or not self.connection_limiter.allow(address, now)
+        if (exempt == BLOCKED or not self.rules.connections.allow(address, now)
                 or exempt != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"]):
             acceptor.tally.limited += 1
             sock.close()
@@ -5680,6 +5731,8 @@ class MasterServer(Loop):
         notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
             new = self.read_again()
+            if self.settings.path and not new.path:
+                raise SettingsError("%s: it is gone" % self.settings.path)
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
         else:
@@ -5699,13 +5752,11 @@ class MasterServer(Loop):
         """Let the live settings take effect."""
         settings = self.settings
         self.rules.read(settings)
-        self.datagram_limiter.set_rate(settings["limits.datagrams"])
-        self.connection_limiter.set_rate(settings["limits.connections"])
         self.poller.read(settings)
         for protocol in self.protocols:
             protocol.read(settings)
         self.registry.apply_rules()
-        if "server.log_level" in settings.given:
+        if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(settings["server.log_level"].upper())
 
     def woken(self, mask: int, now: float) -> None:
@@ -7003,7 +7054,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
-    settings = Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    settings = Settings.load(arguments.config or beside, arguments.set + ["server.log_level=debug"] * arguments.verbose, missing_ok=not arguments.config)
     read_text_files(settings)
     return settings
 
@@ -7046,6 +7097,7 @@ def start_log(settings: Settings, verbose: bool) -> None:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
         handler = logging.StreamHandler()
+    logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if verbose else settings["server.log_level"].upper())
