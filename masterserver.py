@@ -77,6 +77,11 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Named
 
 __version__ = "1.0"
 
+try:
+    import resource
+except ImportError:                 # Windows has no such limits
+    pass
+
 log = logging.getLogger("masterserver")
 
 # =====================================================================================================================
@@ -97,6 +102,11 @@ LINGER_BYTES = 65536                # … and how much of it; then the connectio
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
+TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
+DESCRIPTORS_KEPT = 20               # for what is no connection: standard streams, selector, database and its logs, log, look-ups
+REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
+WORKER_JOBS = 64                    # waiting for the disk, half a second's work; who comes then is told to come again
+FAULT_RATE = 1, 20                  # tracebacks in the log a second / at once: a fault that packets can cause must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
 TEXT_CHARACTERS = 512               # a description; SubSpace's 386 bytes are the longest in a document
@@ -116,6 +126,7 @@ HTTP_HEAD_S = 10.0                  # from a request's first byte to the end of 
 HTTP_BODY_S = 10.0                  # and from there to the end of its body
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_PIPELINE_BYTES = 1 << 18       # answers made ahead of a reader; the requests behind them wait
+HTTP_TURN_REQUESTS = 16             # answered in one go (2 ms); then the others have their turn
 HTTP_MEMO_BYTES = 16 << 20          # answers remembered, all together
 HTTP_MEMO_REQUEST_BYTES = 2048      # a longer request is not worth remembering
 GZIP_MIN_BYTES = 600                # below this the header costs more than it saves
@@ -425,18 +436,14 @@ class Settings:
         # The parser's own pattern takes "[::1]:27790 = yes" for a section.
         parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]
         try:
-            with open(path, encoding="utf-8-sig") as file:
-                parser.read_file(file, path)
-            self.path = path
-        except FileNotFoundError:
-            if not missing_ok:
-                raise SettingsError("%s: cannot be read; is the name right?" % path) from None
-        except OSError as error:
-            raise SettingsError("%s: cannot be read: %s" % (path, error.strerror)) from None
+            found = parser.read(path, encoding="utf-8-sig")
         except configparser.Error as error:
             raise SettingsError("%s: %s" % (path, " ".join(str(error).split()))) from None
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text: %s" % (path, error)) from None
+        if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
+            raise SettingsError("%s: cannot be read; is the name right?" % path)
+        self.path = path if found else ""
         self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
@@ -993,13 +1000,19 @@ class Registry:
     def expire(self, now: float) -> None:
         """Drop every server that was silent for its lifetime; called once a second."""
         for second in sorted(s for s in self.endings if s <= now):
-            for server in self.endings.pop(second):
-                if self.games[server.game].get((server.address, server.port)) is not server:
-                    continue
-                if server.last_seen + server.lifetime <= now:
-                    self.remove(server)
-                else:
-                    self.schedule(server)
+            ending = self.endings.pop(second)
+            try:
+                while ending:
+                    server = ending.pop()
+                    if self.games[server.game].get((server.address, server.port)) is not server:
+                        continue
+                    if server.last_seen + server.lifetime <= now:
+                        self.remove(server)
+                    else:
+                        self.schedule(server)
+            finally:                        # a watcher that fails keeps nobody else in the list
+                if ending:
+                    self.endings.setdefault(second, []).extend(ending)
 
     def servers(self, game: str = "") -> List[Server]:
         """All servers, or those of a game, in the master's order; the list is the caller's. Safe from any thread."""
@@ -1491,6 +1504,12 @@ class TcpProtocol:
 
     def session(self, address: str, now: float) -> Session:
         raise NotImplementedError
+
+    def refusal(self, address: str, now: float) -> Session:
+        """For a connection over a limit: it ends at once, or says why if the protocol has words for that."""
+        session = Session()
+        session.done = True
+        return session
 
     def tick(self, now: float) -> None:
         """Once a second."""
@@ -3286,7 +3305,7 @@ class AioSession(Session):
                 if self.dialect is None:
                     self.dialect = self.aio.dialect(self.buffer[0])
                 answer = self.dialect.take(self, now)
-                if answer is not None and not self.aio.messages.allow(self.address, now):
+                if answer is not None and not self.aio.rules.datagrams.allow(self.address, now):
                     raise Malformed("too many messages from one address")
             except Malformed as error:
                 self.buffer = b""
@@ -3395,14 +3414,11 @@ class Aio(TcpProtocol, Querier):
         self.owners: Dict[Server, AioSession] = {}
         # By what makes it: the registry's generation, when it was made, the bytes
         self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}
-        self.messages = Limiter(core.settings["limits.datagrams"], self.registry.rules.verdict)
-        self.requests = Limiter(core.settings["limits.requests"], self.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
-        self.messages.set_rate(settings["limits.datagrams"])
-        self.requests.set_rate(settings["limits.requests"])
         self.set_news(settings.texts.get("aio.news_file") or settings["aio.news"])
 
     def session(self, address: str, now: float) -> AioSession:
@@ -3466,7 +3482,7 @@ class Aio(TcpProtocol, Querier):
         return self.news
 
     def allow(self, session: AioSession, now: float) -> None:
-        if not self.requests.allow(session.address, now):
+        if not self.rules.requests.allow(session.address, now):
             raise Malformed("too many requests from one address")
 
     def set_news(self, text: str) -> None:
@@ -4695,9 +4711,11 @@ class Request(NamedTuple):
 class HttpSession(Session):
     """One connection: HTTP/1.0 and 1.1, keep-alive, pipelining, one answer after another."""
 
-    def __init__(self, web: Web, address: str, now: float) -> None:
+    def __init__(self, web: Web, address: str, now: float, limited: bool = False) -> None:
+        """`limited`: the connection is over a limit, and is told so in answer to its first request."""
         self.web = web
         self.address = address
+        self.limited = limited
         self.proxied = bool(web.trusted) and in_networks(address, web.trusted)          # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
@@ -4705,13 +4723,13 @@ class HttpSession(Session):
         self.body_bytes = 0
         self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
         self.edition = 0                                    # of the lists when the answer was made
-        self.deadline = now + HTTP_HEAD_S
+        self.deadline = now + (LINGER_S if limited else HTTP_HEAD_S)
 
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
         if not self.buffer and self.exchange is None and self.job is None and not self.done:
             remembered = web.remembered(data, now)
-            if remembered is not None and (self.proxied or web.rules.requests.allow(self.address, now)):
+            if remembered is not None and not self.limited and (self.proxied or web.rules.requests.allow(self.address, now)):
                 self.done = remembered[1]
                 self.deadline = now + HTTP_IDLE_S
                 return remembered[0]
@@ -4719,7 +4737,7 @@ class HttpSession(Session):
             return b""
         if not self.buffer and self.exchange is None:
             data = data.lstrip(b"\r\n")         # a blank line is no sign of a request
-            if data:
+            if data and not self.limited:
                 self.deadline = now + HTTP_HEAD_S
         self.buffer += data
         return self.work(now)
@@ -4728,7 +4746,7 @@ class HttpSession(Session):
         out: List[bytes] = []
         self.held = False
         while self.buffer or self.exchange:
-            self.held = sum(map(len, out)) >= HTTP_PIPELINE_BYTES
+            self.held = len(out) >= HTTP_TURN_REQUESTS or sum(map(len, out)) >= HTTP_PIPELINE_BYTES
             if self.done or self.job or self.held:
                 break
             try:
@@ -4753,6 +4771,7 @@ class HttpSession(Session):
             head, self.request_bytes = self.buffer[:end], self.buffer[:end]
             self.buffer = self.buffer[end:]
             exchange = Exchange(head)
+            exchange.close_connection = exchange.close_connection or self.limited
             self.body_bytes = exchange.body_length()
             self.exchange = exchange
             self.deadline = now + HTTP_BODY_S
@@ -4762,7 +4781,7 @@ class HttpSession(Session):
         body, self.buffer = self.buffer[:self.body_bytes], self.buffer[self.body_bytes:]
         self.request_bytes += body
         self.deadline = now + HTTP_IDLE_S
-        answer = self.web.answer(exchange, body, self.address, now)
+        answer = self.web.answer(exchange, body, self.address, now, self.limited)
         self.edition = self.web.edition
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
@@ -4948,6 +4967,9 @@ class Web(TcpProtocol):
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
 
+    def refusal(self, address: str, now: float) -> HttpSession:
+        return HttpSession(self, address, now, limited=True)
+
     def read(self, settings: Settings) -> None:
         self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
         self.renderings.clear()
@@ -4995,7 +5017,7 @@ class Web(TcpProtocol):
 
     # Answers
 
-    def answer(self, exchange: Exchange, body: bytes, address: str, now: float) -> Union[Answer, Later]:
+    def answer(self, exchange: Exchange, body: bytes, address: str, now: float, limited: bool = False) -> Union[Answer, Later]:
         if self.trusted:
             address = self.client(exchange, address)
         try:
@@ -5005,7 +5027,7 @@ class Web(TcpProtocol):
         route = ROUTES.get(parsed.path)
         name = parsed.path if route else "other"
         try:
-            if not self.rules.requests.allow(address, now):
+            if limited or not self.rules.requests.allow(address, now):
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
             if route is None:
                 raise HttpError(404, "There is no page %s here." % parsed.path[:100])
@@ -5616,12 +5638,16 @@ class Connection:
             return
         self.tally.received += 1
         self.tally.bytes_in += len(data)
+        self.progressed(now)
         self.call(self.session.receive, data, now)
+
+    def progressed(self, now: float) -> None:
+        self.progress_at = now
+        self.loop.progressed(self)
 
     def call(self, method: Callable[..., bytes], *arguments: Any) -> None:
         """Let the session work, then write what it gives."""
         now = arguments[-1]
-        self.progress_at = now
         try:
             data = method(*arguments)
         except Malformed as error:
@@ -5634,13 +5660,16 @@ class Connection:
             log.exception("%s %s: a connection ended in an error of the program", self.address, self.name)
             data = b""
             self.session.done = True
-        if self.session.job is not None and not self.working:
-            self.working = True
-            self.loop.disk.submit(self.session.job, self.resumed)
         if data:
             if not self.out:
                 self.out_since = now
             self.out = bytes(self.out) + data if self.out else data
+        if self.session.job is not None and not self.working:
+            self.working = True
+            if self.loop.disk.jobs.qsize() < WORKER_JOBS:
+                self.loop.disk.submit(self.session.job, self.resumed)
+            else:
+                self.resumed(RuntimeError("too many others wait"), now)
         if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
             self.woken_at = self.session.wake_at
             self.loop.wake_at(self.woken_at, self)
@@ -5663,7 +5692,7 @@ class Connection:
             except OSError:
                 self.close(now)
                 return
-            self.progress_at = now
+            self.progressed(now)
             self.tally.bytes_out += sent
             if sent == len(self.out):
                 self.out = b""
@@ -5713,13 +5742,10 @@ class Connection:
             if now >= self.linger_until:
                 self.close(now)
         elif self.out:
-            if now - self.progress_at >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
+            if now - max(self.progress_at, self.out_since) >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
                 self.close(now)
         elif not self.working:
-            progress_at = self.progress_at
             self.call(self.session.tick, now)
-            if not self.out:
-                self.progress_at = progress_at          # a tick is no sign of life
 
     def close(self, now: float) -> None:
         if self.sock.fileno() < 0:
@@ -5751,11 +5777,15 @@ class Acceptor:
                     self.pause(now, error)
                     return
                 continue            # the peer has gone already
+            if self.loop.health.pop("descriptors", None):
+                log.info("%s: connections are accepted again", self.name)
             self.loop.accepted(self, sock, canonical(peer[0]), now)
 
     def pause(self, now: float, error: OSError) -> None:
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop."""
-        log.warning("%s: no new connections for a second: %s", self.name, error.strerror)
+        if "descriptors" not in self.loop.health:
+            log.warning("%s: no new connections for now: %s", self.name, error.strerror)
+            self.loop.health["descriptors"] = str(error.strerror)
         self.paused_until = now + ACCEPT_PAUSE_S
         self.loop.selector.unregister(self.sock)
 
@@ -5797,7 +5827,10 @@ class Worker:
     def deliver(self, now: float) -> None:
         while self.results:
             done, result = self.results.popleft()
-            done(result, now)
+            try:
+                done(result, now)
+            except Exception:
+                log.exception("an error of the program after work of the thread %s", self.name)
 
     def stop(self, timeout: float) -> None:
         if self.thread is not None:
@@ -5942,6 +5975,8 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
         setattr(server, name, value)
     if not is_unicast(server.source):
         server.source = address
+    if server.verified not in VERIFIED:
+        server.verified = "self-reported"
     server.unconfirmed = True
     server.first_seen = now - max(0.0, wall - first_seen)
     server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
@@ -5983,6 +6018,9 @@ class Loop:
     def forget(self, connection: Connection) -> None:
         """The connection is about to be closed."""
         raise NotImplementedError
+
+    def progressed(self, connection: Connection) -> None:
+        """Something went in or out."""
 
     def wake_at(self, at: float, connection: Connection) -> None:
         """Tick the connection's session at this time too."""
@@ -6071,6 +6109,8 @@ class MasterServer(Loop):
         self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies, self.health, self.gauges,
                          lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
+        self.tell: Callable[[str], None] = lambda state: None       # how we are, to whoever started us
+        self.descriptors = descriptor_limit()
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
@@ -6078,7 +6118,8 @@ class MasterServer(Loop):
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
-        self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
+        self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
+        self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
         super().__init__()
@@ -6188,24 +6229,35 @@ class MasterServer(Loop):
 
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
         source = source_key(address)
-        exempt = self.rules.verdict(address)
-        if (exempt == BLOCKED or not self.rules.connections.allow(address, now)
-                or exempt != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"]):
+        verdict = self.rules.verdict(address)
+        if verdict == BLOCKED:
             acceptor.tally.limited += 1
             sock.close()
             return
-        if len(self.connections) >= self.settings["limits.connections_total"]:
-            self.make_room(now)
+        limited = (not self.rules.connections.allow(address, now)
+                   or verdict != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"])
+        most, refused_most = self.room()
         sock.setblocking(False)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             pass
-        session = acceptor.protocol.session(address, now)
+        if limited:
+            acceptor.tally.limited += 1
+            session = acceptor.protocol.refusal(address, now)
+            if len(self.refused) >= refused_most:
+                next(iter(self.refused)).close(now)
+        else:
+            acceptor.tally.connections += 1
+            session = acceptor.protocol.session(address, now)
+            if len(self.connections) >= most:
+                self.make_room(now)
         connection = Connection(self, sock, address, session, acceptor.tally, acceptor.name, now)
-        acceptor.tally.connections += 1
-        self.connections[connection] = None
-        self.connections_by_source[source] += 1
+        if limited:
+            self.refused[connection] = None
+        else:
+            self.connections[connection] = None
+            self.connections_by_source[source] += 1
         self.selector.register(sock, selectors.EVENT_READ, connection.ready)
         connection.call(session.opened, now)
         if not acceptor.protocol.speaks_first and sock.fileno() >= 0:
@@ -6214,9 +6266,19 @@ class MasterServer(Loop):
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
 
+    def room(self) -> Tuple[int, int]:
+        """How many connections there may be, and how many refused ones beside them: as the ini says, and as descriptors allow."""
+        free = max(2, self.descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
+        refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
+        return min(self.settings["limits.connections_total"], free - refused), refused
+
+    def progressed(self, connection: Connection) -> None:
+        if connection in self.connections:
+            self.connections.move_to_end(connection)
+
     def make_room(self, now: float) -> None:
         """Close the connection that has been idle for longest, publishing servers last."""
-        idle = min(self.connections, key=lambda c: (c.session.kept, c.progress_at))
+        idle = next((connection for connection in self.connections if not connection.session.kept), next(iter(self.connections)))
         idle.tally.limited += 1
         idle.close(now)
 
@@ -6225,6 +6287,9 @@ class MasterServer(Loop):
             self.selector.unregister(connection.sock)
         except KeyError:
             pass
+        if connection in self.refused:
+            del self.refused[connection]
+            return
         self.connections.pop(connection, None)
         self.connections_by_source[connection.source] -= 1
         if self.connections_by_source[connection.source] <= 0:
@@ -6241,13 +6306,18 @@ class MasterServer(Loop):
             while not self.stopping:
                 wait = min(next_tick, self.timers[0][0] if self.timers else next_tick) - time.monotonic()
                 events = self.selector.select(max(0.0, wait))
-                now = time.monotonic()
+                now = turn = time.monotonic()
                 for key, mask in events:
-                    key.data(mask, now)
+                    self.guarded(key.data, mask, now)
+                    if time.monotonic() - turn >= TURN_S:
+                        now = turn = time.monotonic()
+                        for source in self.endpoints:
+                            if isinstance(source, Datagrams):
+                                self.guarded(source.ready, selectors.EVENT_READ, now)
                 while self.timers and self.timers[0][0] <= now:
                     connection = heapq.heappop(self.timers)[2]
                     if connection.sock.fileno() >= 0:
-                        connection.tick(now)
+                        self.guarded(connection.tick, now)
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
@@ -6264,17 +6334,17 @@ class MasterServer(Loop):
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
-        self.registry.expire(now)
+        self.guarded(self.registry.expire, now)
         self.log_events()
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.tick, now)
         for protocol in self.protocols:
-            self.guarded(functools.partial(self.tick_protocol, protocol), now)
-        for connection in list(self.connections):
-            connection.tick(now)
+            self.guarded(self.tick_protocol, protocol, now)
+        for connection in list(self.connections) + list(self.refused):
+            self.guarded(connection.tick, now)
         if self.keeper:
-            self.keeper.tick(now, now + epoch)
+            self.guarded(self.keeper.tick, now, now + epoch)
         else:
             self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
@@ -6284,7 +6354,8 @@ class MasterServer(Loop):
             self.ini_stamp = stamp
         if self.reload_asked:
             self.reload_asked = False
-            self.reload()
+            self.guarded(self.reload)
+        self.tell("WATCHDOG=1")
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6297,11 +6368,12 @@ class MasterServer(Loop):
             if not any(source.send(data, to) for source in sockets if source.sock.family == family) and sockets:
                 sockets[0].tally.unsent += 1
 
-    def guarded(self, tick: Callable[[float], None], now: float) -> None:
+    def guarded(self, call: Callable[..., None], *arguments: Any) -> None:
+        """No fault of the program in one place ends it in the others."""
         try:
-            tick(now)
+            call(*arguments)
         except Exception:
-            log.exception("an error of the program in the tick of %s", tick)
+            log.exception("an error of the program in %s%s", call, arguments)
 
     def stamp(self) -> Any:
         """What changes when the ini or a file that it names does."""
@@ -6318,7 +6390,7 @@ class MasterServer(Loop):
         """Read the settings again. With any error the old ones stay in force, whole."""
         if self.read_again is None:
             return
-        notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
+        self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
             new = self.read_again()
             if self.settings.path and not new.path:
@@ -6336,7 +6408,7 @@ class MasterServer(Loop):
             if any(row.live for row in different):
                 self.apply()
             log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
-        notify("READY=1")
+        self.tell("READY=1")
 
     def apply(self) -> None:
         """Let the live settings take effect."""
@@ -6369,7 +6441,7 @@ class MasterServer(Loop):
             self.state = "closed"
         now = time.monotonic()
         self.log_events()
-        for connection in list(self.connections):
+        for connection in list(self.connections) + list(self.refused):
             connection.close(now)
         for source in self.endpoints:
             source.sock.close()
@@ -6418,15 +6490,38 @@ def read_text_files(settings: Settings) -> None:
         raise SettingsError("[http] template = %s: %s" % (settings.file("http.template"), error)) from None
 
 
-def notify(state: str) -> None:
-    """Tell systemd (sd_notify(3)) how we are, if it asked to know."""
-    path = os.environ.get("NOTIFY_SOCKET", "")
-    if path and hasattr(socket, "AF_UNIX"):
+def descriptor_limit(raise_to: int = 0) -> int:
+    """How many files and sockets this process may have open; what it may raise by itself is raised."""
+    if WINDOWS:
+        return 512                          # what its select() serves
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < raise_to:
+        soft = raise_to if hard == resource.RLIM_INFINITY else min(raise_to, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class ServiceManager:
+    """systemd, if it started us: told by datagrams how we are, sd_notify(3)."""
+
+    def __init__(self) -> None:
+        path = os.environ.get("NOTIFY_SOCKET", "")
+        self.path = "\0" + path[1:] if path.startswith("@") else path
+        self.sock: Optional[socket.socket] = None
+        if path and hasattr(socket, "AF_UNIX"):
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)       # kept: later there may be no descriptor left
+            self.sock.setblocking(False)
+
+    def tell(self, state: str) -> None:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
+            if self.sock is not None:
+                self.sock.sendto(state.encode(), self.path)
         except OSError as error:
             log.debug("systemd cannot be told: %s", error)
+
+    def close(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
 
 
 def resolved(host: str) -> str:
@@ -7624,7 +7719,8 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
-    settings = Settings.load(arguments.config or beside, arguments.set + ["server.log_level=debug"] * arguments.verbose, missing_ok=not arguments.config)
+    overrides = arguments.set + ["server.log_level=debug"] * arguments.verbose
+    settings = Settings.load(arguments.config or beside, overrides, missing_ok=not arguments.config)
     read_text_files(settings)
     return settings
 
@@ -7658,6 +7754,17 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
             signal.signal(getattr(signal, name), lambda number, frame: stop())
 
 
+class Sparing(logging.Filter):
+    """Lets through as many tracebacks as FAULT_RATE has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limiter = Limiter(FAULT_RATE)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.exc_info or self.limiter.allow("", time.monotonic())
+
+
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
     if settings["server.log_file"]:
@@ -7667,6 +7774,7 @@ def start_log(settings: Settings, verbose: bool) -> None:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
         handler = logging.StreamHandler()
+    handler.addFilter(Sparing())
     logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
@@ -7805,7 +7913,10 @@ def command_check(settings: Settings) -> int:
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
     sys.setswitchinterval(SWITCH_S)
+    manager = ServiceManager()
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
+    server.tell = manager.tell
+    server.descriptors = descriptor_limit(raise_to=settings["limits.connections_total"] + 2 * REFUSED_CONNECTIONS)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)
@@ -7820,11 +7931,12 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
             write_ready_file(arguments.ready_file, server.listeners)
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
-        notify("READY=1")
+        server.tell("READY=1")
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
         server.stop()
+        manager.close()
     for name, tally in server.tallies.items():
         log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in tally.items() if item[1]) or "nothing")
     return EXIT_OK
