@@ -78,6 +78,11 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Named
 
 __version__ = "1.0"
 
+try:
+    import resource
+except ImportError:                 # Windows has no such limits
+    pass
+
 log = logging.getLogger("masterserver")
 
 # =====================================================================================================================
@@ -98,6 +103,11 @@ LINGER_BYTES = 65536                # … and how much of it; then the connectio
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
+TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
+DESCRIPTORS_KEPT = 20               # for what is no connection: standard streams, selector, database and its logs, log, look-ups
+REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
+WORKER_JOBS = 64                    # waiting for the disk, half a second's work; who comes then is told to come again
+FAULT_RATE = 1, 20                  # tracebacks in the log a second / at once: a fault that packets can cause must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
 TEXT_CHARACTERS = 512               # a description; SubSpace's 386 bytes are the longest in a document
@@ -106,6 +116,8 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deployed servers return it within a second
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
+SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once: 200 lists a second, and
+                                    # 0.8 Mbit/s for somebody who sends with false addresses, whatever he sends
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB
 
 HTTP_LINE_BYTES = 4096              # the longest request line; a /check address needs 60
@@ -115,6 +127,7 @@ HTTP_HEAD_S = 10.0                  # from a request's first byte to the end of 
 HTTP_BODY_S = 10.0                  # and from there to the end of its body
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_PIPELINE_BYTES = 1 << 18       # answers made ahead of a reader; the requests behind them wait
+HTTP_TURN_REQUESTS = 16             # answered in one go (2 ms); then the others have their turn
 HTTP_MEMO_BYTES = 16 << 20          # answers remembered, all together
 HTTP_MEMO_REQUEST_BYTES = 2048      # a longer request is not worth remembering
 GZIP_MIN_BYTES = 600                # below this the header costs more than it saves
@@ -431,7 +444,7 @@ class Settings:
             raise SettingsError("%s: %s" % (path, " ".join(str(error).split()))) from None
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text: %s" % (path, error)) from None
-        if not found and not missing_ok:
+        if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
             raise SettingsError("%s: cannot be read; is the name right?" % path)
         self.path = path if found else ""
         self.folder = os.path.dirname(os.path.abspath(path))
@@ -574,7 +587,7 @@ def source_key(address: str) -> str:
     if ":" in address:
         address = canonical(address)
         if ":" in address:
-            return str(ipaddress.ip_network(address + "/64", strict=False))
+            return "%s/64" % ipaddress.IPv6Address(int(ipaddress.IPv6Address(address)) >> 64 << 64)
     return address
 
 
@@ -628,7 +641,7 @@ class Limiter:
 
     A bucket is one number, the time at which it will be full again (the "generic cell rate algorithm"). An unknown source has a full
     bucket, so a full table forgets the least recently used one and refuses nobody. `verdict(address)` says once, when a source
-    is first seen, whether it is EXEMPT or BLOCKED; else 0.
+    is first seen, whether it is EXEMPT or BLOCKED; else 0. Verdicts are about addresses, buckets about what source_key() gives.
     """
 
     def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0,
@@ -644,23 +657,24 @@ class Limiter:
         self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
-    def allow(self, address: str, now: float) -> bool:
+    def allow(self, address: str, now: float, tokens: float = 1) -> bool:
         table = self.table
         full_at = table.get(address)
         if full_at == EXEMPT:
             return True
         if full_at is None:
-            if ":" in address:
+            full_at = self.verdict(address)
+            if not full_at and ":" in address:          # a verdict may be about less than the /64 that shares a bucket
                 address = source_key(address)
-                full_at = table.get(address)
-            if full_at is None:
+                full_at = table.get(address, 0.0)
+            if address not in table:
                 if len(table) >= self.sources:
                     table.popitem(last=False)
-                full_at = table[address] = self.verdict(address.partition("/")[0])
+                table[address] = full_at
             if full_at == EXEMPT:
                 return True
         table.move_to_end(address)
-        full_at = (full_at if full_at > now else now) + self.cost_s
+        full_at = (full_at if full_at > now else now) + self.cost_s * tokens
         if full_at - now > self.depth_s:
             return False
         table[address] = full_at
@@ -700,9 +714,16 @@ class Refused(Exception):
 
 
 class Rules:
-    """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload."""
+    """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload.
+
+    The limiters are shared by all protocols: datagrams (and messages within a connection), new connections, and requests, which
+    are what costs more than a look-up or is answered with more than came.
+    """
 
     def __init__(self, settings: Settings) -> None:
+        self.datagrams, self.connections, self.requests = (
+            Limiter(settings["limits." + name], self.verdict) for name in ("datagrams", "connections", "requests"))
+        self.surplus = Limiter(SURPLUS_BYTES)
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
@@ -716,6 +737,9 @@ class Rules:
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
+        self.datagrams.set_rate(settings["limits.datagrams"])
+        self.connections.set_rate(settings["limits.connections"])
+        self.requests.set_rate(settings["limits.requests"])
 
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
@@ -732,6 +756,11 @@ class Rules:
         if in_networks(address, self.blocks):
             return BLOCKED
         return EXEMPT if in_networks(address, self.exempt) else 0.0
+
+    def allow_surplus(self, address: str, size: int, now: float) -> bool:
+        """May a source that has proven nothing get `size` bytes more than it sent? A bucket for all of them together: a limit by
+        source does not bind those who make sources up."""
+        return size <= 0 or self.verdict(address) == EXEMPT or self.surplus.allow("", now, size)
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
@@ -1003,13 +1032,19 @@ class Registry:
     def expire(self, now: float) -> None:
         """Drop every server that was silent for its lifetime; called once a second."""
         for second in sorted(s for s in self.endings if s <= now):
-            for server in self.endings.pop(second):
-                if self.games[server.game].get((server.address, server.port)) is not server:
-                    continue
-                if server.last_seen + server.lifetime <= now:
-                    self.remove(server)
-                else:
-                    self.schedule(server)
+            ending = self.endings.pop(second)
+            try:
+                while ending:
+                    server = ending.pop()
+                    if self.games[server.game].get((server.address, server.port)) is not server:
+                        continue
+                    if server.last_seen + server.lifetime <= now:
+                        self.remove(server)
+                    else:
+                        self.schedule(server)
+            finally:                        # a watcher that fails keeps nobody else in the list
+                if ending:
+                    self.endings.setdefault(second, []).extend(ending)
 
     def servers(self, game: str = "") -> List[Server]:
         """All servers, or those of a game, in the master's order; the list is the caller's. Safe from any thread."""
@@ -1513,6 +1548,12 @@ class TcpProtocol:
     def session(self, address: str, now: float) -> Session:
         raise NotImplementedError
 
+    def refusal(self, address: str, now: float) -> Session:
+        """For a connection over a limit: it ends at once, or says why if the protocol has words for that."""
+        session = Session()
+        session.done = True
+        return session
+
     def tick(self, now: float) -> None:
         """Once a second."""
 
@@ -1811,7 +1852,7 @@ ICEBALL_HBVERSION_BYTES = b"\2\0"
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size             # 86
 ICEBALL_NUMBERS = struct.Struct("<IHHH")        # of it, from offset 6: version, port, players, maximum
-ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES - len(b"=")
+ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -1876,6 +1917,8 @@ class Iceball(UdpProtocol):
             return [(self.thanks, peer)]
         self.registry.note(source, "iceball", port, "announced", now)
         packed = iceball_pack(data)
+        if len(packed) > ICEBALL_PACKED_BYTES and not self.registry.rules.allow_surplus(source, len(packed) - ICEBALL_PACKED_BYTES, now):
+            packed = iceball_pack(data, whole=False)
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
 
     def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
@@ -1937,17 +1980,17 @@ class Iceball(UdpProtocol):
             self.known.pop((server.source, server.packet), None)
 
 
-def iceball_pack(announcement: bytes) -> bytes:
-    """What a cookie carries of an announcement, at most 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
+def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
+    """What a cookie carries of an announcement, usually in 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
     after the heartbeat version without the NULs at the end; or, if that is too long, "-" and the texts without their padding.
-    Texts that fill all 70 bytes of their fields are kept whole (MSOK has 93 bytes then); of those that nearly do, the
-    end of the map is lost until the next announcement, a second later."""
+    Texts that fill all 70 bytes of their fields are kept `whole` (MSOK has 93 bytes then); of those that
+    nearly do, the end of the map is lost until the next announcement, a second later."""
     packed = announcement[6:].rstrip(b"\0")
-    if len(packed) <= ICEBALL_PACKED_BYTES or len(packed) == 80 and b"\0" not in packed[10:]:
+    if len(packed) < ICEBALL_PACKED_BYTES or whole and len(packed) == 80 and b"\0" not in packed[10:]:
         return b"=" + packed
     name, mode, map = (field if b"\0" not in field else c_string(field) + b"\0"
                        for field in (announcement[16:46], announcement[46:56], announcement[56:]))
-    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES]
+    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES - 1]
 
 
 def iceball_unpack(packed: bytes) -> bytes:
@@ -2026,9 +2069,12 @@ class IceballDraft:
             if len(self.claims) > DRAFT_CLAIMS:
                 self.claims.popitem(last=False)
         self.registry.note(peer[0], "iceball", port, "announced", now)
-        address = self.registry.rules.listed_address(peer[0], claim)
+        rules = self.registry.rules
         identity = draft_identity(port, self.cookie.make(draft_message(port, peer), now))
-        return [(b"\2" + struct.pack("<IH", identity, port) + address.encode() + b"\0", peer)]
+        answer = b"\2" + struct.pack("<IH", identity, port) + rules.listed_address(peer[0], claim).encode() + b"\0"
+        if rules.requests.allow(peer[0], now) and rules.allow_surplus(peer[0], len(answer) - len(data), now):
+            return [(answer, peer)]
+        return []
 
     def session(self, identity: int, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
@@ -2134,7 +2180,7 @@ class Hyperbol(TcpProtocol, Querier):
     def __init__(self, core: Core) -> None:
         self.registry, self.poller = core.registry, core.poller
         self.known = Known(core, self)
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.lists = Rendered(self.registry, self.game, hyperbol_lists)
         core.announcers[self.game] = self.announce
         self.registry.watchers.append(self.watch)
@@ -2256,7 +2302,7 @@ class HyperbolSession(Session):
         key, filter = struct.unpack_from("<IB", self.request)
         if key != self.key:
             raise Malformed("key: %08x instead of %08x" % (key, self.key))
-        return self.hyperbol.entries(filter, now) if self.hyperbol.limiter.allow(self.address, now) else b""
+        return self.hyperbol.entries(filter, now) if self.hyperbol.rules.requests.allow(self.address, now) else b""
 
     def tick(self, now: float) -> bytes:
         if self.wake_at is not None and now >= self.wake_at:
@@ -2452,7 +2498,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry = core.registry
         self.poller = core.poller
         core.announcers[self.game] = self.announced
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
         self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
@@ -2472,7 +2518,8 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
-            return [(self.ping(data), peer)] if self.limiter.allow(peer[0], now) else []
+            answer = self.ping(data) if self.rules.requests.allow(peer[0], now) else b""
+            return [(answer, peer)] if answer and self.rules.allow_surplus(peer[0], len(answer) - len(data), now) else []
         if len(data) < 8:
             raise Malformed("length: %d bytes" % len(data))
         try:
@@ -2822,13 +2869,13 @@ class ListLink(SubSpaceLink):
         self.protocol, self.address, self.key = protocol, address, key
         self.finished = True
         self.requests = 0
-        self.unproven_bytes = 0
+        self.heard_bytes = self.unproven_bytes = 0      # in and out, until the peer has proven its address
 
     def packet(self, data: bytes, now: float) -> List[bytes]:
         if data[:1] != b"\1" or len(data) != 5:
             return super().packet(data, now)
         # The first request is paid for by the connection. One list at a time.
-        if self.finished and not self.flights and (not self.requests or self.protocol.limiter.allow(self.address, now)):
+        if self.finished and not self.flights and (not self.requests or self.protocol.rules.requests.allow(self.address, now)):
             self.requests += 1
             self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
             self.finished = False
@@ -2853,7 +2900,7 @@ class SubSpaceList(UdpProtocol):
 
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.unproven_limiter = Limiter(LIST_UNPROVEN_RATE, core.registry.rules.verdict)
         self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
@@ -2866,16 +2913,18 @@ class SubSpaceList(UdpProtocol):
                 raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
             # A repeated connect changes nothing, unless the peer has its list: then it wants another
             if link is None or link.key != data[2:6] or link.requests and link.finished and not link.flights:
-                if not self.limiter.allow(peer[0], now):
+                if not self.rules.requests.allow(peer[0], now):
                     return []
                 self.proven.pop(peer, None)
                 link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
                 self.bound(self.unproven)
+            link.heard_bytes += len(data)
             return self.post(link, [b"\0\2" + link.key], peer, now)
         if link is None:
             if data == b"\0\7":             # often sent twice
                 return []
             raise Malformed("a packet outside an exchange")
+        link.heard_bytes += len(data)
         return self.post(link, link.receive(data, now), peer, now)
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
@@ -2888,7 +2937,8 @@ class SubSpaceList(UdpProtocol):
                 if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
                     link.closed = True
                     break
-                if not self.unproven_limiter.allow(peer[0], now):
+                surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
+                if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus(peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
             out.append((packet, peer))
@@ -3302,7 +3352,7 @@ class AioSession(Session):
                 if self.dialect is None:
                     self.dialect = self.aio.dialect(self.buffer[0])
                 answer = self.dialect.take(self, now)
-                if answer is not None and not self.aio.messages.allow(self.address, now):
+                if answer is not None and not self.aio.rules.datagrams.allow(self.address, now):
                     raise Malformed("too many messages from one address")
             except Malformed as error:
                 self.buffer = b""
@@ -3412,14 +3462,11 @@ class Aio(TcpProtocol, Querier):
         self.lists: Dict[Callable[[List[Server]], bytes], Rendered] = {
             make: Rendered(self.registry, "aio", make)
             for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
-        self.messages = Limiter(core.settings["limits.datagrams"], self.registry.rules.verdict)
-        self.requests = Limiter(core.settings["limits.requests"], self.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
-        self.messages.set_rate(settings["limits.datagrams"])
-        self.requests.set_rate(settings["limits.requests"])
         self.set_news(settings.texts.get("aio.news_file") or settings["aio.news"])
 
     def session(self, address: str, now: float) -> AioSession:
@@ -3478,7 +3525,7 @@ class Aio(TcpProtocol, Querier):
         return self.news
 
     def allow(self, session: AioSession, now: float) -> None:
-        if not self.requests.allow(session.address, now):
+        if not self.rules.requests.allow(session.address, now):
             raise Malformed("too many requests from one address")
 
     def set_news(self, text: str) -> None:
@@ -4703,9 +4750,11 @@ class Request(NamedTuple):
 class HttpSession(Session):
     """One connection: HTTP/1.0 and 1.1, keep-alive, pipelining, one answer after another."""
 
-    def __init__(self, web: Web, address: str, now: float) -> None:
+    def __init__(self, web: Web, address: str, now: float, limited: bool = False) -> None:
+        """`limited`: the connection is over a limit, and is told so in answer to its first request."""
         self.web = web
         self.address = address
+        self.limited = limited
         self.proxied = bool(web.trusted) and in_networks(address, web.trusted)          # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
@@ -4713,20 +4762,22 @@ class HttpSession(Session):
         self.body_bytes = 0
         self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
         self.edition = 0                                    # of the lists when the answer was made
-        self.deadline = now + HTTP_HEAD_S
+        self.deadline = now + (LINGER_S if limited else HTTP_HEAD_S)
 
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
-        if not self.buffer and self.job is None and not self.done:
+        if not self.buffer and self.exchange is None and self.job is None and not self.done:
             remembered = web.remembered(data, now)
-            if remembered is not None and (self.proxied or web.allow(self.address, now)):
+            if remembered is not None and not self.limited and (self.proxied or web.rules.requests.allow(self.address, now)):
                 self.done = remembered[1]
                 self.deadline = now + HTTP_IDLE_S
                 return remembered[0]
         if self.done:
             return b""
-        if data and not self.buffer and self.exchange is None:
-            self.deadline = now + HTTP_HEAD_S
+        if not self.buffer and self.exchange is None:
+            data = data.lstrip(b"\r\n")         # a blank line is no sign of a request
+            if data and not self.limited:
+                self.deadline = now + HTTP_HEAD_S
         self.buffer += data
         return self.work(now)
 
@@ -4734,7 +4785,7 @@ class HttpSession(Session):
         out: List[bytes] = []
         self.held = False
         while self.buffer or self.exchange:
-            self.held = sum(map(len, out)) >= HTTP_PIPELINE_BYTES
+            self.held = len(out) >= HTTP_TURN_REQUESTS or sum(map(len, out)) >= HTTP_PIPELINE_BYTES
             if self.done or self.job or self.held:
                 break
             try:
@@ -4759,6 +4810,7 @@ class HttpSession(Session):
             head, self.request_bytes = self.buffer[:end], self.buffer[:end]
             self.buffer = self.buffer[end:]
             exchange = Exchange(head)
+            exchange.close_connection = exchange.close_connection or self.limited
             self.body_bytes = exchange.body_length()
             self.exchange = exchange
             self.deadline = now + HTTP_BODY_S
@@ -4768,7 +4820,7 @@ class HttpSession(Session):
         body, self.buffer = self.buffer[:self.body_bytes], self.buffer[self.body_bytes:]
         self.request_bytes += body
         self.deadline = now + HTTP_IDLE_S
-        answer = self.web.answer(exchange, body, self.address, now)
+        answer = self.web.answer(exchange, body, self.address, now, self.limited)
         self.edition = self.web.edition
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
@@ -4947,20 +4999,19 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.read(core.settings)
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
 
+    def refusal(self, address: str, now: float) -> HttpSession:
+        return HttpSession(self, address, now, limited=True)
+
     def read(self, settings: Settings) -> None:
         self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
-        self.limiter.set_rate(settings["limits.requests"])
         self.renderings.clear()
         self.edition_generation = -1
-
-    def allow(self, address: str, now: float) -> bool:
-        return self.limiter.allow(address, now)
 
     def client(self, exchange: Exchange, peer: str) -> str:
         """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
@@ -5004,14 +5055,17 @@ class Web(TcpProtocol):
 
     # Answers
 
-    def answer(self, exchange: Exchange, body: bytes, address: str, now: float) -> Union[Answer, Later]:
+    def answer(self, exchange: Exchange, body: bytes, address: str, now: float, limited: bool = False) -> Union[Answer, Later]:
         if self.trusted:
             address = self.client(exchange, address)
-        parsed = urllib.parse.urlsplit(exchange.path)
+        try:
+            parsed = urllib.parse.urlsplit(exchange.path)
+        except ValueError:
+            return self.error(HttpError(400, "The path cannot be read."))
         route = ROUTES.get(parsed.path)
         name = parsed.path if route else "other"
         try:
-            if not self.allow(address, now):
+            if limited or not self.rules.requests.allow(address, now):
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
             if route is None:
                 raise HttpError(404, "There is no page %s here." % parsed.path[:100])
@@ -5282,7 +5336,7 @@ class Web(TcpProtocol):
                     at, outcome = server.last_seen, "listed"
                 findings.append((at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
-        ban = rules.ban(address)
+        ban = rules.ban(*addresses)
         if ban:
             findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
         return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
@@ -5660,12 +5714,16 @@ class Connection:
             return
         self.tally.received += 1
         self.tally.bytes_in += len(data)
+        self.progressed(now)
         self.call(self.session.receive, data, now)
+
+    def progressed(self, now: float) -> None:
+        self.progress_at = now
+        self.loop.progressed(self)
 
     def call(self, method: Callable[..., bytes], *arguments: Any) -> None:
         """Let the session work, then write what it gives."""
         now = arguments[-1]
-        self.progress_at = now
         try:
             data = method(*arguments)
         except Malformed as error:
@@ -5678,13 +5736,16 @@ class Connection:
             log.exception("%s %s: a connection ended in an error of the program", self.address, self.name)
             data = b""
             self.session.done = True
-        if self.session.job is not None and not self.working:
-            self.working = True
-            self.loop.disk.submit(self.session.job, self.resumed)
         if data:
             if not self.out:
                 self.out_since = now
             self.out = bytes(self.out) + data if self.out else data
+        if self.session.job is not None and not self.working:
+            self.working = True
+            if self.loop.disk.jobs.qsize() < WORKER_JOBS:
+                self.loop.disk.submit(self.session.job, self.resumed)
+            else:
+                self.resumed(RuntimeError("too many others wait"), now)
         if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
             self.woken_at = self.session.wake_at
             self.loop.wake_at(self.woken_at, self)
@@ -5707,7 +5768,7 @@ class Connection:
             except OSError:
                 self.close(now)
                 return
-            self.progress_at = now
+            self.progressed(now)
             self.tally.bytes_out += sent
             if sent == len(self.out):
                 self.out = b""
@@ -5757,13 +5818,10 @@ class Connection:
             if now >= self.linger_until:
                 self.close(now)
         elif self.out:
-            if now - self.progress_at >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
+            if now - max(self.progress_at, self.out_since) >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
                 self.close(now)
         elif not self.working:
-            progress_at = self.progress_at
             self.call(self.session.tick, now)
-            if not self.out:
-                self.progress_at = progress_at          # a tick is no sign of life
 
     def close(self, now: float) -> None:
         if self.sock.fileno() < 0:
@@ -5795,11 +5853,15 @@ class Acceptor:
                     self.pause(now, error)
                     return
                 continue            # the peer has gone already
+            if self.loop.health.pop("descriptors", None):
+                log.info("%s: connections are accepted again", self.name)
             self.loop.accepted(self, sock, canonical(peer[0]), now)
 
     def pause(self, now: float, error: OSError) -> None:
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop."""
-        log.warning("%s: no new connections for a second: %s", self.name, error.strerror)
+        if "descriptors" not in self.loop.health:
+            log.warning("%s: no new connections for now: %s", self.name, error.strerror)
+            self.loop.health["descriptors"] = str(error.strerror)
         self.paused_until = now + ACCEPT_PAUSE_S
         self.loop.selector.unregister(self.sock)
 
@@ -5841,7 +5903,10 @@ class Worker:
     def deliver(self, now: float) -> None:
         while self.results:
             done, result = self.results.popleft()
-            done(result, now)
+            try:
+                done(result, now)
+            except Exception:
+                log.exception("an error of the program after work of the thread %s", self.name)
 
     def stop(self, timeout: float) -> None:
         if self.thread is not None:
@@ -5851,6 +5916,7 @@ class Worker:
 
 SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
+CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
 
@@ -5863,6 +5929,7 @@ class Keeper:
         self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
         self.renewed = 0
         self.saved_at = self.minute = 0.0
+        self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
     def restore(self, now: float, wall: float) -> List[Server]:
@@ -5870,7 +5937,12 @@ class Keeper:
         self.storage.open(wall)
         servers = []
         for row in self.storage.load(wall):
-            server = restored_server(row, now, wall)
+            try:
+                server = restored_server(row, now, wall)
+            except Malformed as error:
+                log.warning("a server in the database cannot be read: %s", error)
+                self.registry.left.add(row[:3])
+                continue
             try:
                 self.registry.admit(server.game, server.address, server.port, server.source, server.name)
             except Refused:
@@ -5891,7 +5963,9 @@ class Keeper:
             return
         self.saved_at = now
         registry = self.registry
-        if self.whole:
+        stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that was put right since
+        self.epoch = wall - now
+        if self.whole or stepped:
             registry.altered.update(registry.in_order())
         seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
         registry.seen, registry.altered, registry.left = set(), set(), set()
@@ -5952,19 +6026,33 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
 
 
 def restored_server(row: ListedRow, now: float, wall: float) -> Server:
-    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types."""
+    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types and
+    sizes; a row whose address or times are noise is Malformed."""
     game, address, port, expires, first_seen, last_seen, text = row
+    if not is_unicast(address) or not 0 < port <= 65535 or not all(map(math.isfinite, (expires, first_seen, last_seen))):
+        raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         fields = {}
     server = Server(game, address, port, address, now, 0.0)
     for name in STORED:
         value, usual = fields.get(name), getattr(server, name)
-        if type(value) is type(usual) or name == "playing" and type(value) is int:
-            setattr(server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+        if type(value) is not type(usual) and not (name == "playing" and type(value) is int):
+            continue
+        if isinstance(value, str):
+            value = clean(value, TEXT_CHARACTERS)
+        elif isinstance(value, dict):
+            value = {clean(key): clean(told, TEXT_CHARACTERS) for key, told in value.items() if isinstance(told, str)}
+        elif type(value) is int:
+            value = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
+        setattr(server, name, value)
+    if not is_unicast(server.source):
+        server.source = address
+    if server.verified not in VERIFIED:
+        server.verified = "self-reported"
     server.unconfirmed = True
     server.first_seen = now - max(0.0, wall - first_seen)
     server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
@@ -6006,6 +6094,9 @@ class Loop:
     def forget(self, connection: Connection) -> None:
         """The connection is about to be closed."""
         raise NotImplementedError
+
+    def progressed(self, connection: Connection) -> None:
+        """Something went in or out."""
 
     def wake_at(self, at: float, connection: Connection) -> None:
         """Tick the connection's session at this time too."""
@@ -6095,13 +6186,16 @@ class MasterServer(Loop):
         self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies,
                          self.health, self.listeners, self.gauges, lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
+        self.tell: Callable[[str], None] = lambda state: None       # how we are, to whoever started us
+        self.descriptors = descriptor_limit()
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
-        self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
+        self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
+        self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
         super().__init__()
@@ -6113,8 +6207,6 @@ class MasterServer(Loop):
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watchers.append(functools.partial(self.report, on_event))
-        self.datagram_limiter = Limiter(self.settings["limits.datagrams"], self.rules.verdict)
-        self.connection_limiter = Limiter(self.settings["limits.connections"], self.rules.verdict)
 
     # Sockets
 
@@ -6205,7 +6297,7 @@ class MasterServer(Loop):
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
-                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.datagram_limiter)
+                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.rules.datagrams)
             else:
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)
@@ -6213,24 +6305,35 @@ class MasterServer(Loop):
 
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
         source = source_key(address)
-        exempt = self.rules.verdict(address)
-        if (exempt == BLOCKED or not self.connection_limiter.allow(address, now)
-                or exempt != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"]):
+        verdict = self.rules.verdict(address)
+        if verdict == BLOCKED:
             acceptor.tally.limited += 1
             sock.close()
             return
-        if len(self.connections) >= self.settings["limits.connections_total"]:
-            self.make_room(now)
+        limited = (not self.rules.connections.allow(address, now)
+                   or verdict != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"])
+        most, refused_most = self.room()
         sock.setblocking(False)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             pass
-        session = acceptor.protocol.session(address, now)
+        if limited:
+            acceptor.tally.limited += 1
+            session = acceptor.protocol.refusal(address, now)
+            if len(self.refused) >= refused_most:
+                next(iter(self.refused)).close(now)
+        else:
+            acceptor.tally.connections += 1
+            session = acceptor.protocol.session(address, now)
+            if len(self.connections) >= most:
+                self.make_room(now)
         connection = Connection(self, sock, address, session, acceptor.tally, acceptor.name, now)
-        acceptor.tally.connections += 1
-        self.connections[connection] = None
-        self.connections_by_source[source] += 1
+        if limited:
+            self.refused[connection] = None
+        else:
+            self.connections[connection] = None
+            self.connections_by_source[source] += 1
         self.selector.register(sock, selectors.EVENT_READ, connection.ready)
         connection.call(session.opened, now)
         if not acceptor.protocol.speaks_first and sock.fileno() >= 0:
@@ -6239,9 +6342,19 @@ class MasterServer(Loop):
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
 
+    def room(self) -> Tuple[int, int]:
+        """How many connections there may be, and how many refused ones beside them: as the ini says, and as descriptors allow."""
+        free = max(2, self.descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
+        refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
+        return min(self.settings["limits.connections_total"], free - refused), refused
+
+    def progressed(self, connection: Connection) -> None:
+        if connection in self.connections:
+            self.connections.move_to_end(connection)
+
     def make_room(self, now: float) -> None:
         """Close the connection that has been idle for longest, publishing servers last."""
-        idle = min(self.connections, key=lambda c: (c.session.kept, c.progress_at))
+        idle = next((connection for connection in self.connections if not connection.session.kept), next(iter(self.connections)))
         idle.tally.limited += 1
         idle.close(now)
 
@@ -6250,6 +6363,9 @@ class MasterServer(Loop):
             self.selector.unregister(connection.sock)
         except KeyError:
             pass
+        if connection in self.refused:
+            del self.refused[connection]
+            return
         self.connections.pop(connection, None)
         self.connections_by_source[connection.source] -= 1
         if self.connections_by_source[connection.source] <= 0:
@@ -6266,13 +6382,18 @@ class MasterServer(Loop):
             while not self.stopping:
                 wait = min(next_tick, self.timers[0][0] if self.timers else next_tick) - time.monotonic()
                 events = self.selector.select(max(0.0, wait))
-                now = time.monotonic()
+                now = turn = time.monotonic()
                 for key, mask in events:
-                    key.data(mask, now)
+                    self.guarded(key.data, mask, now)
+                    if time.monotonic() - turn >= TURN_S:
+                        now = turn = time.monotonic()
+                        for source in self.endpoints:
+                            if isinstance(source, Datagrams):
+                                self.guarded(source.ready, selectors.EVENT_READ, now)
                 while self.timers and self.timers[0][0] <= now:
                     connection = heapq.heappop(self.timers)[2]
                     if connection.sock.fileno() >= 0:
-                        connection.tick(now)
+                        self.guarded(connection.tick, now)
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
@@ -6289,17 +6410,17 @@ class MasterServer(Loop):
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
-        self.registry.expire(now)
+        self.guarded(self.registry.expire, now)
         self.log_events()
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.tick, now)
         for protocol in self.protocols:
-            self.guarded(functools.partial(self.tick_protocol, protocol), now)
-        for connection in list(self.connections):
-            connection.tick(now)
+            self.guarded(self.tick_protocol, protocol, now)
+        for connection in list(self.connections) + list(self.refused):
+            self.guarded(connection.tick, now)
         if self.keeper:
-            self.keeper.tick(now, now + epoch)
+            self.guarded(self.keeper.tick, now, now + epoch)
         else:
             self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
@@ -6309,7 +6430,8 @@ class MasterServer(Loop):
             self.ini_stamp = stamp
         if self.reload_asked:
             self.reload_asked = False
-            self.reload()
+            self.guarded(self.reload)
+        self.tell("WATCHDOG=1")
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6322,11 +6444,12 @@ class MasterServer(Loop):
             if not any(source.send(data, to) for source in sockets if source.sock.family == family) and sockets:
                 sockets[0].tally.unsent += 1
 
-    def guarded(self, tick: Callable[[float], None], now: float) -> None:
+    def guarded(self, call: Callable[..., None], *arguments: Any) -> None:
+        """No fault of the program in one place ends it in the others."""
         try:
-            tick(now)
+            call(*arguments)
         except Exception:
-            log.exception("an error of the program in the tick of %s", tick)
+            log.exception("an error of the program in %s%s", call, arguments)
 
     def stamp(self) -> Any:
         """What changes when the ini or a file that it names does."""
@@ -6343,9 +6466,11 @@ class MasterServer(Loop):
         """Read the settings again. With any error the old ones stay in force, whole."""
         if self.read_again is None:
             return
-        notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
+        self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
             new = self.read_again()
+            if self.settings.path and not new.path:
+                raise SettingsError("%s: it is gone" % self.settings.path)
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
         else:
@@ -6359,19 +6484,17 @@ class MasterServer(Loop):
             if any(row.live for row in different):
                 self.apply()
             log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
-        notify("READY=1")
+        self.tell("READY=1")
 
     def apply(self) -> None:
         """Let the live settings take effect."""
         settings = self.settings
         self.rules.read(settings)
-        self.datagram_limiter.set_rate(settings["limits.datagrams"])
-        self.connection_limiter.set_rate(settings["limits.connections"])
         self.poller.read(settings)
         for protocol in self.protocols:
             protocol.read(settings)
         self.registry.apply_rules()
-        if "server.log_level" in settings.given:
+        if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(settings["server.log_level"].upper())
 
     def woken(self, mask: int, now: float) -> None:
@@ -6394,7 +6517,7 @@ class MasterServer(Loop):
             self.state = "closed"
         now = time.monotonic()
         self.log_events()
-        for connection in list(self.connections):
+        for connection in list(self.connections) + list(self.refused):
             connection.close(now)
         for source in self.endpoints:
             source.sock.close()
@@ -6443,15 +6566,38 @@ def read_text_files(settings: Settings) -> None:
         raise SettingsError("[http] template = %s: %s" % (settings.file("http.template"), error)) from None
 
 
-def notify(state: str) -> None:
-    """Tell systemd (sd_notify(3)) how we are, if it asked to know."""
-    path = os.environ.get("NOTIFY_SOCKET", "")
-    if path and hasattr(socket, "AF_UNIX"):
+def descriptor_limit(raise_to: int = 0) -> int:
+    """How many files and sockets this process may have open; what it may raise by itself is raised."""
+    if WINDOWS:
+        return 512                          # what its select() serves
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < raise_to:
+        soft = raise_to if hard == resource.RLIM_INFINITY else min(raise_to, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class ServiceManager:
+    """systemd, if it started us: told by datagrams how we are, sd_notify(3)."""
+
+    def __init__(self) -> None:
+        path = os.environ.get("NOTIFY_SOCKET", "")
+        self.path = "\0" + path[1:] if path.startswith("@") else path
+        self.sock: Optional[socket.socket] = None
+        if path and hasattr(socket, "AF_UNIX"):
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)       # kept: later there may be no descriptor left
+            self.sock.setblocking(False)
+
+    def tell(self, state: str) -> None:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
+            if self.sock is not None:
+                self.sock.sendto(state.encode(), self.path)
         except OSError as error:
             log.debug("systemd cannot be told: %s", error)
+
+    def close(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
 
 
 def resolved(host: str) -> str:
@@ -7649,7 +7795,8 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
-    settings = Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    overrides = arguments.set + ["server.log_level=debug"] * arguments.verbose
+    settings = Settings.load(arguments.config or beside, overrides, missing_ok=not arguments.config)
     read_text_files(settings)
     return settings
 
@@ -7683,6 +7830,17 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
             signal.signal(getattr(signal, name), lambda number, frame: stop())
 
 
+class Sparing(logging.Filter):
+    """Lets through as many tracebacks as FAULT_RATE has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limiter = Limiter(FAULT_RATE)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.exc_info or self.limiter.allow("", time.monotonic())
+
+
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
     if settings["server.log_file"]:
@@ -7692,6 +7850,8 @@ def start_log(settings: Settings, verbose: bool) -> None:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
         handler = logging.StreamHandler()
+    handler.addFilter(Sparing())
+    logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if verbose else settings["server.log_level"].upper())
@@ -7815,7 +7975,10 @@ def command_check(settings: Settings) -> int:
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
     sys.setswitchinterval(SWITCH_S)
+    manager = ServiceManager()
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
+    server.tell = manager.tell
+    server.descriptors = descriptor_limit(raise_to=settings["limits.connections_total"] + 2 * REFUSED_CONNECTIONS)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)
@@ -7830,11 +7993,12 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
             write_ready_file(arguments.ready_file, server.listeners)
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
-        notify("READY=1")
+        server.tell("READY=1")
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
         server.stop()
+        manager.close()
     for name, tally in server.tallies.items():
         log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in tally.items() if item[1]) or "nothing")
     return EXIT_OK
