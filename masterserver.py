@@ -5413,6 +5413,7 @@ class MasterServer(Loop):
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
+        self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.listeners: List[Listener] = []
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
@@ -5606,6 +5607,9 @@ class MasterServer(Loop):
                 protocol.epoch = epoch
         self.registry.expire(now)
         self.log_events()
+        if self.watchdog_s and now >= self.watchdog_at:
+            self.watchdog_at = now + self.watchdog_s
+            notify("WATCHDOG=1")
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.tick, now)
@@ -5767,6 +5771,12 @@ def notify(state: str) -> None:
                 sock.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
         except OSError as error:
             log.debug("systemd cannot be told: %s", error)
+
+
+def watchdog_interval() -> float:
+    """Seconds between two signs of life: half of what systemd grants (sd_watchdog_enabled(3)); 0 if it does not watch this process."""
+    usec, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    return int(usec) / 2e6 if usec.isdigit() and pid in ("", str(os.getpid())) else 0.0
 
 
 def resolved(host: str) -> str:
@@ -7180,6 +7190,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
         notify("READY=1")
+        server.watchdog_s = watchdog_interval()
         server.run()
     finally:
         signal.set_wakeup_fd(-1)

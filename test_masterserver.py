@@ -3833,6 +3833,52 @@ def run_program(*options: str, input: str = "", timeout: float = 20.0) -> subpro
 
 
 
+class ServiceManagerTest(unittest.TestCase):
+    """systemd's notifications (sd_notify(3)), to a socket that the test holds."""
+
+    def setUp(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            self.skipTest("no Unix sockets here")
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.addCleanup(self.socket.close)
+        self.socket.settimeout(10)
+        path = os.path.join(folder.name, "notify")
+        self.socket.bind(path)
+        patched = mock.patch.dict(os.environ, NOTIFY_SOCKET=path, WATCHDOG_USEC="30000000")
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def test_half_of_what_is_granted(self) -> None:
+        self.assertEqual(ms.watchdog_interval(), 15.0)
+        for environment, seconds in (({"WATCHDOG_PID": str(os.getpid())}, 15.0), ({"WATCHDOG_PID": "1"}, 0.0), ({"WATCHDOG_USEC": ""}, 0.0)):
+            with mock.patch.dict(os.environ, environment):
+                self.assertEqual(ms.watchdog_interval(), seconds)
+
+    def test_signs_of_life_come_with_the_ticks(self) -> None:
+        server = ms.MasterServer({})
+        self.addCleanup(server.stop)
+        self.socket.setblocking(False)
+        server.tick(1000.0)
+        self.assertRaises(BlockingIOError, self.socket.recv, 100)           # not watched
+        server.watchdog_s = 15.0
+        for now, told in ((1001.0, True), (1002.0, False), (1015.9, False), (1016.0, True), (1017.0, False)):
+            server.tick(now)
+            if told:
+                self.assertEqual(self.socket.recv(100), b"WATCHDOG=1")
+            self.assertRaises(BlockingIOError, self.socket.recv, 100)
+
+    def test_ready_alive_and_reloading(self) -> None:
+        with RunningServer() as server:
+            self.assertEqual(self.socket.recv(100), b"READY=1")
+            self.assertEqual(self.socket.recv(100), b"WATCHDOG=1")
+            if hasattr(signal, "SIGHUP"):
+                server.process.send_signal(signal.SIGHUP)
+                self.assertRegex(self.socket.recv(100), rb"^RELOADING=1\nMONOTONIC_USEC=[0-9]+$")
+                self.assertEqual(self.socket.recv(100), b"READY=1")
+
+
 # --- Client tools ----------------------------------------------------------------------------------------------------
 
 class FakeServer(threading.Thread):
