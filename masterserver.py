@@ -312,7 +312,7 @@ SETTINGS = (
             "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
             "How much is logged; debug tells of every bad packet.", live=True),
-    Setting("server", "log_file", "", read_text, "A file for the log, rotated at 10 MB; empty: standard error."),
+    Setting("server", "log_file", "", read_text, "A file for the log, from the folder of this file on, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
     Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
@@ -7030,9 +7030,10 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
 
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
-    if settings["server.log_file"]:
+    path = settings.file("server.log_file")
+    if path:
         try:
-            handler = logging.handlers.RotatingFileHandler(settings["server.log_file"], maxBytes=10 << 20, backupCount=3, encoding="utf-8")
+            handler = logging.handlers.RotatingFileHandler(path, maxBytes=10 << 20, backupCount=3, encoding="utf-8")
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
@@ -7134,7 +7135,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     if path and not writable(path):
         (errors if "server.database" in settings.given else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
-    path = settings["server.log_file"]
+    path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
     bound = settings["server.bind"]

@@ -3833,6 +3833,13 @@ def run_program(*options: str, input: str = "", timeout: float = 20.0) -> subpro
 
 
 
+class LogFileTest(unittest.TestCase):
+    def test_it_is_beside_the_ini_wherever_the_program_is_started(self) -> None:
+        with RunningServer(server__log_file="master.log") as server:
+            with open(os.path.join(server.folder.name, "master.log"), encoding="utf-8") as file:
+                self.assertIn("the page is at http://", file.read())
+
+
 class ServiceManagerTest(unittest.TestCase):
     """systemd's notifications (sd_notify(3)), to a socket that the test holds."""
 
