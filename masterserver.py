@@ -53,6 +53,7 @@ import logging
 import logging.handlers
 import math
 import netrc
+import operator
 import os
 import queue
 import random
@@ -801,7 +802,9 @@ class Registry:
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
-        self.ordered: Dict[str, Tuple[int, List[Server]]] = {}
+        # The order of each list that somebody reads ("": all games), and who has changed since it was made
+        self.orders: Dict[str, List[Server]] = {}
+        self.moved: Dict[str, Set[Server]] = {}
         # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
@@ -928,6 +931,9 @@ class Registry:
     def changed(self, event: str, server: Server) -> None:
         self.generation += 1
         server.parts = None
+        for order in (server.game, ""):
+            if order in self.moved:
+                self.moved[order].add(server)
         if event == "gone":
             self.left.add(server.key)
             self.altered.discard(server)
@@ -971,21 +977,22 @@ class Registry:
                     self.schedule(server)
 
     def servers(self, game: str = "") -> List[Server]:
-        """All servers, or those of a game, in the master's order. The list is the caller's. Safe from any thread."""
-        return list(self.in_order(game))
+        """All servers, or those of a game, in the master's order; the list is the caller's. Safe from any thread."""
+        games = [self.games.get(game, {})] if game else list(self.games.values())
+        return sorted((server for listed in games for server in list(listed.values())), key=rank_of)
 
     def in_order(self, game: str = "") -> List[Server]:
-        """The same, shared and not to be changed: sorted once a generation, from the order that was, so mostly sorted already."""
-        generation, order = self.ordered.get(game, (-1, []))
-        if generation != self.generation:
-            generation = self.generation
-            listed = [self.games.get(game, {})] if game else list(self.games.values())
-            members = {server for servers in listed for server in list(servers.values())}
-            order = [server for server in order if server in members]
-            order += members.difference(order)
-            order.sort(key=rank_of)
-            self.ordered[game] = generation, order
-        return order
+        """The same, shared and not to be changed, for the event loop alone: only who has changed is put in its place anew."""
+        moved = self.moved.get(game)
+        if moved is None:
+            self.orders[game] = self.servers(game)
+        elif moved:
+            order = [server for server in self.orders[game] if server not in moved]
+            order += [server for server in moved if self.get(*server.key) is server]
+            order.sort(key=rank_of)         # two sorted runs: merged, not sorted
+            self.orders[game] = order
+        self.moved[game] = set()
+        return self.orders[game]
 
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
@@ -998,8 +1005,7 @@ class Registry:
         heard[key] = now, outcome, detail
 
 
-def rank_of(server: Server) -> Tuple[Any, ...]:
-    return server.rank
+rank_of = operator.attrgetter("rank")
 
 
 def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
@@ -4475,13 +4481,14 @@ class Web(TcpProtocol):
             return self.rendered("servers.json", game, request, JSON_TYPE, lambda now: self.servers_json_frame(self.registry.in_order(game), now))
         return Answer(self.servers_json_frame(chosen, request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
 
-    def servers_json_frame(self, servers: Iterable[Server], now: float) -> bytes:
+    def servers_json_frame(self, servers: List[Server], now: float) -> bytes:
         epoch = self.epoch
-        servers = list(servers)
-        ends = [b'%d}' % (server.last_seen + epoch) for server in servers]
-        rows = parts(servers, "servers.json", lambda server: server_json(server, epoch))
-        return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            now + epoch, self.registry.generation, b",\n".join([row + end for row, end in zip(rows, ends)]))
+        ends = SeenTimes(epoch)
+        rows: List[bytes] = []
+        for server, part in zip(servers, parts(servers, "servers.json", lambda server: server_json(server, epoch))):
+            rows.append(part)
+            rows.append(ends[int(server.last_seen)])
+        return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (now + epoch, self.registry.generation, b"".join(rows)[:-2])
 
     def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
         """The game asked for ("" for all), and the servers if a filter picks some of its list."""
@@ -4758,6 +4765,18 @@ OUTCOMES = {
 def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     return title, advice.replace("%s", detail or "no more is known")
+
+
+class SeenTimes(Dict[int, bytes]):
+    """The end of a row of /servers.json, made once for all servers of the same second."""
+
+    def __init__(self, epoch: float) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def __missing__(self, second: int) -> bytes:
+        end = self[second] = b"%d},\n" % (second + self.epoch)
+        return end
 
 
 class SeenCells(Dict[int, str]):
