@@ -5479,7 +5479,6 @@ class MasterServer(Loop):
             if problems:
                 raise StartError("\n".join(problems))
             self.restore()
-            self.restore()
         except BaseException:
             self.close()
             raise

@@ -3840,6 +3840,17 @@ class LogFileTest(unittest.TestCase):
                 self.assertIn("the page is at http://", file.read())
 
 
+class EventLogTest(unittest.TestCase):
+    def test_an_event_is_one_line(self) -> None:
+        server = ms.MasterServer({**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1"})
+        self.addCleanup(server.stop)
+        server.bind()
+        server.registry.hear("iceball", "203.0.113.9", 20737, "203.0.113.9", 0.0, 120.0, {"name": "S"})
+        with self.assertLogs("masterserver", "INFO") as logged:
+            server.log_events()
+        self.assertEqual([record.getMessage() for record in logged.records], ["203.0.113.9:20737 iceball listed 'S'"])
+
+
 class ServiceManagerTest(unittest.TestCase):
     """systemd's notifications (sd_notify(3)), to a socket that the test holds."""
 
