@@ -48,6 +48,7 @@ import http.client
 import http.server
 import io
 import ipaddress
+import itertools
 import json
 import logging
 import logging.handlers
@@ -190,6 +191,8 @@ THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "thi
 
 def is_unicast(address: str) -> bool:
     """An IP address that a game server can have."""
+    if "%" in address:              # a scope means nothing to another machine
+        return False
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -714,7 +717,7 @@ class Rules:
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
         if claimed and is_local(source) and is_unicast(claimed):
-            return str(ipaddress.ip_address(claimed))
+            return canonical(claimed)
         if source in self.address_map:
             return self.address_map[source]
         if self.public_address and is_loopback(source):
@@ -1430,7 +1433,8 @@ class Session:
 
     done = False                    # True: write what is out, then close gracefully
     kept = False                    # True: a connection worth keeping when room must be made (a publishing server)
-    wake_at: Optional[float] = None         # set in opened(): tick() is called at this time as well
+    held = False                    # True: input waits for its turn, so that one peer does not keep the loop from the others
+    wake_at: Optional[float] = None         # set by any method: tick() is called at this time as well
     job: Optional[Callable[[], Any]] = None         # work for a thread; its result comes to resume()
 
     def opened(self, now: float) -> bytes:
@@ -1438,6 +1442,10 @@ class Session:
 
     def receive(self, data: bytes, now: float) -> bytes:
         """Any split of the input gives the same result. Called with b"" when all output is written, for what was held back."""
+        return b""
+
+    def ended(self, now: float) -> bytes:
+        """The peer sends no more, and may still read."""
         return b""
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -1669,8 +1677,10 @@ class Core(NamedTuple):
     storage: Optional[Storage] = None       # only for jobs in the worker
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
+    listeners: Sequence[Any] = ()           # with .protocol and .port
     gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
     recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict         # the last day's hourly player counts
+    # (path, bytes, done): done(the first bytes of the file, or an OSError, now) follows later
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
@@ -2900,6 +2910,568 @@ def zone_entries(data: bytes) -> List[Dict[str, Any]]:
 
 # --- AIO -------------------------------------------------------------------------------------------------------------
 
+AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0, and the framed dialect's greeting as well
+AIO_PLACEHOLDER = (
+    "No servers currently online :pepe:",
+    "There are currently no available servers... Maybe host your own or wait later?:O", "127.0.0.1", 27010)
+AIO_MESSAGE_S = 20.0                # from the greeting to the first byte, and from a message's first byte to its last
+AIO_IDLE_S = 330.0                  # a peer that publishes nothing; a framed client's keepalive comes after about 270 s
+AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then nothing (PROTOCOLS)
+AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted what was written as one
+AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest, four bytes a character, are 2,600
+AIO_FRAME_BYTES = 31                # a publish has 3, or 14 in zlib; a longer frame could begin like a text
+AIO_ANSWER_BYTES = 16384            # the answer to a query, unpacked; the longest that a list can show has 2,600
+AIO_ZLIB_BYTES = 1200               # a longer frame is compressed: then it does not fit one packet
+AIO_SERVERS = 65535                 # a list's index and count are u16
+AIO_NEWS_BYTES = 16384              # several screens; a string16 could carry 65,535
+AIO_TURN_MESSAGES = 64              # answered in one go (3 ms); then the other connections have their turn …
+AIO_TURN_BYTES = 1 << 18            # … and the peer takes the answers
+AIO_SEEN_S = 60.0                   # a connection that says nothing is a sign of life so often
+AIO_NAME_HASH, AIO_NAME_PERCENT = "\uff03".encode(), "\uff05".encode()       # text clients unescape nothing in names
+AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
+
+
+def uintv(value: int) -> bytes:
+    """The variable-size integer of AIO's binary dialect, 1 to 4 bytes; OverflowError above 0x2020407f, the last it has.
+
+    PROTOCOLS, section 5: 0 = 01, 127 = ff, 128 = 0200, 8080 = 427c, 16512 = 040000, 27010 = 144801, 65535 = fcfb05."""
+    if value < 0x80:
+        return (value << 1 | 1).to_bytes(1, "little")
+    if value < 0x4080:
+        return (value - 0x80 << 2 | 2).to_bytes(2, "little")
+    if value < 0x204080:
+        return (value - 0x4080 << 3 | 4).to_bytes(3, "little")
+    return (value - 0x204080 << 3).to_bytes(4, "little")
+
+
+def read_uintv(data: bytes, at: int) -> Tuple[int, int]:
+    """The value at `at` and where the next field begins; that is past the end of `data` if the value is not whole."""
+    first = data[at] if at < len(data) else 0
+    size, bits, base = ((1, 1, 0) if first & 1 else (2, 2, 0x80) if first & 2
+                        else (3, 3, 0x4080) if first & 4 else (4, 3, 0x204080))
+    return (int.from_bytes(data[at:at + size], "little") >> bits) + base, at + size
+
+
+def inflate(data: bytes, limit: int) -> bytes:
+    """One zlib stream; Malformed if it is none, or of more than `limit` bytes, of which it never unpacks more."""
+    stream = zlib.decompressobj()
+    try:
+        unpacked = stream.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise Malformed("zlib: %s" % error) from None
+    if len(unpacked) > limit or not stream.eof:
+        raise Malformed("zlib: %s" % ("more than %d bytes" % limit if len(unpacked) > limit else "cut off"))
+    return unpacked
+
+
+def aio_info(data: bytes) -> Tuple[str, str, int, int, int]:
+    """A game server's answer to the query `00`, zlib of `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`:
+    name, description, players, maximum, version. Raises Malformed."""
+    payload = inflate(data, AIO_ANSWER_BYTES)
+    if payload[:1] != b"\0":
+        raise Malformed("type: not an answer")
+    texts, at = [], 1
+    for _ in range(2):
+        size = int.from_bytes(payload[at:at + 2], "little")
+        texts.append(decode_legacy(payload[at + 2:at + 2 + size], TEXT_CHARACTERS))
+        at += 2 + size
+    if len(payload) < at + 10:
+        raise Malformed("length: %d bytes instead of %d" % (len(payload), at + 10))
+    return (texts[0], texts[1], *struct.unpack_from("<IIH", payload, at))
+
+
+
+def aio_frame(payload: bytes) -> bytes:
+    """length.u24 compression.u8 payload; zlib where it pays."""
+    packed = zlib.compress(payload, GZIP_LEVEL) if len(payload) > AIO_ZLIB_BYTES else payload
+    if len(packed) < len(payload):
+        return len(packed).to_bytes(3, "little") + b"\1" + packed
+    return len(payload).to_bytes(3, "little") + b"\0" + payload
+
+
+def aio_string16(text: bytes) -> bytes:
+    return struct.pack("<H", len(text)) + text
+
+
+def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
+    """What a publish of the text and the binary dialect tells. A ` [n/max]` at the end of a name is the player count;
+    lists of this game carry the name as published, which is kept in `packet`."""
+    published = decode_legacy(name, TEXT_CHARACTERS)
+    counter = AIO_COUNTER.search(published)
+    text = published[:counter.start() if counter else NAME_CHARACTERS][:NAME_CHARACTERS].strip()
+    players, max_players = map(int, counter.groups()) if counter else (0, 0)
+    return {"name": text, "description": decode_legacy(description, TEXT_CHARACTERS), "players": clamp(players),
+            "max_players": clamp(max_players), "version": "", "ping_ms": None,
+            "packet": (text + counter.group() if counter else text).encode("utf-8")}
+
+
+def aio_published_name(server: Server) -> bytes:
+    return server.packet or server.name.encode("utf-8")
+
+
+# The lists, as bytes. The two text forms share their parts.
+
+def aio_escape(text: str) -> bytes:
+    return text.encode("utf-8").replace(b"#", b"<num>").replace(b"%", b"<percent>")
+
+
+def aio_text_part(server: Server) -> bytes:
+    name = aio_published_name(server).replace(b"#", AIO_NAME_HASH).replace(b"%", AIO_NAME_PERCENT)
+    return b"%s#%s#%s#%d#" % (name, aio_escape(server.description), server.address.encode("ascii"), server.port)
+
+
+def aio_text_parts(servers: Iterable[Server]) -> List[bytes]:
+    return parts(servers, "aio text", aio_text_part) or [("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")]
+
+
+def aio_text_list(servers: Iterable[Server]) -> bytes:
+    return b"%12#" + b"".join(aio_text_parts(servers)) + b"%"
+
+
+def aio_document_list(servers: Iterable[Server]) -> bytes:
+    return b"%12#" + b"".join(b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers))) + b"%"
+
+
+def aio_binary_part(server: Server) -> bytes:
+    return b"%s\0%s\0%s\0%s" % (aio_published_name(server), server.description.encode("utf-8"),
+                                server.address.encode("ascii"), uintv(server.port))
+
+
+def aio_binary_list(servers: Iterable[Server]) -> bytes:
+    entries = parts(servers, "aio binary", aio_binary_part) or [
+        ("%s\0%s\0%s\0" % AIO_PLACEHOLDER[:3]).encode("ascii") + uintv(AIO_PLACEHOLDER[3])]
+    return b"\x0c" + b"".join(struct.pack("<H", index) + entry for index, entry in enumerate(entries))
+
+
+def aio_framed_part(server: Server) -> bytes:
+    return bytes((len(server.address),)) + server.address.encode("ascii") + struct.pack("<H", server.port)
+
+
+def aio_framed_list(servers: Iterable[Server]) -> bytes:
+    entries = parts(servers, "aio framed", aio_framed_part)
+    return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
+
+
+class AioText:
+    r"""The document's examples as they are typed there; clients and servers of 2018 to 2022.
+
+        < %1#5#%                                greeting, after a silence: the peer's id
+        > 13#NAME#DESC#27010#%\n                publish           > 13#NAME#DESC#203.0.113.7#27010#%
+        < %SUCCESS#13#%
+        > SET_IP#203.0.113.7#%\n                its public address, from a server on this machine or network
+        < %SUCCESS#SET_IP#%
+        > KEEPALIVE#%\n                         < %SUCCESS#KEEPALIVE#%
+        > 12#%\n                                < %12#NAME#DESC#IP#PORT#NAME#...#%
+        > 12#%                                  < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
+        > NEWS#%\n                              < %NEWS#TEXT#%
+
+    The `%` before every reply flushes the five bytes of AIO_CONNECTED out of the peer's buffer. A `%` occurs inside
+    servers' texts, so a message ends at `#%`. Only the newline tells the two lists apart; without one the answer waits
+    AIO_NEWLINE_S for it.
+    """
+
+    def __init__(self, aio: Aio) -> None:
+        self.aio = aio
+
+    def take(self, session: AioSession, now: float) -> Optional[bytes]:
+        """Take one message from the session's buffer and answer it; None: it is not whole yet."""
+        session.buffer = session.buffer.lstrip(b"\r\n")
+        message, end, rest = session.buffer.partition(b"#%")
+        if len(message) > AIO_MESSAGE_BYTES:
+            raise Malformed("a text of more than %d bytes without its end" % AIO_MESSAGE_BYTES)
+        if not end:
+            return None
+        header, *fields = message.split(b"#")
+        if header == b"12" and not rest and not session.settled(now):
+            return None
+        session.buffer = rest
+        if header == b"12":
+            return self.aio.rendered(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
+        if header == b"NEWS":
+            return self.aio.news_for(session, now)[0]
+        if header == b"13":
+            return b"%SUCCESS#13#%" if self.publish(fields, session, now) else b""
+        if header == b"SET_IP":
+            return b"%SUCCESS#SET_IP#%" if fields and session.claim(fields[0], now) else b""
+        if header == b"KEEPALIVE":
+            session.keepalive(now)
+            return b"%SUCCESS#KEEPALIVE#%"
+        return b""                      # what else these programs say is meant for game servers, and harmless
+
+    def publish(self, fields: List[bytes], session: AioSession, now: float) -> bool:
+        if len(fields) not in (3, 4):
+            raise Malformed("publish: %d fields instead of name, description, perhaps an address, port" % len(fields))
+        port = fields.pop()
+        if not re.fullmatch(rb"[0-9]{1,5}", port):
+            raise Malformed("port: %s is not a number" % ascii(port[:16]))
+        name, description, *claim = (field.replace(b"<num>", b"#").replace(b"<percent>", b"%") for field in fields)
+        return session.publish(name, description, b"".join(claim), int(port), now)
+
+
+class AioBinary:
+    """The document, literally.
+
+        < 01 00000000                               CONNECT, id
+        > 0c                                        ASKFORSERVERS
+        < 0c 0000 "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801 0100 …     of each server index.u16, texts, port.uintv
+        > 0d "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801                 PUBLISH, port 27010; no answer
+    """
+
+    def __init__(self, aio: Aio) -> None:
+        self.aio = aio
+
+    def take(self, session: AioSession, now: float) -> Optional[bytes]:
+        data = session.buffer
+        if data[0] == 0x0C:
+            session.buffer = data[1:]
+            return self.aio.rendered(aio_binary_list, session, now)
+        if data[0] != 0x0D:
+            raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
+        name, description, claim, rest = (data[1:].split(b"\0", 3) + [b"", b"", b""])[:4]
+        at = len(name) + len(description) + len(claim) + 4
+        if at > AIO_MESSAGE_BYTES:
+            raise Malformed("a publish of more than %d bytes" % AIO_MESSAGE_BYTES)
+        port, end = read_uintv(data, at)
+        if end > len(data):
+            return None
+        session.buffer = data[end:]
+        session.publish(name, description, claim, port, now)
+        return b""
+
+
+class AioFramed:
+    """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib) payload, written in one piece:
+
+        < 01000000 00                               connected
+        > 03000000 03 8269                          publish, port 27010     < 02000000 05 03, or 06 03 reason.string16
+        > 01000000 04                               keepalive               < 02000000 05 04, or 06 04 reason.string16
+        > 01000000 02                               list                    < … 02 n.u16 {ip.string8 port.u16}*
+        > 01000000 01                               news                    < … 01 text.string16
+
+    Peers read a frame with one recv(4) and one recv(length), hence zlib for a long one.
+    """
+
+    def __init__(self, aio: Aio) -> None:
+        self.aio = aio
+
+    def take(self, session: AioSession, now: float) -> Optional[bytes]:
+        data = session.buffer
+        length = int.from_bytes(data[:3], "little")
+        if len(data) < 4:
+            return None
+        if not 0 < length <= AIO_FRAME_BYTES:
+            raise Malformed("length: a frame of %d bytes" % length)
+        if data[3] > 1:
+            raise Malformed("compression %d" % data[3])
+        if len(data) < 4 + length:
+            return None
+        payload = inflate(data[4:4 + length], AIO_FRAME_BYTES) if data[3] else data[4:4 + length]
+        if not payload:
+            raise Malformed("an empty frame")
+        kind = payload[0]
+        if kind == 3 and len(payload) < 3:
+            raise Malformed("port: two bytes are wanted")
+        session.buffer = data[4 + length:]
+        if kind == 1:
+            return self.aio.news_for(session, now)[1]
+        if kind == 2:
+            return self.aio.rendered(aio_framed_list, session, now)
+        reason = "this master knows no request %d" % kind
+        if kind == 3:
+            reason = self.publish(session, payload[1] | payload[2] << 8, now)
+        elif kind == 4:
+            session.keepalive(now)
+            reason = "" if session.server else "nothing is published on this connection"
+        return aio_frame(bytes((6, kind)) + aio_string16(reason.encode("utf-8")) if reason else bytes((5, kind)))
+
+    def publish(self, session: AioSession, port: int, now: float) -> str:
+        """Why not, or "". Name and players are asked for by UDP, at the address that the connection comes from."""
+        try:
+            server = self.aio.publish(session, "", port, {"packet": b""}, now)
+        except Refused as refused:
+            return str(refused)
+        session.target = self.aio.poller.add(self.aio, session.address, port)
+        session.target.scratch = server
+        return ""
+
+
+class AioSession(Session):
+    """One peer of whatever dialect; its first byte tells which."""
+
+    def __init__(self, aio: Aio, address: str, number: int, now: float) -> None:
+        self.aio, self.address, self.number = aio, address, number
+        self.dialect: Union[AioText, AioBinary, AioFramed, None] = None
+        self.buffer = b""
+        self.server: Optional[Server] = None            # published by this connection
+        self.target: Optional[Target] = None            # of a framed server
+        self.claimed = ""                               # SET_IP
+        self.keeps_alive = False
+        self.half_closed = False
+        self.wrong: Optional[Malformed] = None          # raised once the answers before it are written
+        self.greet_at: Optional[float] = None           # the text greeting is due
+        self.since = now                                # when the message in the buffer began, or the connection
+        self.heard_at = self.message_at = now           # the last byte, the last whole message
+
+    def opened(self, now: float) -> bytes:
+        if list(self.aio.dialects) == ["text"]:
+            return self.greeting()
+        if "text" in self.aio.dialects:
+            self.greet_at = self.wake_at = now + self.aio.greeting_after
+        return AIO_CONNECTED
+
+    def greeting(self) -> bytes:
+        return b"%%1#%d#%%" % self.number
+
+    def receive(self, data: bytes, now: float) -> bytes:
+        if data:
+            if not self.buffer:
+                self.since = now
+            self.heard_at = now
+            self.buffer += data
+        return self.work(now)
+
+    def ended(self, now: float) -> bytes:
+        self.half_closed = True
+        return self.work(now)
+
+    def settled(self, now: float) -> bool:
+        """Whether the buffer has all that the peer has written; while that is open, tick() comes when it is known."""
+        settled_at = self.heard_at + AIO_NEWLINE_S
+        if self.half_closed or now >= settled_at:
+            return True
+        self.wake_at = settled_at
+        return False
+
+    def work(self, now: float) -> bytes:
+        """Answer the messages in the buffer, as many as fit one turn."""
+        if self.wrong is not None:
+            raise self.wrong
+        out: List[bytes] = []
+        self.held = False
+        while self.buffer and not self.done:
+            if len(out) >= AIO_TURN_MESSAGES or sum(map(len, out)) >= AIO_TURN_BYTES:
+                self.held = True
+                break
+            try:
+                if self.dialect is None:
+                    self.dialect = self.aio.dialect(self.buffer[0])
+                answer = self.dialect.take(self, now)
+                if answer is not None and not self.aio.messages.allow(self.address, now):
+                    raise Malformed("too many messages from one address")
+            except Malformed as error:
+                self.buffer = b""
+                self.closed(now)
+                self.aio.registry.note(self.address, "aio", 0, "bad packet", now, str(error))
+                if not out:
+                    raise
+                self.wrong, self.held = error, True
+                break
+            if answer is None:
+                break
+            out.append(answer)
+            self.since = self.message_at = now
+        return b"".join(out)
+
+    def publish(self, name: bytes, description: bytes, claim: bytes, port: int, now: float) -> bool:
+        """List what a text or binary server tells of itself; these dialects have no words for a refusal."""
+        try:
+            self.aio.publish(self, claim.decode("ascii", "replace").strip(), port, aio_fields(name, description), now)
+        except Refused:
+            return False
+        return True
+
+    def claim(self, text: bytes, now: float) -> bool:
+        """SET_IP: True if the peer may say so. What is published already moves to that address."""
+        address = text.decode("ascii", "replace").strip()
+        if not (is_local(self.address) and is_unicast(address)):
+            return False
+        self.claimed = address
+        server = self.server
+        if server is not None:
+            try:
+                self.aio.publish(self, "", server.port, {name: getattr(server, name) for name in AIO_TOLD}, now)
+            except Refused:
+                return False
+        return True
+
+    def keepalive(self, now: float) -> None:
+        self.keeps_alive = True
+        if self.server is not None:
+            self.aio.registry.refresh(self.server, now)
+
+    def own(self, server: Optional[Server]) -> None:
+        """Publish this server from now on, or nothing."""
+        self.server = server
+        self.kept = server is not None
+        if self.target is not None:
+            self.aio.poller.remove(self.target)
+            self.target = None
+
+    def tick(self, now: float) -> bytes:
+        if self.greet_at is not None and now >= self.greet_at:
+            self.greet_at = None
+            if self.dialect is None:
+                return self.greeting()
+        out = self.work(now)                    # a list that was asked for without a newline
+        if out or self.held:
+            return out
+        if self.dialect is None or self.buffer:
+            if now - self.since >= AIO_MESSAGE_S:
+                self.closed(now)
+                raise Malformed("%s in %d s" % ("half a message" if self.buffer else "not a byte", AIO_MESSAGE_S))
+        elif self.server is None:
+            self.done = now - self.message_at >= AIO_IDLE_S
+        elif self.keeps_alive and now - self.message_at >= AIO_KEEPALIVE_S:
+            self.done = True
+            self.closed(now)
+        elif not self.keeps_alive and now - self.server.last_seen >= AIO_SEEN_S:
+            self.aio.registry.refresh(self.server, now)
+        return b""
+
+    def closed(self, now: float) -> None:
+        if self.server is not None:
+            self.aio.registry.remove(self.server)
+
+
+AIO_PARTS = ("aio text", aio_text_part), ("aio binary", aio_binary_part), ("aio framed", aio_framed_part)
+AIO_TOLD = ("name", "description", "players", "max_players", "packet")
+
+
+class Aio(TcpProtocol, Querier):
+    """AIO, three generations of it on one port; document 004 and what its programs became (PROTOCOLS, section 5).
+
+    The master speaks first: AIO_CONNECTED, and after a silence the text greeting. The first byte of the peer tells its
+    dialect: 0c or 0d the binary one, a digit or a letter text, other control characters a frame. A server
+    is listed for as long as its connection lasts; if it connects again, the newer connection has it.
+
+    The name of a framed server is asked for by UDP on its game port:
+
+        < 00                                                                                 the question
+        > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16            the answer
+
+    The question has no room for a nonce: an answer counts only from the endpoint that was asked, while the question is
+    open. A server that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected.
+    """
+
+    game = "aio"
+
+    def __init__(self, core: Core) -> None:
+        self.core, self.registry, self.poller = core, core.registry, core.poller
+        self.greeting_after: float = core.settings["aio.text_greeting_after"]
+        spoken: Dict[str, Union[AioText, AioBinary, AioFramed]] = {
+            "text": AioText(self), "binary": AioBinary(self), "framed": AioFramed(self)}
+        self.dialects = {name: spoken[name] for name in core.settings["aio.dialects"]}
+        self.numbers = itertools.count()
+        self.owners: Dict[Server, AioSession] = {}
+        # By what makes it: the registry's generation, when it was made, the bytes
+        self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}
+        self.messages = Limiter(core.settings["limits.datagrams"], self.registry.rules.verdict)
+        self.requests = Limiter(core.settings["limits.requests"], self.registry.rules.verdict)
+        self.registry.watchers.append(self.watch)
+        self.read(core.settings)
+
+    def read(self, settings: Settings) -> None:
+        self.messages.set_rate(settings["limits.datagrams"])
+        self.requests.set_rate(settings["limits.requests"])
+        self.set_news(settings.texts.get("aio.news_file") or settings["aio.news"])
+
+    def session(self, address: str, now: float) -> AioSession:
+        return AioSession(self, address, next(self.numbers), now)
+
+    def dialect(self, first: int) -> Union[AioText, AioBinary, AioFramed]:
+        name = ("binary" if first in (0x0C, 0x0D) else "framed" if 0 < first <= AIO_FRAME_BYTES
+                else "text" if first < 0x80 and chr(first).isalnum() else "")
+        if name not in self.dialects:
+            raise Malformed("the first byte, %02x, is of no dialect spoken here" % first)
+        return self.dialects[name]
+
+    # Servers
+
+    def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> Server:
+        """List the server of this connection, or refresh it; raises Refused. Without a name it keeps the one it had."""
+        claim = claim if is_unicast(claim) else session.claimed
+        address = self.registry.rules.listed_address(session.address, claim)
+        if session.server is not None and (session.server.address, session.server.port) != (address, port):
+            self.registry.remove(session.server)
+        known = self.registry.get("aio", address, port)
+        name = fields.get("name") or (known.name if known else endpoint(address, port))
+        try:
+            server = self.registry.hear("aio", address, port, session.address, now, float("inf"),
+                                        {**fields, "name": name, "verified": "connection"})
+        except Refused as refused:
+            self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
+            raise
+        for form, part in AIO_PARTS:            # made now, so that the first list of many new servers is quick
+            parts((server,), form, part)
+        self.registry.note(session.address, "aio", port, "listed", now)
+        before = self.owners.get(server)
+        if before is not session:
+            if before is not None:
+                before.own(None)
+            self.owners[server] = session
+            session.own(server)
+        return server
+
+    def watch(self, event: str, server: Server) -> None:
+        if event == "gone":
+            owner = self.owners.pop(server, None)
+            if owner is not None:
+                owner.own(None)
+
+    # Lists and news
+
+    def rendered(self, make: Callable[[Iterable[Server]], bytes], session: AioSession, now: float) -> bytes:
+        """A list, made anew if a server has changed; of a long list no more than a tenth of the time goes into that."""
+        self.allow(session, now)
+        generation, made_at, body = self.lists.get(make, (-1, float("-inf"), b""))
+        rest_s = min(RENDER_S / 2, len(self.registry.games["aio"]) // 100 * 0.01)      # 10 µs a server, measured
+        if generation != self.registry.generation and now - made_at >= rest_s:
+            body = make(self.registry.in_order("aio")[:AIO_SERVERS])
+            self.lists[make] = self.registry.generation, now, body
+        return body
+
+    def news_for(self, session: AioSession, now: float) -> Tuple[bytes, bytes]:
+        """The news as text and framed."""
+        self.allow(session, now)
+        return self.news
+
+    def allow(self, session: AioSession, now: float) -> None:
+        if not self.requests.allow(session.address, now):
+            raise Malformed("too many requests from one address")
+
+    def set_news(self, text: str) -> None:
+        raw = "\n".join(text.strip().splitlines()).encode("utf-8", "replace")[:AIO_NEWS_BYTES]
+        text = raw.decode("utf-8", "ignore")            # without a character that was cut
+        self.news = (b"%%NEWS#%s#%%" % aio_escape(text),
+                     aio_frame(b"\1" + aio_string16(text.encode("utf-8"))))
+
+    # Questions to framed servers
+
+    def nonce(self) -> int:
+        return 0
+
+    def query(self, target: Target) -> bytes:
+        return b"\0"
+
+    def answer(self, target: Target, data: bytes, now: float) -> bool:
+        name, description, players, max_players, version = aio_info(data)
+        server: Server = target.scratch
+        name = name[:NAME_CHARACTERS].strip() or endpoint(server.address, server.port)
+        try:
+            self.registry.admit_name(name)
+        except Refused as refused:
+            self.registry.note(server.source, "aio", server.port, refused.outcome, now, str(refused))
+            name = endpoint(server.address, server.port)
+        assert target.asked_at is not None
+        self.registry.refresh(server, now)
+        self.registry.update(server, {
+            "name": name, "description": description, "players": clamp(players), "max_players": clamp(max_players),
+            "version": str(version), "ping_ms": round((now - target.asked_at) * 1000)})
+        return True
+
+    def missed(self, target: Target, now: float) -> bool:
+        return False
+
 
 # =====================================================================================================================
 # 8  Pages
@@ -4122,8 +4694,10 @@ class HttpSession(Session):
 
     def work(self, now: float) -> bytes:
         out: List[bytes] = []
+        self.held = False
         while self.buffer or self.exchange:
-            if self.done or self.job or sum(map(len, out)) >= HTTP_PIPELINE_BYTES:
+            self.held = sum(map(len, out)) >= HTTP_PIPELINE_BYTES
+            if self.done or self.job or self.held:
                 break
             try:
                 piece = self.step(now)
@@ -4593,7 +5167,9 @@ class Web(TcpProtocol):
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
-        return Html("")
+        lines = [line for name, line in contact_lines(self.core.listeners, self.settings["server.public_address"] or "THIS-HOST")
+                 if game in ("", name)]
+        return fill(string.Template("<pre><code>$lines</code></pre>\n"), lines="\n".join(lines)) if lines else Html("")
 
     def server(self, request: Request) -> Union[Answer, Later]:
         game, address, port = server_asked_for(request)
@@ -4645,9 +5221,13 @@ class Web(TcpProtocol):
         epoch = self.epoch
         listed = [as_shown(server, epoch) for server in self.registry.in_order()
                   if (server.address in addresses or server.source == address) and port in (0, server.port)]
-        findings = [(at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail))
-                    for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items())
-                    if source in addresses and (not port or announced in (0, port))]
+        findings = []
+        for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items()):
+            if source in addresses and (not port or announced in (0, port)):
+                server = self.registry.get(protocol, rules.listed_address(source), announced)
+                if server is not None and outcome == "announced":           # what is heard of a listed server is not noted each time
+                    at, outcome = server.last_seen, "listed"
+                findings.append((at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
         ban = rules.ban(address)
         if ban:
@@ -4767,6 +5347,22 @@ def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
     return title, advice.replace("%s", detail or "no more is known")
 
 
+# What to put into a game server's settings, by protocol
+CONTACTS = {
+    "iceball": 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
+    "hyperbol": "Hyperbol servers, which cannot do it themselves: python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
+    "subspace": "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
+    "aio": "AIO servers: master server %(host)s, port %(port)d",
+}
+
+
+def contact_lines(listeners: Iterable[Any], host: str) -> List[Tuple[str, str]]:
+    """(protocol, line for the settings of its game servers) of what listens; of several ports of one protocol the last takes announcements."""
+    ports = {listener.protocol: listener.port for listener in listeners}
+    page = next((endpoint(host, listener.port) for listener in listeners if listener.protocol == "http"), host)
+    return [(name, line % {"host": host, "port": ports[name], "page": page}) for name, line in CONTACTS.items() if name in ports]
+
+
 class SeenTimes(Dict[int, bytes]):
     """The end of a row of /servers.json, made once for all servers of the same second."""
 
@@ -4867,6 +5463,7 @@ PROTOCOLS = (
     Row("hyperbol", "tcp", "hyperbol.port", 0, Hyperbol),
     Row("subspace", "udp", "subspace.port", 0, SubSpaceList),
     Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
+    Row("aio", "tcp", "aio.port", 0, Aio),
     Row("http", "tcp", "http.ports", 0, Web),
     Row("poll", "udp", "", 0, lambda core: core.poller),        # last: the others may just have named some
 )
@@ -4881,6 +5478,7 @@ PROTOCOLS = (
 WINDOWS = os.name == "nt"
 FREE_RUN_TRIES = 100                # of ports in a row; on a machine with half of its ports taken, one in four is free
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
+KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))     # a dead peer is found after two minutes
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -4967,7 +5565,7 @@ class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
     __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "writing", "linger_until",
-                 "linger_bytes", "working", "eof", "source")
+                 "linger_bytes", "working", "eof", "source", "woken_at")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
@@ -4979,6 +5577,7 @@ class Connection:
         self.eof = False                    # the peer sends no more
         self.linger_until = 0.0             # not 0: our last byte is out, what comes is read away until then
         self.linger_bytes = LINGER_BYTES
+        self.woken_at: Optional[float] = None       # the timer that the session asked for last
 
     def ready(self, mask: int, now: float) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -5001,10 +5600,10 @@ class Connection:
             return
         if not data:
             self.eof = True
-            if not self.out and not self.working:
+            self.watch()
+            self.call(self.session.ended, now)
+            if not self.out and not self.working and not self.session.held:
                 self.close(now)
-            else:
-                self.watch()
             return
         self.tally.received += 1
         self.tally.bytes_in += len(data)
@@ -5033,7 +5632,10 @@ class Connection:
             if not self.out:
                 self.out_since = now
             self.out = bytes(self.out) + data if self.out else data
-        if data or self.session.done:
+        if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
+            self.woken_at = self.session.wake_at
+            self.loop.wake_at(self.woken_at, self)
+        if data or self.session.done or self.session.held:
             self.write(now)
 
     def resumed(self, result: Any, now: float) -> None:
@@ -5063,20 +5665,26 @@ class Connection:
             if not self.writing:
                 self.watch()
             return
-        if self.writing:
-            self.watch()
+        if self.writing:                # a later round of the loop than the one in which this was to be written
+            self.writing = False
             if not self.session.done:
                 self.call(self.session.receive, b"", now)       # what was held back while the output was full
-                return
-        if self.session.done and not self.linger_until:
+                if self.writing or self.sock.fileno() < 0:
+                    return
+            self.watch()
+        if self.linger_until:
+            return
+        if self.session.done:
             self.finish(now)
+        elif self.session.held:
+            self.watch()
         elif self.eof and not self.working:
             self.close(now)
 
     def watch(self) -> None:
         """Tell the selector what to wait for. Nothing is read while output waits: that bounds both."""
-        self.writing = bool(self.out)
-        self.loop.watch(self, selectors.EVENT_WRITE if self.out else 0 if self.eof else selectors.EVENT_READ)
+        self.writing = bool(self.out) or self.session.held and not self.session.done
+        self.loop.watch(self, selectors.EVENT_WRITE if self.writing else 0 if self.eof else selectors.EVENT_READ)
 
     def finish(self, now: float) -> None:
         """Everything is written: end our side, and read away what still comes, for closing with unread input sends a reset."""
@@ -5346,6 +5954,10 @@ class Loop:
         """The connection is about to be closed."""
         raise NotImplementedError
 
+    def wake_at(self, at: float, connection: Connection) -> None:
+        """Tick the connection's session at this time too."""
+        raise NotImplementedError
+
     def begin(self) -> bool:
         """What run() begins with: False if stop() was quicker."""
         self.bind()
@@ -5421,19 +6033,19 @@ class MasterServer(Loop):
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
+        self.listeners: List[Listener] = []
         self.tallies: Dict[str, Tally] = {}
         self.health: Dict[str, str] = {}
         self.gauges: Dict[str, float] = {}
         database = self.settings.file("server.database")
         self.storage = Storage(database) if database else None
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies, self.health, self.gauges,
-                         lambda: self.keeper.recent if self.keeper else {})
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies,
+                         self.health, self.listeners, self.gauges, lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
         self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
-        self.listeners: List[Listener] = []
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
@@ -5441,6 +6053,7 @@ class MasterServer(Loop):
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
         super().__init__()
+        self.timer_numbers = itertools.count()
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
         self.events: List[Tuple[str, Server]] = []          # to be logged
@@ -5568,10 +6181,11 @@ class MasterServer(Loop):
         self.connections_by_source[source] += 1
         self.selector.register(sock, selectors.EVENT_READ, connection.ready)
         connection.call(session.opened, now)
-        if session.wake_at is not None:
-            heapq.heappush(self.timers, (session.wake_at, id(connection), connection))
         if not acceptor.protocol.speaks_first and sock.fileno() >= 0:
             connection.read(now)            # its request is usually here already
+
+    def wake_at(self, at: float, connection: Connection) -> None:
+        heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
 
     def make_room(self, now: float) -> None:
         """Close the connection that has been idle for longest, publishing servers last."""
@@ -5818,13 +6432,26 @@ def port_holder(transport: str, port: int) -> str:
     for process in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
         folder = "/proc/%s/" % process
         try:
-            if sockets.isdisjoint(os.readlink(folder + "fd/" + name) for name in os.listdir(folder + "fd")):
-                continue
-            with open(folder + "cmdline", "rb") as file:
-                return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
+            for name in os.listdir(folder + "fd"):
+                if os.path.realpath(folder + "fd/" + name).rpartition("/")[2] in sockets:       # no error if it is closed meanwhile
+                    with open(folder + "cmdline", "rb") as file:
+                        return "%s (process %s)" % (decode_utf8(file.read().replace(b"\0", b" "), 80), process)
         except OSError:             # another user's, or it has ended meanwhile
             continue
     return ""
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let the kernel find peers that vanished without a word; the connections of a listener inherit it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE:
+        if hasattr(socket, name):
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            except OSError:             # an older Windows: two hours instead of two minutes
+                pass
+
+
 
 
 def bound_socket(family: int, transport: str, address: str, port: int) -> socket.socket:
@@ -5846,6 +6473,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
                     pass
         sock.bind((address, port))
         if transport == "tcp":
+            keep_alive(sock)
             sock.listen(1024)
         sock.setblocking(False)
         return sock
@@ -5899,7 +6527,7 @@ SUBSPACE_PERIOD_S = 60.0            # as asss does
 SUBSPACE_VERSION = 134              # of the game; in every announcement that was seen
 AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s; the master forgets after 120 s
 AIO_SILENT_S = 100.0                # three keepalives unanswered: the connection leads nowhere
-AIO_ANSWER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
+AIO_MASTER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
 REFUSED_S = 1800.0                  # a master that has refused is asked again after so long, as Iceball servers do
 RETRY_S, RETRY_MAX_S = 1.0, 60.0    # pauses after a failure: 1, 2, 4 … 60 s; a master restarts within seconds
 CONNECT_S = 10.0                    # for a connection to come about
@@ -6121,7 +6749,7 @@ class AioAnnouncer(TcpAnnouncer):
         self.buffer += data
         self.heard_at = now
         out = self.frames(now) if self.framed else self.messages()
-        if len(self.buffer) > AIO_ANSWER_BYTES:
+        if len(self.buffer) > AIO_MASTER_BYTES:
             raise Malformed("a message without end")
         return out
 
@@ -6136,14 +6764,14 @@ class AioAnnouncer(TcpAnnouncer):
         out = b""
         while len(self.buffer) >= 4 and not self.done:
             size, compressed = int.from_bytes(self.buffer[:3], "little"), self.buffer[3]
-            if size > AIO_ANSWER_BYTES:
+            if size > AIO_MASTER_BYTES:
                 raise Malformed("a frame of %d bytes" % size)
             if len(self.buffer) < 4 + size:
                 break
             payload, self.buffer = self.buffer[4:4 + size], self.buffer[4 + size:]
             if compressed:
                 try:
-                    payload = zlib.decompressobj().decompress(payload, AIO_ANSWER_BYTES)
+                    payload = zlib.decompressobj().decompress(payload, AIO_MASTER_BYTES)
                 except zlib.error as error:
                     raise Malformed("a frame: %s" % error) from None
             if payload[:2] == b"\5\3":
@@ -6346,7 +6974,7 @@ class Announcement(Loop):
         self.links = []
         for text in masters:
             announcer = make(self.server, time.monotonic())
-            host, given = read_master(text)
+            host, given = read_place(text)
             link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer)
             if isinstance(announcer, HttpAnnouncer):
                 announcer.host = endpoint(link.host, link.port)
@@ -6588,15 +7216,6 @@ ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
     "iceball": IceballAnnouncer, "subspace": SubSpaceAnnouncer, "aio": AioAnnouncer, "hyperbol": HyperbolAnnouncer}
 
 
-def read_master(text: str) -> Tuple[str, int]:
-    """`HOST`, `HOST:PORT`, `ADDRESS` or `[ADDRESS]:PORT`; port 0 if there is none. Raises ValueError."""
-    text = text.strip()
-    try:
-        return read_address(text), 0
-    except ValueError:
-        return read_endpoint(text) if ":" in text else (text, 0)
-
-
 def read_players(line: str) -> Dict[str, Any]:
     """`5`, `5/16` or `5/16 map name`: players, their maximum, the map. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(\S.*?))?\s*", line)
@@ -6698,33 +7317,8 @@ def ping_hyperbol(host: str, port: int) -> Dict[str, Any]:
 
 
 def ping_aio(host: str, port: int) -> Dict[str, Any]:
-    def answer(data: bytes) -> Dict[str, Any]:
-        data = inflate(data, 1 + 2 * (2 + 65535) + 10)
-        texts, at = [], 1
-        for _ in range(2):
-            size = int.from_bytes(data[at:at + 2], "little")
-            texts.append(decode_utf8(data[at + 2:at + 2 + size], TEXT_CHARACTERS))
-            at += 2 + size
-        if data[:1] != b"\0" or len(data) != at + 10:
-            raise Malformed("not 00, two texts and 10 bytes of numbers")
-        players, max_players, version = struct.unpack_from("<IIH", data, at)
-        return {"name": texts[0], "description": texts[1], "players": players, "max_players": max_players,
-                "version": version}
-
-    found, ping_ms = udp_ask(host, port, lambda attempt: b"\0", answer)
-    return dict(found, ping_ms=round(ping_ms, 1))
-
-
-def inflate(data: bytes, size: int) -> bytes:
-    """Decompress to at most `size` bytes; raises Malformed."""
-    try:
-        stream = zlib.decompressobj()
-        data = stream.decompress(data, size)
-    except zlib.error as error:
-        raise Malformed("zlib: %s" % error) from None
-    if not stream.eof:
-        raise Malformed("zlib: cut off, or more than %d bytes" % size)
-    return data
+    found, ping_ms = udp_ask(host, port, lambda attempt: b"\0", aio_info)
+    return dict(zip(("name", "description", "players", "max_players", "version"), found), ping_ms=round(ping_ms, 1))
 
 
 class ListFetch(SubSpaceLink):
@@ -7098,16 +7692,6 @@ def summary(server: MasterServer) -> str:
         if page else "")
 
 
-# For each listener (setting and offset), what to put into a game server's settings
-CONTACTS = {
-    ("iceball.port", 0): 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
-    ("subspace.port", 1): "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
-    ("aio.port", 0): "AIO servers: master server %(host)s, port %(port)d",
-    ("hyperbol.port", 0): "Hyperbol servers, which cannot do it themselves: "
-                          "python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
-}
-
-
 def own_address() -> str:
     """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -7123,13 +7707,9 @@ def first_contact(server: MasterServer) -> List[str]:
     bound = server.settings["server.bind"]
     wild = any(ipaddress.ip_address(address).is_unspecified for address in bound)
     host = server.rules.public_address or (own_address() if wild else bound[0]) or "localhost"
-    ports: Dict[str, List[int]] = {}
-    for listener in server.listeners:
-        ports.setdefault(listener.protocol, []).append(listener.port)
-    page = endpoint(host, ports["http"][0]) if "http" in ports else host
-    lines = [CONTACTS[row.setting, row.offset] % {"host": host, "port": ports[row.name][-1 if row.offset else 0], "page": page}
-             for row in PROTOCOLS if (row.setting, row.offset) in CONTACTS and row.name in ports]
-    return lines + (["Players and browsers: http://%s/" % page] if "http" in ports else [])
+    lines = contact_lines(server.listeners, host)
+    page = next((l.port for l in server.listeners if l.protocol == "http"), None)
+    return [line for _, line in lines] + (["Players and browsers: http://%s/" % endpoint(host, page)] if page else [])
 
 
 def writable(path: str) -> bool:
