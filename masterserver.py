@@ -332,7 +332,7 @@ SETTINGS = (
             "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
             "How much is logged; debug tells of every bad packet.", live=True),
-    Setting("server", "log_file", "", read_text, "A file for the log, rotated at 10 MB; empty: standard error."),
+    Setting("server", "log_file", "", read_text, "A file for the log, from the folder of this file on, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
     Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
@@ -6191,6 +6191,7 @@ class MasterServer(Loop):
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
+        self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
@@ -6412,6 +6413,9 @@ class MasterServer(Loop):
                 protocol.epoch = epoch
         self.guarded(self.registry.expire, now)
         self.log_events()
+        if self.watchdog_s and now >= self.watchdog_at:
+            self.watchdog_at = now + self.watchdog_s
+            self.tell("WATCHDOG=1")
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.tick, now)
@@ -6431,7 +6435,6 @@ class MasterServer(Loop):
         if self.reload_asked:
             self.reload_asked = False
             self.guarded(self.reload)
-        self.tell("WATCHDOG=1")
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6598,6 +6601,12 @@ class ServiceManager:
     def close(self) -> None:
         if self.sock is not None:
             self.sock.close()
+
+
+def watchdog_interval() -> float:
+    """Seconds between two signs of life: half of what systemd grants (sd_watchdog_enabled(3)); 0 if it does not watch this process."""
+    usec, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    return int(usec) / 2e6 if usec.isdigit() and pid in ("", str(os.getpid())) else 0.0
 
 
 def resolved(host: str) -> str:
@@ -7843,9 +7852,10 @@ class Sparing(logging.Filter):
 
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
-    if settings["server.log_file"]:
+    path = settings.file("server.log_file")
+    if path:
         try:
-            handler = logging.handlers.RotatingFileHandler(settings["server.log_file"], maxBytes=10 << 20, backupCount=3, encoding="utf-8")
+            handler = logging.handlers.RotatingFileHandler(path, maxBytes=10 << 20, backupCount=3, encoding="utf-8")
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
@@ -7935,7 +7945,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     if path and not writable(path):
         (errors if "server.database" in settings.given else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
-    path = settings["server.log_file"]
+    path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
     bound = settings["server.bind"]
@@ -7994,6 +8004,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
         server.tell("READY=1")
+        server.watchdog_s = watchdog_interval()
         server.run()
     finally:
         signal.set_wakeup_fd(-1)

@@ -4374,6 +4374,72 @@ def run_program(*options: str, input: str = "", timeout: float = 20.0) -> subpro
 
 
 
+class LogFileTest(unittest.TestCase):
+    def test_it_is_beside_the_ini_wherever_the_program_is_started(self) -> None:
+        with RunningServer(server__log_file="master.log") as server:
+            with open(os.path.join(server.folder.name, "master.log"), encoding="utf-8") as file:
+                self.assertIn("the page is at http://", file.read())
+
+
+class EventLogTest(unittest.TestCase):
+    def test_an_event_is_one_line(self) -> None:
+        server = ms.MasterServer({**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1"})
+        self.addCleanup(server.stop)
+        server.bind()
+        server.registry.hear("iceball", "203.0.113.9", 20737, "203.0.113.9", 0.0, 120.0, {"name": "S"})
+        with self.assertLogs("masterserver", "INFO") as logged:
+            server.log_events()
+        self.assertEqual([record.getMessage() for record in logged.records], ["203.0.113.9:20737 iceball listed 'S'"])
+
+
+class ServiceManagerTest(unittest.TestCase):
+    """systemd's notifications (sd_notify(3)), to a socket that the test holds."""
+
+    def setUp(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            self.skipTest("no Unix sockets here")
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.addCleanup(self.socket.close)
+        self.socket.settimeout(10)
+        path = os.path.join(folder.name, "notify")
+        self.socket.bind(path)
+        patched = mock.patch.dict(os.environ, NOTIFY_SOCKET=path, WATCHDOG_USEC="30000000")
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def test_half_of_what_is_granted(self) -> None:
+        self.assertEqual(ms.watchdog_interval(), 15.0)
+        for environment, seconds in (({"WATCHDOG_PID": str(os.getpid())}, 15.0), ({"WATCHDOG_PID": "1"}, 0.0), ({"WATCHDOG_USEC": ""}, 0.0)):
+            with mock.patch.dict(os.environ, environment):
+                self.assertEqual(ms.watchdog_interval(), seconds)
+
+    def test_signs_of_life_come_with_the_ticks(self) -> None:
+        server = ms.MasterServer({})
+        self.addCleanup(server.stop)
+        self.socket.setblocking(False)
+        server.tick(1000.0)
+        self.assertRaises(BlockingIOError, self.socket.recv, 100)           # not watched
+        manager = ms.ServiceManager()
+        self.addCleanup(manager.close)
+        server.tell, server.watchdog_s = manager.tell, 15.0
+        for now, told in ((1001.0, True), (1002.0, False), (1015.9, False), (1016.0, True), (1017.0, False)):
+            server.tick(now)
+            if told:
+                self.assertEqual(self.socket.recv(100), b"WATCHDOG=1")
+            self.assertRaises(BlockingIOError, self.socket.recv, 100)
+
+    def test_ready_alive_and_reloading(self) -> None:
+        with RunningServer() as server:
+            self.assertEqual(self.socket.recv(100), b"READY=1")
+            self.assertEqual(self.socket.recv(100), b"WATCHDOG=1")
+            if hasattr(signal, "SIGHUP"):
+                server.process.send_signal(signal.SIGHUP)
+                self.assertRegex(self.socket.recv(100), rb"^RELOADING=1\nMONOTONIC_USEC=[0-9]+$")
+                self.assertEqual(self.socket.recv(100), b"READY=1")
+
+
 class PipelineTest(unittest.TestCase):
     def test_requests_behind_a_full_pipeline_get_their_turn(self) -> None:
         """They came in one read and their answers fit the kernel's buffer, so no event of the socket brings their turn about."""
@@ -6134,6 +6200,221 @@ class ProjectTest(unittest.TestCase):
                 for number, line in enumerate(file, 1):
                     self.assertLessEqual(len(line.rstrip("\n")), 150, "%s:%d" % (name, number))
 
+
+def settings_table() -> str:
+    """The README's table of settings."""
+    lines = ["| section | key | default | meaning | takes effect |", "| --- | --- | --- | --- | --- |"]
+    for row in ms.SETTINGS:
+        key = "`%s`" % row.key if row.key else "such as `%s`" % row.example
+        default = "`%s`" % row.default if row.default else ""
+        lines.append("| %s | %s | %s | %s | %s |" % (row.section, key, default, row.help, "at once" if row.live else "at a restart"))
+    return "\n".join(lines) + "\n"
+
+
+class ReadmeTest(unittest.TestCase):
+    """README.md is held to the program: its tables, and every command and example that can run here, as written.
+
+    A comment before a fenced block says how it is treated:
+    `runs`, `runs: until stopped`, `runs: the server`, `runs: these tests`, `pasted above: TEXT`, `pasted after: TEXT`,
+    `systemd-analyze verify`, `does not run in the tests: WHY`.
+    """
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+            cls.text = file.read()
+        cls.blocks = re.findall(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```\n", cls.text, re.S | re.M)
+
+    def setUp(self) -> None:
+        self.maxDiff = None
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def marked(self, comment: str) -> str:
+        """What stands between `<!-- comment -->` and the comment that ends it."""
+        found = re.search(r"^<!-- %s -->\n(.*?)^<!-- /" % re.escape(comment), self.text, re.S | re.M)
+        assert found, comment
+        return found.group(1)
+
+    def table(self, comment: str) -> List[List[str]]:
+        return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in self.marked(comment).splitlines()[2:]]
+
+    def settings_of_the_examples(self) -> str:
+        return next(block for _, language, block in self.blocks if language == "ini" and "[games]" in block)
+
+    def test_settings(self) -> None:
+        self.assertEqual(self.marked("settings"), settings_table())
+
+    def test_routes(self) -> None:
+        self.assertEqual({path: methods for path, methods, _ in self.table("routes")},
+                         {path: ", ".join(route.methods) for path, route in ms.ROUTES.items()})
+
+    def test_answers(self) -> None:
+        """Every field and metric of real answers is in the tables, and nothing else."""
+        settings = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
+        settings.update({"server.bind": "127.0.0.1", "http.ports": "0", "games.mygame": "My Game",
+                                       "server.database": os.path.join(self.folder, "db")})
+        with ms.MasterServer(settings) as server:
+            url = "http://127.0.0.1:%d" % next(l.port for l in server.listeners if l.protocol == "http")
+
+            def fetch(path: str, body: Optional[bytes] = None) -> bytes:
+                with urllib.request.urlopen(url + path, body, timeout=10) as response:
+                    return bytes(response.read())
+            self.assertEqual(json.loads(fetch("/announce", b"game=mygame&port=27500")), {"listed": True, "ttl": 120})
+            answer = json.loads(eventually(lambda: fetch("/servers.json")))
+            self.assertEqual(list(answer), ["generated", "generation", "servers"])
+            self.assertEqual([field for field, _, _ in self.table("fields of /servers.json")], list(answer["servers"][0]))
+            for field, kind, _ in self.table("fields of /servers.json"):
+                self.assertIn(type(answer["servers"][0][field]).__name__, {"text": "str", "number": "int", "number or null": "NoneType int float",
+                                                                           "true, false": "bool"}[kind].split(), field)
+            self.assertEqual([field for field, _, _ in self.table("fields of /history.json")], list(json.loads(fetch("/history.json?game=mygame"))))
+            eventually(lambda: b"loop_delay" in fetch("/metrics"))                # after the first tick
+            self.assertEqual(sorted(name for name, _, _ in self.table("metrics")),
+                             sorted(re.findall(r"^# TYPE (\S+)", fetch("/metrics").decode(), re.M)))
+            example = re.search(r"`(\{\"status.*?\})`", self.text)
+            assert example
+            self.assertEqual(list(json.loads(fetch("/healthz"))), list(json.loads(example.group(1))))
+
+    def test_links_lead_somewhere(self) -> None:
+        titles = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", self.text, re.M)}
+        for link in re.findall(r"\]\(([^)]*)\)", self.text):
+            if link.startswith("#"):
+                self.assertIn(link[1:], titles)
+            else:
+                self.assertTrue(os.path.exists(os.path.join(HERE, link)), link)
+
+    def test_every_block_is_accounted_for(self) -> None:
+        for how, language, block in self.blocks:
+            if language == "json":
+                json.loads(block)
+            elif language == "ini":
+                path = os.path.join(self.folder, "example.ini")
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(block)
+                ms.Settings.load(path)
+            elif language in ("sh", "python", "systemd"):
+                self.assertRegex(how, r"^(runs(: (until stopped|the server|these tests))?|pasted (above|after): .+|systemd-analyze verify|"
+                                      r"does not run in the tests: .+)$", block)
+            else:
+                self.assertIn(language, ("text", "nginx", "dockerfile", "powershell"))
+        self.assertEqual([block for how, _, block in self.blocks if how == "runs: these tests"], ["python3 test_masterserver.py\n"])
+
+    @unittest.skipUnless(shutil.which("systemd-analyze") and os.path.exists("/usr/bin/python3"), "no systemd here")
+    def test_unit(self) -> None:
+        unit, = (block for how, _, block in self.blocks if how == "systemd-analyze verify")
+        path = os.path.join(self.folder, "masterserver.service")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(unit)
+        done = subprocess.run(["systemd-analyze", "verify", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+        self.assertEqual((done.returncode, done.stdout), (0, b""))
+
+    @unittest.skipIf(ms.WINDOWS or not shutil.which("curl"), "no curl or no shell here")
+    def test_commands(self) -> None:
+        """In a folder with a copy of the program and an ini, on the default ports; the first command is the server that the others ask."""
+        folder = os.path.join(self.folder, "a new folder, ä")
+        os.mkdir(folder)
+        shutil.copy(PROGRAM, folder)
+        with open(os.path.join(folder, "masterserver.ini"), "w", encoding="utf-8") as file:
+            file.write("[server]\nbind = 127.0.0.1\n" + self.settings_of_the_examples())
+        python3 = os.path.join(self.folder, "python3")
+        with open(python3, "w", encoding="utf-8") as file:
+            file.write('#!/bin/sh\nexec "%s" "$@"\n' % sys.executable)
+        os.chmod(python3, 0o755)
+        environment = dict(os.environ, PATH=self.folder + os.pathsep + os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
+        running = []
+
+        def start(block: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(["sh", "-ec", "exec " + block], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                                       stdout=log, stderr=subprocess.STDOUT)
+            running.append(process)
+            self.addCleanup(stop, process)
+            return process
+
+        def stop(process: subprocess.Popen[bytes]) -> int:
+            process.terminate()
+            return process.wait(20)
+
+        def logged() -> str:
+            with open(log.name, encoding="utf-8", errors="replace") as file:
+                return file.read()
+
+        log = open(os.path.join(self.folder, "log"), "w+b")
+        self.addCleanup(log.close)
+        serving, = (block for how, _, block in self.blocks if how == "runs: the server")
+        server = start(serving)
+        eventually(lambda: "the page is at http://localhost:27790/" in logged() or server.poll() is not None, 20)
+        if server.poll() is not None:
+            self.assertIn("cannot listen on", logged())
+            self.skipTest("the default ports are taken: " + logged())
+        for how, _, block in self.blocks:
+            if how == "runs: until stopped":
+                start(block)
+
+        def names() -> List[str]:
+            with urllib.request.urlopen("http://127.0.0.1:27790/servers.json", timeout=10) as response:
+                return [found["name"] for found in json.loads(response.read())["servers"]]
+        self.assertEqual(eventually(lambda: sorted(names()) if len(names()) == len(running) - 1 else None, 20),
+                         ["My court", "My sanctuary", "My server", "My zone"], logged())
+        for how, language, block in self.blocks:
+            if how != "runs":
+                continue
+            with self.subTest(block):
+                command = ["sh", "-ec", block] if language == "sh" else [sys.executable, "-W", "error", "-c", block]
+                done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                      timeout=60)
+                output = done.stdout.decode("utf-8")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertNotRegex(output, r'(?m)^[45][0-9][0-9] [A-Z]|"listed":false,"reason"')       # an error's answer
+                for answer in re.findall(r"^The answer is `(\{.*\})`", self.text, re.M) if "My own server" in block else []:
+                    self.assertEqual(output, answer)
+        for process in reversed(running):
+            self.assertEqual(stop(process), 0, logged())
+        self.assertNotIn("Traceback", logged())
+
+    def test_the_example_protocol(self) -> None:
+        with open(PROGRAM, encoding="utf-8") as file:
+            source = file.read()
+        for how, _, block in self.blocks:
+            placed = re.match("pasted (above|after): (.*)", how)
+            if placed:
+                self.assertEqual(source.count(placed.group(2)), 1, placed.group(2))
+                source = source.replace(placed.group(2), block + "\n\n" + placed.group(2) if placed.group(1) == "above"
+                                        else placed.group(2) + "\n" + block)
+        path = os.path.join(self.folder, "masterserver_with_tag.py")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(source)
+        spec = importlib.util.spec_from_file_location("masterserver_with_tag", path)
+        assert spec and spec.loader
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        settings = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
+        settings.update({"server.bind": "127.0.0.1", "tag.port": "0", "http.ports": "0"})
+        with module.MasterServer(settings) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            ports = {listener.protocol: listener.port for listener in server.listeners}
+            game.connect(("127.0.0.1", ports["tag"]))
+            game.settimeout(10)
+            game.send(b"TAG!" + bytes(8) + hexa("d46c 05 10") + b"Playground")
+            answer = game.recv(100)
+            self.assertEqual((answer[:4], len(answer), server.registry.servers()), (b"OK!!", 12, []))
+            game.send(b"TAG!" + answer[4:] + hexa("d46c 05 10") + b"Playground")
+            game.recv(100)
+            with urllib.request.urlopen("http://127.0.0.1:%d/servers.json?game=tag" % ports["http"], timeout=10) as response:
+                found, = json.loads(response.read())["servers"]
+            self.assertEqual([found[field] for field in ("address", "port", "name", "players", "max_players", "verified")],
+                             ["127.0.0.1", 27860, "Playground", 5, 16, "handshake"])
+        tag = module.Tag(SimpleNamespace(registry=module.Registry(module.Rules(module.Settings()))))
+        peer = ("203.0.113.9", 4000)
+        (answer, to), = tag.datagram(b"TAG!" + bytes(12), peer, 0.0)
+        self.assertEqual(to, peer)
+        tag.datagram(b"TAG!" + answer[4:] + hexa("d46c 05 10"), ("203.0.113.10", 4000), 1.0)          # another's proof
+        self.assertEqual(tag.registry.servers(), [])
+        tag.datagram(b"TAG!" + answer[4:] + hexa("d46c 05 10"), peer, 1.0)
+        for now, listed in ((60.9, 1), (61.0, 0)):
+            tag.registry.expire(now)
+            self.assertEqual(len(tag.registry.servers()), listed)
+        for data in (b"", b"TAG!" + bytes(11), b"TAG?" + bytes(12), b"TAG!" + bytes(77)):
+            self.assertRaises(module.Malformed, tag.datagram, data, peer, 0.0)
 
 
 # ======================================================================================================================
