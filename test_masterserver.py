@@ -5962,7 +5962,7 @@ class ReadmeTest(unittest.TestCase):
     def test_answers(self) -> None:
         """Every field and metric of real answers is in the tables, and nothing else."""
         settings = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
-        settings.update({"server.bind": "127.0.0.1", "http.ports": "0", "games.mygame": "My Game", "server.database": os.path.join(self.folder, "db")})
+        settings.update({"server.bind": "127.0.0.1", "server.database": os.path.join(self.folder, "db"), "http.ports": "0", "games.mygame": "My"})
         with ms.MasterServer(settings) as server:
             url = "http://127.0.0.1:%d" % next(l.port for l in server.listeners if l.protocol == "http")
 
