@@ -31,6 +31,7 @@ Licence: MIT, see the end of README.md.
 from __future__ import annotations
 
 import argparse
+import bisect
 import codecs
 import collections
 import configparser
@@ -77,6 +78,11 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Named
 
 __version__ = "1.0"
 
+try:
+    import resource
+except ImportError:                 # Windows has no such limits
+    pass
+
 log = logging.getLogger("masterserver")
 
 # =====================================================================================================================
@@ -97,6 +103,11 @@ LINGER_BYTES = 65536                # … and how much of it; then the connectio
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
+TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
+DESCRIPTORS_KEPT = 20               # for what is no connection: standard streams, selector, database and its logs, log, look-ups
+REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
+WORKER_JOBS = 64                    # waiting for the disk, half a second's work; who comes then is told to come again
+FAULT_RATE = 1, 20                  # tracebacks in the log a second / at once: a fault that packets can cause must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
 TEXT_CHARACTERS = 512               # a description; SubSpace's 386 bytes are the longest in a document
@@ -105,6 +116,8 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deployed servers return it within a second
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
+SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once: 200 lists a second, and
+                                    # 0.8 Mbit/s for somebody who sends with false addresses, whatever he sends
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB
 
 HTTP_LINE_BYTES = 4096              # the longest request line; a /check address needs 60
@@ -114,12 +127,15 @@ HTTP_HEAD_S = 10.0                  # from a request's first byte to the end of 
 HTTP_BODY_S = 10.0                  # and from there to the end of its body
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_PIPELINE_BYTES = 1 << 18       # answers made ahead of a reader; the requests behind them wait
+HTTP_TURN_REQUESTS = 16             # answered in one go (2 ms); then the others have their turn
 HTTP_MEMO_BYTES = 16 << 20          # answers remembered, all together
 HTTP_MEMO_REQUEST_BYTES = 2048      # a longer request is not worth remembering
 GZIP_MIN_BYTES = 600                # below this the header costs more than it saves
 GZIP_INLINE_BYTES = 65536           # compressed in the event loop (1 ms); more is done in the worker
 GZIP_LEVEL = 5                      # within 3 % of level 9 on lists, at a third of its time
 RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
+RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in the worker
+RENDER_SERVER_S = 0.0001            # ten times what one server takes in it
 RENDER_STALE_S = 15.0               # and at least so often, for the times in it
 CACHE_S = 5                         # what a cache in front may keep: the page refreshes every 5 s
 PAGE_ROWS = 2000                    # rows on one page; a search finds the others
@@ -428,7 +444,7 @@ class Settings:
             raise SettingsError("%s: %s" % (path, " ".join(str(error).split()))) from None
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text: %s" % (path, error)) from None
-        if not found and not missing_ok:
+        if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
             raise SettingsError("%s: cannot be read; is the name right?" % path)
         self.path = path if found else ""
         self.folder = os.path.dirname(os.path.abspath(path))
@@ -571,7 +587,7 @@ def source_key(address: str) -> str:
     if ":" in address:
         address = canonical(address)
         if ":" in address:
-            return str(ipaddress.ip_network(address + "/64", strict=False))
+            return "%s/64" % ipaddress.IPv6Address(int(ipaddress.IPv6Address(address)) >> 64 << 64)
     return address
 
 
@@ -625,7 +641,7 @@ class Limiter:
 
     A bucket is one number, the time at which it will be full again (the "generic cell rate algorithm"). An unknown source has a full
     bucket, so a full table forgets the least recently used one and refuses nobody. `verdict(address)` says once, when a source
-    is first seen, whether it is EXEMPT or BLOCKED; else 0.
+    is first seen, whether it is EXEMPT or BLOCKED; else 0. Verdicts are about addresses, buckets about what source_key() gives.
     """
 
     def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0,
@@ -641,23 +657,24 @@ class Limiter:
         self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
-    def allow(self, address: str, now: float) -> bool:
+    def allow(self, address: str, now: float, tokens: float = 1) -> bool:
         table = self.table
         full_at = table.get(address)
         if full_at == EXEMPT:
             return True
         if full_at is None:
-            if ":" in address:
+            full_at = self.verdict(address)
+            if not full_at and ":" in address:          # a verdict may be about less than the /64 that shares a bucket
                 address = source_key(address)
-                full_at = table.get(address)
-            if full_at is None:
+                full_at = table.get(address, 0.0)
+            if address not in table:
                 if len(table) >= self.sources:
                     table.popitem(last=False)
-                full_at = table[address] = self.verdict(address.partition("/")[0])
+                table[address] = full_at
             if full_at == EXEMPT:
                 return True
         table.move_to_end(address)
-        full_at = (full_at if full_at > now else now) + self.cost_s
+        full_at = (full_at if full_at > now else now) + self.cost_s * tokens
         if full_at - now > self.depth_s:
             return False
         table[address] = full_at
@@ -697,9 +714,16 @@ class Refused(Exception):
 
 
 class Rules:
-    """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload."""
+    """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload.
+
+    The limiters are shared by all protocols: datagrams (and messages within a connection), new connections, and requests, which
+    are what costs more than a look-up or is answered with more than came.
+    """
 
     def __init__(self, settings: Settings) -> None:
+        self.datagrams, self.connections, self.requests = (
+            Limiter(settings["limits." + name], self.verdict) for name in ("datagrams", "connections", "requests"))
+        self.surplus = Limiter(SURPLUS_BYTES)
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
@@ -713,6 +737,9 @@ class Rules:
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
+        self.datagrams.set_rate(settings["limits.datagrams"])
+        self.connections.set_rate(settings["limits.connections"])
+        self.requests.set_rate(settings["limits.requests"])
 
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
@@ -729,6 +756,11 @@ class Rules:
         if in_networks(address, self.blocks):
             return BLOCKED
         return EXEMPT if in_networks(address, self.exempt) else 0.0
+
+    def allow_surplus(self, address: str, size: int, now: float) -> bool:
+        """May a source that has proven nothing get `size` bytes more than it sent? A bucket for all of them together: a limit by
+        source does not bind those who make sources up."""
+        return size <= 0 or self.verdict(address) == EXEMPT or self.surplus.allow("", now, size)
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
@@ -758,7 +790,7 @@ class Server:
     game: str
     address: str
     port: int
-    rank: Tuple[Any, ...]
+    rank: Rank
 
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float) -> None:
         self.game, self.address, self.port, self.source = game, address, port, source
@@ -784,11 +816,39 @@ class Server:
         self.rank = (-self.priority, not self.official, -self.players, self.name.casefold())
 
 
+Rank = Tuple[int, bool, int, str]
 NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
 STORED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
           "responding", "details", "source")
+
+
+rank_of = operator.attrgetter("rank")
+
+
+class Order:
+    """The servers of one list in the master's order. Whoever changes is taken out and put in again where it belongs: to sort 10,000
+    servers takes 5 ms even if they are in order, as each of them must be looked at."""
+
+    def __init__(self, servers: List[Server]) -> None:
+        """`servers` in order."""
+        self.servers = servers
+        self.ranks = [server.rank for server in servers]
+        self.moved: Dict[Server, Optional[Rank]] = {}           # who has changed since: the rank it has here, None if it is new
+
+    def mend(self, listed: Callable[[Server], bool]) -> None:
+        for server, rank in self.moved.items():
+            if rank is not None:
+                at = bisect.bisect_left(self.ranks, rank)
+                while self.servers[at] is not server:           # others of the same rank
+                    at += 1
+                del self.servers[at], self.ranks[at]
+            if listed(server):
+                at = bisect.bisect_right(self.ranks, server.rank)
+                self.servers.insert(at, server)
+                self.ranks.insert(at, server.rank)
+        self.moved.clear()
 
 
 class Registry:
@@ -805,9 +865,7 @@ class Registry:
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
-        # The order of each list that somebody reads ("": all games), and who has changed since it was made
-        self.orders: Dict[str, List[Server]] = {}
-        self.moved: Dict[str, Set[Server]] = {}
+        self.orders: Dict[str, Order] = {}          # of each list that somebody reads; "": all games
         # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
@@ -881,7 +939,7 @@ class Registry:
         if server.unconfirmed:
             server.unconfirmed = False
             self.schedule(server)           # its lifetime may be shorter than the one it was restored with
-            self.changed("changed", server)
+            self.changed("changed", server, server.rank)
 
     def update(self, server: Server, fields: Mapping[str, Any]) -> None:
         """Take over what the server told; the lists change only if something did."""
@@ -893,8 +951,9 @@ class Registry:
             setattr(server, name, value)
         self.fit_players(server)
         self.count(server, 1)
+        rank = server.rank
         server.set_rank()
-        self.changed("changed", server)
+        self.changed("changed", server, rank)
 
     def move_source(self, server: Server, source: str) -> None:
         if server.source != source:
@@ -916,7 +975,7 @@ class Registry:
         self.count(server, -1)
         self.uncount_source(server)
         self.total -= 1
-        self.changed("gone", server)
+        self.changed("gone", server, server.rank)
 
     def fit_players(self, server: Server) -> None:
         server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
@@ -931,12 +990,13 @@ class Registry:
         census[1] += sign * server.players
         census[2] += sign * (server.players if server.playing is None else server.playing)
 
-    def changed(self, event: str, server: Server) -> None:
+    def changed(self, event: str, server: Server, rank: Optional[Rank] = None) -> None:
+        """`rank`: what it was before the change, None for a new server."""
         self.generation += 1
         server.parts = None
-        for order in (server.game, ""):
-            if order in self.moved:
-                self.moved[order].add(server)
+        for game in (server.game, ""):
+            if game in self.orders:
+                self.orders[game].moved.setdefault(server, rank)
         if event == "gone":
             self.left.add(server.key)
             self.altered.discard(server)
@@ -960,8 +1020,9 @@ class Registry:
             before = server.official, server.priority
             self.mark(server)
             if before != (server.official, server.priority):
+                rank = server.rank
                 server.set_rank()
-                self.changed("changed", server)
+                self.changed("changed", server, rank)
 
     def schedule(self, server: Server) -> None:
         ends = server.last_seen + server.lifetime
@@ -971,13 +1032,19 @@ class Registry:
     def expire(self, now: float) -> None:
         """Drop every server that was silent for its lifetime; called once a second."""
         for second in sorted(s for s in self.endings if s <= now):
-            for server in self.endings.pop(second):
-                if self.games[server.game].get((server.address, server.port)) is not server:
-                    continue
-                if server.last_seen + server.lifetime <= now:
-                    self.remove(server)
-                else:
-                    self.schedule(server)
+            ending = self.endings.pop(second)
+            try:
+                while ending:
+                    server = ending.pop()
+                    if self.games[server.game].get((server.address, server.port)) is not server:
+                        continue
+                    if server.last_seen + server.lifetime <= now:
+                        self.remove(server)
+                    else:
+                        self.schedule(server)
+            finally:                        # a watcher that fails keeps nobody else in the list
+                if ending:
+                    self.endings.setdefault(second, []).extend(ending)
 
     def servers(self, game: str = "") -> List[Server]:
         """All servers, or those of a game, in the master's order; the list is the caller's. Safe from any thread."""
@@ -986,16 +1053,12 @@ class Registry:
 
     def in_order(self, game: str = "") -> List[Server]:
         """The same, shared and not to be changed, for the event loop alone: only who has changed is put in its place anew."""
-        moved = self.moved.get(game)
-        if moved is None:
-            self.orders[game] = self.servers(game)
-        elif moved:
-            order = [server for server in self.orders[game] if server not in moved]
-            order += [server for server in moved if self.get(*server.key) is server]
-            order.sort(key=rank_of)         # two sorted runs: merged, not sorted
-            self.orders[game] = order
-        self.moved[game] = set()
-        return self.orders[game]
+        order = self.orders.get(game)
+        if order is None or len(order.moved) > len(order.servers) // 8:
+            order = self.orders[game] = Order(self.servers(game))
+        else:
+            order.mend(lambda server: self.get(*server.key) is server)
+        return order.servers
 
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
@@ -1008,14 +1071,11 @@ class Registry:
         heard[key] = now, outcome, detail
 
 
-rank_of = operator.attrgetter("rank")
-
-
 def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
-        made = server.parts
+        made = server.parts         # the event loop may take it away while the worker renders
         if made is None:
             made = server.parts = {}
         part = made.get(name)
@@ -1023,6 +1083,24 @@ def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any])
             part = made[name] = render(server)
         out.append(part)
     return out
+
+
+class Rendered:
+    """One game's list in one form, made anew when a server has changed: at most once in RENDER_S, a short list sooner, so that a tenth
+    of the time goes into it at the most."""
+
+    def __init__(self, registry: Registry, game: str, make: Callable[[List[Server]], Any]) -> None:
+        self.registry, self.game, self.make = registry, game, make
+        self.generation = -1
+        self.made_at = float("-inf")
+        self.made: Any = None
+
+    def get(self, now: float) -> Any:
+        generation = self.registry.generation
+        if generation != self.generation and now - self.made_at >= min(RENDER_S, RENDER_SERVER_S * len(self.registry.games.get(self.game, ()))):
+            self.made = self.make(self.registry.in_order(self.game))
+            self.generation, self.made_at = generation, now
+        return self.made
 
 
 # =====================================================================================================================
@@ -1470,6 +1548,12 @@ class TcpProtocol:
     def session(self, address: str, now: float) -> Session:
         raise NotImplementedError
 
+    def refusal(self, address: str, now: float) -> Session:
+        """For a connection over a limit: it ends at once, or says why if the protocol has words for that."""
+        session = Session()
+        session.done = True
+        return session
+
     def tick(self, now: float) -> None:
         """Once a second."""
 
@@ -1768,7 +1852,7 @@ ICEBALL_HBVERSION_BYTES = b"\2\0"
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size             # 86
 ICEBALL_NUMBERS = struct.Struct("<IHHH")        # of it, from offset 6: version, port, players, maximum
-ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES - len(b"=")
+ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -1833,6 +1917,8 @@ class Iceball(UdpProtocol):
             return [(self.thanks, peer)]
         self.registry.note(source, "iceball", port, "announced", now)
         packed = iceball_pack(data)
+        if len(packed) > ICEBALL_PACKED_BYTES and not self.registry.rules.allow_surplus(source, len(packed) - ICEBALL_PACKED_BYTES, now):
+            packed = iceball_pack(data, whole=False)
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
 
     def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
@@ -1894,17 +1980,17 @@ class Iceball(UdpProtocol):
             self.known.pop((server.source, server.packet), None)
 
 
-def iceball_pack(announcement: bytes) -> bytes:
-    """What a cookie carries of an announcement, at most 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
+def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
+    """What a cookie carries of an announcement, usually in 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
     after the heartbeat version without the NULs at the end; or, if that is too long, "-" and the texts without their padding.
-    Texts that fill all 70 bytes of their fields are kept whole (MSOK has 93 bytes then); of those that nearly do, the
-    end of the map is lost until the next announcement, a second later."""
+    Texts that fill all 70 bytes of their fields are kept `whole` (MSOK has 93 bytes then); of those that
+    nearly do, the end of the map is lost until the next announcement, a second later."""
     packed = announcement[6:].rstrip(b"\0")
-    if len(packed) <= ICEBALL_PACKED_BYTES or len(packed) == 80 and b"\0" not in packed[10:]:
+    if len(packed) < ICEBALL_PACKED_BYTES or whole and len(packed) == 80 and b"\0" not in packed[10:]:
         return b"=" + packed
     name, mode, map = (field if b"\0" not in field else c_string(field) + b"\0"
                        for field in (announcement[16:46], announcement[46:56], announcement[56:]))
-    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES]
+    return b"-" + (announcement[6:16] + name + mode + c_string(map))[:ICEBALL_PACKED_BYTES - 1]
 
 
 def iceball_unpack(packed: bytes) -> bytes:
@@ -1983,9 +2069,12 @@ class IceballDraft:
             if len(self.claims) > DRAFT_CLAIMS:
                 self.claims.popitem(last=False)
         self.registry.note(peer[0], "iceball", port, "announced", now)
-        address = self.registry.rules.listed_address(peer[0], claim)
+        rules = self.registry.rules
         identity = draft_identity(port, self.cookie.make(draft_message(port, peer), now))
-        return [(b"\2" + struct.pack("<IH", identity, port) + address.encode() + b"\0", peer)]
+        answer = b"\2" + struct.pack("<IH", identity, port) + rules.listed_address(peer[0], claim).encode() + b"\0"
+        if rules.requests.allow(peer[0], now) and rules.allow_surplus(peer[0], len(answer) - len(data), now):
+            return [(answer, peer)]
+        return []
 
     def session(self, identity: int, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
@@ -2091,8 +2180,8 @@ class Hyperbol(TcpProtocol, Querier):
     def __init__(self, core: Core) -> None:
         self.registry, self.poller = core.registry, core.poller
         self.known = Known(core, self)
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
-        self.rendered: Tuple[int, bytes, bytes] = (-1, b"", b"")        # generation, official servers, all servers
+        self.rules = core.registry.rules
+        self.lists = Rendered(self.registry, self.game, hyperbol_lists)
         core.announcers[self.game] = self.announce
         self.registry.watchers.append(self.watch)
         for server in self.registry.servers(self.game):
@@ -2117,14 +2206,8 @@ class Hyperbol(TcpProtocol, Querier):
     def greeting(self, key: int) -> bytes:
         return HYPERBOL_GREETING.pack(b"HBSL", key, self.registry.census[self.game][1])
 
-    def entries(self, filter: int) -> bytes:
-        if self.rendered[0] != self.registry.generation:
-            entries = [(server.flavor, HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor))
-                       for server in self.registry.in_order(self.game)
-                       if server.responding and ":" not in server.address]
-            self.rendered = (self.registry.generation, b"".join(entry for flavor, entry in entries if flavor),
-                             b"".join(entry for _, entry in entries))
-        _, official, everything = self.rendered
+    def entries(self, filter: int, now: float) -> bytes:
+        official, everything = self.lists.get(now)
         return everything if filter & HYPERBOL_UNOFFICIAL else official
 
     # The game servers
@@ -2219,12 +2302,23 @@ class HyperbolSession(Session):
         key, filter = struct.unpack_from("<IB", self.request)
         if key != self.key:
             raise Malformed("key: %08x instead of %08x" % (key, self.key))
-        return self.hyperbol.entries(filter) if self.hyperbol.limiter.allow(self.address, now) else b""
+        return self.hyperbol.entries(filter, now) if self.hyperbol.rules.requests.allow(self.address, now) else b""
 
     def tick(self, now: float) -> bytes:
         if self.wake_at is not None and now >= self.wake_at:
             self.done = True
         return b""
+
+
+def hyperbol_lists(servers: List[Server]) -> Tuple[bytes, bytes]:
+    """The official servers and all of them, 12 bytes each."""
+    shown = [server for server in servers if server.responding and ":" not in server.address]
+    entries = parts(shown, "hyperbol", hyperbol_entry)
+    return b"".join(entry for entry, server in zip(entries, shown) if server.flavor), b"".join(entries)
+
+
+def hyperbol_entry(server: Server) -> bytes:
+    return HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor)
 
 
 def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
@@ -2404,7 +2498,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry = core.registry
         self.poller = core.poller
         core.announcers[self.game] = self.announced
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
         self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
@@ -2424,7 +2518,8 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
-            return [(self.ping(data), peer)] if self.limiter.allow(peer[0], now) else []
+            answer = self.ping(data) if self.rules.requests.allow(peer[0], now) else b""
+            return [(answer, peer)] if answer and self.rules.allow_surplus(peer[0], len(answer) - len(data), now) else []
         if len(data) < 8:
             raise Malformed("length: %d bytes" % len(data))
         try:
@@ -2764,7 +2859,6 @@ class SubSpaceLink:
 LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
 LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
 LIST_LINKS = 512                    # open exchanges, of proven and of unproven peers each; a few kB apiece
-LIST_EDITION_S = 1.0                # a list is made anew at most so often
 
 
 class ListLink(SubSpaceLink):
@@ -2775,13 +2869,13 @@ class ListLink(SubSpaceLink):
         self.protocol, self.address, self.key = protocol, address, key
         self.finished = True
         self.requests = 0
-        self.unproven_bytes = 0
+        self.heard_bytes = self.unproven_bytes = 0      # in and out, until the peer has proven its address
 
     def packet(self, data: bytes, now: float) -> List[bytes]:
         if data[:1] != b"\1" or len(data) != 5:
             return super().packet(data, now)
         # The first request is paid for by the connection. One list at a time.
-        if self.finished and not self.flights and (not self.requests or self.protocol.limiter.allow(self.address, now)):
+        if self.finished and not self.flights and (not self.requests or self.protocol.rules.requests.allow(self.address, now)):
             self.requests += 1
             self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
             self.finished = False
@@ -2806,13 +2900,11 @@ class SubSpaceList(UdpProtocol):
 
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.unproven_limiter = Limiter(LIST_UNPROVEN_RATE, core.registry.rules.verdict)
         self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
-        self.edition: List[Tuple[int, bytes]] = []          # players and list entry of each zone
-        self.edition_at = float("-inf")
-        self.edition_generation = -1
+        self.zones = Rendered(self.registry, "subspace", zone_list)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         link = self.proven.get(peer) or self.unproven.get(peer)
@@ -2821,16 +2913,18 @@ class SubSpaceList(UdpProtocol):
                 raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
             # A repeated connect changes nothing, unless the peer has its list: then it wants another
             if link is None or link.key != data[2:6] or link.requests and link.finished and not link.flights:
-                if not self.limiter.allow(peer[0], now):
+                if not self.rules.requests.allow(peer[0], now):
                     return []
                 self.proven.pop(peer, None)
                 link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
                 self.bound(self.unproven)
+            link.heard_bytes += len(data)
             return self.post(link, [b"\0\2" + link.key], peer, now)
         if link is None:
             if data == b"\0\7":             # often sent twice
                 return []
             raise Malformed("a packet outside an exchange")
+        link.heard_bytes += len(data)
         return self.post(link, link.receive(data, now), peer, now)
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
@@ -2843,7 +2937,8 @@ class SubSpaceList(UdpProtocol):
                 if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
                     link.closed = True
                     break
-                if not self.unproven_limiter.allow(peer[0], now):
+                surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
+                if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus(peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
             out.append((packet, peer))
@@ -2862,12 +2957,13 @@ class SubSpaceList(UdpProtocol):
 
     def chunks(self, minimum: int, now: float) -> Iterator[bytes]:
         """The list of zones with at least so many players, in packets, made one by one as they can be sent."""
-        if now - self.edition_at >= LIST_EDITION_S and self.edition_generation != self.registry.generation:
-            zones = [server for server in self.registry.in_order("subspace")
-                     if ":" not in server.address and server.responding]
-            self.edition = list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
-            self.edition_at, self.edition_generation = now, self.registry.generation
-        return zone_chunks(self.edition, minimum)
+        return zone_chunks(self.zones.get(now), minimum)
+
+
+def zone_list(servers: List[Server]) -> List[Tuple[int, bytes]]:
+    """Players and list entry of each zone."""
+    zones = [server for server in servers if ":" not in server.address and server.responding]
+    return list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
 
 
 def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[bytes]:
@@ -3020,15 +3116,15 @@ def aio_text_part(server: Server) -> bytes:
     return b"%s#%s#%s#%d#" % (name, aio_escape(server.description), server.address.encode("ascii"), server.port)
 
 
-def aio_text_parts(servers: Iterable[Server]) -> List[bytes]:
-    return parts(servers, "aio text", aio_text_part) or [("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")]
+def aio_text_parts(servers: List[Server]) -> List[bytes]:
+    return parts(servers[:AIO_SERVERS], "aio text", aio_text_part) or [("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")]
 
 
-def aio_text_list(servers: Iterable[Server]) -> bytes:
+def aio_text_list(servers: List[Server]) -> bytes:
     return b"%12#" + b"".join(aio_text_parts(servers)) + b"%"
 
 
-def aio_document_list(servers: Iterable[Server]) -> bytes:
+def aio_document_list(servers: List[Server]) -> bytes:
     return b"%12#" + b"".join(b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers))) + b"%"
 
 
@@ -3037,8 +3133,8 @@ def aio_binary_part(server: Server) -> bytes:
                                 server.address.encode("ascii"), uintv(server.port))
 
 
-def aio_binary_list(servers: Iterable[Server]) -> bytes:
-    entries = parts(servers, "aio binary", aio_binary_part) or [
+def aio_binary_list(servers: List[Server]) -> bytes:
+    entries = parts(servers[:AIO_SERVERS], "aio binary", aio_binary_part) or [
         ("%s\0%s\0%s\0" % AIO_PLACEHOLDER[:3]).encode("ascii") + uintv(AIO_PLACEHOLDER[3])]
     return b"\x0c" + b"".join(struct.pack("<H", index) + entry for index, entry in enumerate(entries))
 
@@ -3047,8 +3143,8 @@ def aio_framed_part(server: Server) -> bytes:
     return bytes((len(server.address),)) + server.address.encode("ascii") + struct.pack("<H", server.port)
 
 
-def aio_framed_list(servers: Iterable[Server]) -> bytes:
-    entries = parts(servers, "aio framed", aio_framed_part)
+def aio_framed_list(servers: List[Server]) -> bytes:
+    entries = parts(servers[:AIO_SERVERS], "aio framed", aio_framed_part)
     return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
 
 
@@ -3086,7 +3182,7 @@ class AioText:
             return None
         session.buffer = rest
         if header == b"12":
-            return self.aio.rendered(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
+            return self.aio.list_for(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
         if header == b"NEWS":
             return self.aio.news_for(session, now)[0]
         if header == b"13":
@@ -3124,7 +3220,7 @@ class AioBinary:
         data = session.buffer
         if data[0] == 0x0C:
             session.buffer = data[1:]
-            return self.aio.rendered(aio_binary_list, session, now)
+            return self.aio.list_for(aio_binary_list, session, now)
         if data[0] != 0x0D:
             raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
         name, description, claim, rest = (data[1:].split(b"\0", 3) + [b"", b"", b""])[:4]
@@ -3175,7 +3271,7 @@ class AioFramed:
         if kind == 1:
             return self.aio.news_for(session, now)[1]
         if kind == 2:
-            return self.aio.rendered(aio_framed_list, session, now)
+            return self.aio.list_for(aio_framed_list, session, now)
         reason = "this master knows no request %d" % kind
         if kind == 3:
             reason = self.publish(session, payload[1] | payload[2] << 8, now)
@@ -3256,7 +3352,7 @@ class AioSession(Session):
                 if self.dialect is None:
                     self.dialect = self.aio.dialect(self.buffer[0])
                 answer = self.dialect.take(self, now)
-                if answer is not None and not self.aio.messages.allow(self.address, now):
+                if answer is not None and not self.aio.rules.datagrams.allow(self.address, now):
                     raise Malformed("too many messages from one address")
             except Malformed as error:
                 self.buffer = b""
@@ -3363,16 +3459,14 @@ class Aio(TcpProtocol, Querier):
         self.dialects = {name: spoken[name] for name in core.settings["aio.dialects"]}
         self.numbers = itertools.count()
         self.owners: Dict[Server, AioSession] = {}
-        # By what makes it: the registry's generation, when it was made, the bytes
-        self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}
-        self.messages = Limiter(core.settings["limits.datagrams"], self.registry.rules.verdict)
-        self.requests = Limiter(core.settings["limits.requests"], self.registry.rules.verdict)
+        self.lists: Dict[Callable[[List[Server]], bytes], Rendered] = {
+            make: Rendered(self.registry, "aio", make)
+            for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
+        self.rules = core.registry.rules
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
-        self.messages.set_rate(settings["limits.datagrams"])
-        self.requests.set_rate(settings["limits.requests"])
         self.set_news(settings.texts.get("aio.news_file") or settings["aio.news"])
 
     def session(self, address: str, now: float) -> AioSession:
@@ -3420,15 +3514,10 @@ class Aio(TcpProtocol, Querier):
 
     # Lists and news
 
-    def rendered(self, make: Callable[[Iterable[Server]], bytes], session: AioSession, now: float) -> bytes:
-        """A list, made anew if a server has changed; of a long list no more than a tenth of the time goes into that."""
+    def list_for(self, make: Callable[[List[Server]], bytes], session: AioSession, now: float) -> bytes:
         self.allow(session, now)
-        generation, made_at, body = self.lists.get(make, (-1, float("-inf"), b""))
-        rest_s = min(RENDER_S / 2, len(self.registry.games["aio"]) // 100 * 0.01)      # 10 µs a server, measured
-        if generation != self.registry.generation and now - made_at >= rest_s:
-            body = make(self.registry.in_order("aio")[:AIO_SERVERS])
-            self.lists[make] = self.registry.generation, now, body
-        return body
+        made: bytes = self.lists[make].get(now)
+        return made
 
     def news_for(self, session: AioSession, now: float) -> Tuple[bytes, bytes]:
         """The news as text and framed."""
@@ -3436,7 +3525,7 @@ class Aio(TcpProtocol, Querier):
         return self.news
 
     def allow(self, session: AioSession, now: float) -> None:
-        if not self.requests.allow(session.address, now):
+        if not self.rules.requests.allow(session.address, now):
             raise Malformed("too many requests from one address")
 
     def set_news(self, text: str) -> None:
@@ -4322,13 +4411,11 @@ def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Htm
                 count="" if count is None else Html("<small>%s</small>" % format(count, ",")))
 
 
-def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, total: int, players: int,
-              wall: float, look: Any,
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, shown: int, total: int, players: int, look: Any,
               name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> Html:
     """The list. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: joined
-    server_row(), PAGE_ROWS at most; total: how many servers match; players: on all of them; hint: what a game server
+    server_row(), `shown` of them; total: how many servers match; players: on all of them; hint: what a game server
     needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
-    shown = rows.count("<tr")                       # in the rows every other "<" is escaped or another tag
     if total > shown:
         status = "The first %s of %s. Search by name to find the others." % (
             format(shown, ","), plural(total, "server"))
@@ -4630,9 +4717,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.send_header("Cache-Control", "public, max-age=%d" % CACHE_S if answer.shared else "no-store")
         self.send_header("Connection", "close" if self.close_connection else "keep-alive")
         self.end_headers()
-        if self.command != "HEAD" and answer.status != 304:
-            self.wfile.write(answer.body)
-        return self.out.getvalue()
+        return self.out.getvalue() + (answer.body if self.command != "HEAD" and answer.status != 304 else b"")
 
     def matches(self, etag: str) -> bool:
         wanted = self.headers.get("If-None-Match", "") if self.command in ("GET", "HEAD") else ""
@@ -4665,9 +4750,11 @@ class Request(NamedTuple):
 class HttpSession(Session):
     """One connection: HTTP/1.0 and 1.1, keep-alive, pipelining, one answer after another."""
 
-    def __init__(self, web: Web, address: str, now: float) -> None:
+    def __init__(self, web: Web, address: str, now: float, limited: bool = False) -> None:
+        """`limited`: the connection is over a limit, and is told so in answer to its first request."""
         self.web = web
         self.address = address
+        self.limited = limited
         self.proxied = bool(web.trusted) and in_networks(address, web.trusted)          # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
@@ -4675,20 +4762,22 @@ class HttpSession(Session):
         self.body_bytes = 0
         self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
         self.edition = 0                                    # of the lists when the answer was made
-        self.deadline = now + HTTP_HEAD_S
+        self.deadline = now + (LINGER_S if limited else HTTP_HEAD_S)
 
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
-        if not self.buffer and self.job is None and not self.done:
+        if not self.buffer and self.exchange is None and self.job is None and not self.done:
             remembered = web.remembered(data, now)
-            if remembered is not None and (self.proxied or web.allow(self.address, now)):
+            if remembered is not None and not self.limited and (self.proxied or web.rules.requests.allow(self.address, now)):
                 self.done = remembered[1]
                 self.deadline = now + HTTP_IDLE_S
                 return remembered[0]
         if self.done:
             return b""
-        if data and not self.buffer and self.exchange is None:
-            self.deadline = now + HTTP_HEAD_S
+        if not self.buffer and self.exchange is None:
+            data = data.lstrip(b"\r\n")         # a blank line is no sign of a request
+            if data and not self.limited:
+                self.deadline = now + HTTP_HEAD_S
         self.buffer += data
         return self.work(now)
 
@@ -4696,7 +4785,7 @@ class HttpSession(Session):
         out: List[bytes] = []
         self.held = False
         while self.buffer or self.exchange:
-            self.held = sum(map(len, out)) >= HTTP_PIPELINE_BYTES
+            self.held = len(out) >= HTTP_TURN_REQUESTS or sum(map(len, out)) >= HTTP_PIPELINE_BYTES
             if self.done or self.job or self.held:
                 break
             try:
@@ -4707,7 +4796,7 @@ class HttpSession(Session):
             if piece is None:
                 break
             out.append(piece)
-        return b"".join(out)
+        return out[0] if len(out) == 1 else b"".join(out)
 
     def step(self, now: float) -> Optional[bytes]:
         """Read one request and answer it; None: it is not whole yet, or its answer comes later."""
@@ -4721,6 +4810,7 @@ class HttpSession(Session):
             head, self.request_bytes = self.buffer[:end], self.buffer[:end]
             self.buffer = self.buffer[end:]
             exchange = Exchange(head)
+            exchange.close_connection = exchange.close_connection or self.limited
             self.body_bytes = exchange.body_length()
             self.exchange = exchange
             self.deadline = now + HTTP_BODY_S
@@ -4730,7 +4820,7 @@ class HttpSession(Session):
         body, self.buffer = self.buffer[:self.body_bytes], self.buffer[self.body_bytes:]
         self.request_bytes += body
         self.deadline = now + HTTP_IDLE_S
-        answer = self.web.answer(exchange, body, self.address, now)
+        answer = self.web.answer(exchange, body, self.address, now, self.limited)
         self.edition = self.web.edition
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
@@ -4835,23 +4925,22 @@ def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) 
 
 
 class Rendering:
-    """One list as bytes, made once an edition if anybody asks for it."""
+    """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker."""
 
-    def __init__(self, type: str, make: Callable[[float], bytes]) -> None:
-        self.type = type
+    def __init__(self, make: Callable[[List[Server], float], bytes]) -> None:
         self.make = make
         self.edition = 0
         self.number = 0             # moves only when the bytes do
         self.body = b""
         self.gzipped: Optional[bytes] = None
 
-    def refresh(self, edition: int, now: float) -> None:
+    def refresh(self, edition: int, servers: List[Server], now: float) -> None:
         if edition != self.edition:
-            self.edition = edition
-            body = self.make(now)
+            body = self.make(servers, now)
             if body != self.body or not self.number:
                 self.body, self.gzipped = body, None
                 self.number += 1
+            self.edition = edition
 
 
 def to_json(value: Any) -> bytes:
@@ -4910,20 +4999,19 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
-        self.limiter = Limiter(core.settings["limits.requests"], core.registry.rules.verdict)
+        self.rules = core.registry.rules
         self.read(core.settings)
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
 
+    def refusal(self, address: str, now: float) -> HttpSession:
+        return HttpSession(self, address, now, limited=True)
+
     def read(self, settings: Settings) -> None:
         self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
-        self.limiter.set_rate(settings["limits.requests"])
         self.renderings.clear()
         self.edition_generation = -1
-
-    def allow(self, address: str, now: float) -> bool:
-        return self.limiter.allow(address, now)
 
     def client(self, exchange: Exchange, peer: str) -> str:
         """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
@@ -4967,14 +5055,17 @@ class Web(TcpProtocol):
 
     # Answers
 
-    def answer(self, exchange: Exchange, body: bytes, address: str, now: float) -> Union[Answer, Later]:
+    def answer(self, exchange: Exchange, body: bytes, address: str, now: float, limited: bool = False) -> Union[Answer, Later]:
         if self.trusted:
             address = self.client(exchange, address)
-        parsed = urllib.parse.urlsplit(exchange.path)
+        try:
+            parsed = urllib.parse.urlsplit(exchange.path)
+        except ValueError:
+            return self.error(HttpError(400, "The path cannot be read."))
         route = ROUTES.get(parsed.path)
         name = parsed.path if route else "other"
         try:
-            if not self.allow(address, now):
+            if limited or not self.rules.requests.allow(address, now):
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
             if route is None:
                 raise HttpError(404, "There is no page %s here." % parsed.path[:100])
@@ -5031,38 +5122,49 @@ class Web(TcpProtocol):
         body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
         return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
-    def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[float], bytes]) -> Answer:
+    def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[List[Server], float], bytes],
+                 rows: int = sys.maxsize) -> Union[Answer, Later]:
+        """The list `name` of a game, made by `make(servers, now)`, of which it takes `rows` at the most."""
         rendering = self.renderings.get((name, game))
         if rendering is None:
-            rendering = self.renderings[name, game] = Rendering(type, make)
+            rendering = self.renderings[name, game] = Rendering(make)
         self.turn(request.now)
-        rendering.refresh(self.edition, request.now)
-        etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
-        return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
 
-    def master_json(self, request: Request) -> Answer:
-        return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda now: self.master_json_frame(
-            parts(self.registry.in_order("iceball"), "master.json", iceball_json)))
+        def answer(done: Any) -> Answer:
+            etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
+            return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
+        if rendering.edition != self.edition:
+            servers = self.registry.in_order(game)
+            if min(len(servers), rows) > RENDER_INLINE_SERVERS:
+                return Later(functools.partial(rendering.refresh, self.edition, list(servers), request.now), answer)
+            rendering.refresh(self.edition, servers, request.now)
+        return answer(None)
+
+    def master_json(self, request: Request) -> Union[Answer, Later]:
+        return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda servers, now: self.master_json_frame(
+            parts(servers, "master.json", iceball_json)))
 
     def master_json_frame(self, servers: List[bytes]) -> bytes:
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
             ICEBALL_HBVERSION, self.settings["iceball.version"], b",\n".join(servers))
 
-    def servers_json(self, request: Request) -> Answer:
+    def servers_json(self, request: Request) -> Union[Answer, Later]:
         """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
         game, chosen = self.chosen(request)
         if chosen is None:
-            return self.rendered("servers.json", game, request, JSON_TYPE, lambda now: self.servers_json_frame(self.registry.in_order(game), now))
+            return self.rendered("servers.json", game, request, JSON_TYPE, self.servers_json_frame)
         return Answer(self.servers_json_frame(chosen, request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
 
     def servers_json_frame(self, servers: List[Server], now: float) -> bytes:
         epoch = self.epoch
         ends = SeenTimes(epoch)
-        rows: List[bytes] = []
+        out = [b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation)]
         for server, part in zip(servers, parts(servers, "servers.json", lambda server: server_json(server, epoch))):
-            rows.append(part)
-            rows.append(ends[int(server.last_seen)])
-        return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (now + epoch, self.registry.generation, b"".join(rows)[:-2])
+            out += part, ends[int(server.last_seen)]
+        if servers:
+            out[-1] = out[-1][:-2]          # no comma after the last
+        out.append(b"]}\n")
+        return b"".join(out)
 
     def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
         """The game asked for ("" for all), and the servers if a filter picks some of its list."""
@@ -5081,12 +5183,12 @@ class Web(TcpProtocol):
         text = self.settings.texts.get("http.template", "")
         return Look(self.settings["http.title"], self.settings["http.intro"], list_template(text) if text else None)
 
-    def servers_xml(self, request: Request) -> Answer:
+    def servers_xml(self, request: Request) -> Union[Answer, Later]:
         game = request.query.get("game", "hyperbol")
         if game not in GAME_TITLES and game not in self.settings["games"]:
             raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-        return self.rendered("servers.xml", game, request, XML_TYPE, lambda now: servers_xml(
-            parts(self.registry.in_order(game), "servers.xml", server_xml), self.epoch + now))
+        return self.rendered("servers.xml", game, request, XML_TYPE, lambda servers, now: servers_xml(
+            parts(servers, "servers.xml", server_xml), self.epoch + now))
 
     def announce(self, request: Request) -> Answer:
         """An announcement by HTTP; the address is the connection's."""
@@ -5145,25 +5247,30 @@ class Web(TcpProtocol):
             raise HttpError(404, "No server of %s on port %d is listed here as %s." % (source, port, game))
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
 
-    def page(self, request: Request) -> Answer:
+    def page(self, request: Request) -> Union[Answer, Later]:
         game, chosen = self.chosen(request)
         if chosen is None:
-            return self.rendered("page", game, request, HTML_TYPE, lambda now: self.list_page(self.registry.in_order(game), game, now))
+            return self.rendered("page", game, request, HTML_TYPE, lambda servers, now: self.list_page(servers, game, now), PAGE_ROWS)
         return Answer(self.list_page(chosen, game, request.now, request.query.get("name", ""), whole_number(request, "players_min", 0, PLAYERS_MAX)),
                       HTML_TYPE, shared=True)
 
     def list_page(self, servers: List[Server], game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
         wall = now + self.epoch
         titles, recent = self.titles(), self.core.recent()
-        counts = {id: census[0] for id, census in self.registry.census.items() if census[0]}
+        counts = {id: len(listed) for id, listed in self.registry.games.items() if listed}
         seen = SeenCells(wall)
+        shown = servers[:PAGE_ROWS]
         rows: List[str] = []
-        for server, (before, after) in zip(servers, parts(servers[:PAGE_ROWS], "row", lambda server: server_row(
+        for server, (before, after) in zip(shown, parts(shown, "row", lambda server: server_row(
                 server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))):
             rows += (before, seen[int(server.last_seen + self.epoch)], after)
-        shown_titles = {id: title for id, title in titles.items() if id in counts or id == game}
-        return list_page(shown_titles, counts, game, "".join(rows), len(servers), sum(server.players for server in servers), wall, self.look(),
-                         name, players_min, self.hint(game), sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
+        if name or players_min:
+            players = sum(server.players for server in servers)
+        else:
+            players = sum(self.registry.census[id][1] for id in ([game] if game else counts))
+        return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, "".join(rows),
+                         len(shown), len(servers), players, self.look(), name, players_min, self.hint(game),
+                         sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
@@ -5229,7 +5336,7 @@ class Web(TcpProtocol):
                     at, outcome = server.last_seen, "listed"
                 findings.append((at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
-        ban = rules.ban(address)
+        ban = rules.ban(*addresses)
         if ban:
             findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
         return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
@@ -5607,12 +5714,16 @@ class Connection:
             return
         self.tally.received += 1
         self.tally.bytes_in += len(data)
+        self.progressed(now)
         self.call(self.session.receive, data, now)
+
+    def progressed(self, now: float) -> None:
+        self.progress_at = now
+        self.loop.progressed(self)
 
     def call(self, method: Callable[..., bytes], *arguments: Any) -> None:
         """Let the session work, then write what it gives."""
         now = arguments[-1]
-        self.progress_at = now
         try:
             data = method(*arguments)
         except Malformed as error:
@@ -5625,13 +5736,16 @@ class Connection:
             log.exception("%s %s: a connection ended in an error of the program", self.address, self.name)
             data = b""
             self.session.done = True
-        if self.session.job is not None and not self.working:
-            self.working = True
-            self.loop.disk.submit(self.session.job, self.resumed)
         if data:
             if not self.out:
                 self.out_since = now
             self.out = bytes(self.out) + data if self.out else data
+        if self.session.job is not None and not self.working:
+            self.working = True
+            if self.loop.disk.jobs.qsize() < WORKER_JOBS:
+                self.loop.disk.submit(self.session.job, self.resumed)
+            else:
+                self.resumed(RuntimeError("too many others wait"), now)
         if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
             self.woken_at = self.session.wake_at
             self.loop.wake_at(self.woken_at, self)
@@ -5654,7 +5768,7 @@ class Connection:
             except OSError:
                 self.close(now)
                 return
-            self.progress_at = now
+            self.progressed(now)
             self.tally.bytes_out += sent
             if sent == len(self.out):
                 self.out = b""
@@ -5704,13 +5818,10 @@ class Connection:
             if now >= self.linger_until:
                 self.close(now)
         elif self.out:
-            if now - self.progress_at >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
+            if now - max(self.progress_at, self.out_since) >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
                 self.close(now)
         elif not self.working:
-            progress_at = self.progress_at
             self.call(self.session.tick, now)
-            if not self.out:
-                self.progress_at = progress_at          # a tick is no sign of life
 
     def close(self, now: float) -> None:
         if self.sock.fileno() < 0:
@@ -5742,11 +5853,15 @@ class Acceptor:
                     self.pause(now, error)
                     return
                 continue            # the peer has gone already
+            if self.loop.health.pop("descriptors", None):
+                log.info("%s: connections are accepted again", self.name)
             self.loop.accepted(self, sock, canonical(peer[0]), now)
 
     def pause(self, now: float, error: OSError) -> None:
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop."""
-        log.warning("%s: no new connections for a second: %s", self.name, error.strerror)
+        if "descriptors" not in self.loop.health:
+            log.warning("%s: no new connections for now: %s", self.name, error.strerror)
+            self.loop.health["descriptors"] = str(error.strerror)
         self.paused_until = now + ACCEPT_PAUSE_S
         self.loop.selector.unregister(self.sock)
 
@@ -5788,7 +5903,10 @@ class Worker:
     def deliver(self, now: float) -> None:
         while self.results:
             done, result = self.results.popleft()
-            done(result, now)
+            try:
+                done(result, now)
+            except Exception:
+                log.exception("an error of the program after work of the thread %s", self.name)
 
     def stop(self, timeout: float) -> None:
         if self.thread is not None:
@@ -5798,6 +5916,7 @@ class Worker:
 
 SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
+CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
 
@@ -5810,6 +5929,7 @@ class Keeper:
         self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
         self.renewed = 0
         self.saved_at = self.minute = 0.0
+        self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
     def restore(self, now: float, wall: float) -> List[Server]:
@@ -5817,7 +5937,12 @@ class Keeper:
         self.storage.open(wall)
         servers = []
         for row in self.storage.load(wall):
-            server = restored_server(row, now, wall)
+            try:
+                server = restored_server(row, now, wall)
+            except Malformed as error:
+                log.warning("a server in the database cannot be read: %s", error)
+                self.registry.left.add(row[:3])
+                continue
             try:
                 self.registry.admit(server.game, server.address, server.port, server.source, server.name)
             except Refused:
@@ -5838,11 +5963,13 @@ class Keeper:
             return
         self.saved_at = now
         registry = self.registry
-        if self.whole:
+        stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that was put right since
+        self.epoch = wall - now
+        if self.whole or stepped:
             registry.altered.update(registry.in_order())
         seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
         registry.seen, registry.altered, registry.left = set(), set(), set()
-        players = registry.in_order() if wall // 60 != self.minute else None
+        players = registry.servers() if wall // 60 != self.minute else None
         self.minute = wall // 60
         if seen or altered or left or players is not None:
             self.busy = True
@@ -5899,19 +6026,33 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
 
 
 def restored_server(row: ListedRow, now: float, wall: float) -> Server:
-    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types."""
+    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types and
+    sizes; a row whose address or times are noise is Malformed."""
     game, address, port, expires, first_seen, last_seen, text = row
+    if not is_unicast(address) or not 0 < port <= 65535 or not all(map(math.isfinite, (expires, first_seen, last_seen))):
+        raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         fields = {}
     server = Server(game, address, port, address, now, 0.0)
     for name in STORED:
         value, usual = fields.get(name), getattr(server, name)
-        if type(value) is type(usual) or name == "playing" and type(value) is int:
-            setattr(server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+        if type(value) is not type(usual) and not (name == "playing" and type(value) is int):
+            continue
+        if isinstance(value, str):
+            value = clean(value, TEXT_CHARACTERS)
+        elif isinstance(value, dict):
+            value = {clean(key): clean(told, TEXT_CHARACTERS) for key, told in value.items() if isinstance(told, str)}
+        elif type(value) is int:
+            value = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
+        setattr(server, name, value)
+    if not is_unicast(server.source):
+        server.source = address
+    if server.verified not in VERIFIED:
+        server.verified = "self-reported"
     server.unconfirmed = True
     server.first_seen = now - max(0.0, wall - first_seen)
     server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
@@ -5953,6 +6094,9 @@ class Loop:
     def forget(self, connection: Connection) -> None:
         """The connection is about to be closed."""
         raise NotImplementedError
+
+    def progressed(self, connection: Connection) -> None:
+        """Something went in or out."""
 
     def wake_at(self, at: float, connection: Connection) -> None:
         """Tick the connection's session at this time too."""
@@ -6042,14 +6186,16 @@ class MasterServer(Loop):
         self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies,
                          self.health, self.listeners, self.gauges, lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
+        self.tell: Callable[[str], None] = lambda state: None       # how we are, to whoever started us
+        self.descriptors = descriptor_limit()
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
-        self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
-        self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()
+        self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
+        self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
         super().__init__()
@@ -6061,8 +6207,6 @@ class MasterServer(Loop):
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watchers.append(functools.partial(self.report, on_event))
-        self.datagram_limiter = Limiter(self.settings["limits.datagrams"], self.rules.verdict)
-        self.connection_limiter = Limiter(self.settings["limits.connections"], self.rules.verdict)
 
     # Sockets
 
@@ -6153,7 +6297,7 @@ class MasterServer(Loop):
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
-                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.datagram_limiter)
+                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.rules.datagrams)
             else:
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)
@@ -6161,24 +6305,35 @@ class MasterServer(Loop):
 
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
         source = source_key(address)
-        exempt = self.rules.verdict(address)
-        if (exempt == BLOCKED or not self.connection_limiter.allow(address, now)
-                or exempt != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"]):
+        verdict = self.rules.verdict(address)
+        if verdict == BLOCKED:
             acceptor.tally.limited += 1
             sock.close()
             return
-        if len(self.connections) >= self.settings["limits.connections_total"]:
-            self.make_room(now)
+        limited = (not self.rules.connections.allow(address, now)
+                   or verdict != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"])
+        most, refused_most = self.room()
         sock.setblocking(False)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             pass
-        session = acceptor.protocol.session(address, now)
+        if limited:
+            acceptor.tally.limited += 1
+            session = acceptor.protocol.refusal(address, now)
+            if len(self.refused) >= refused_most:
+                next(iter(self.refused)).close(now)
+        else:
+            acceptor.tally.connections += 1
+            session = acceptor.protocol.session(address, now)
+            if len(self.connections) >= most:
+                self.make_room(now)
         connection = Connection(self, sock, address, session, acceptor.tally, acceptor.name, now)
-        acceptor.tally.connections += 1
-        self.connections[connection] = None
-        self.connections_by_source[source] += 1
+        if limited:
+            self.refused[connection] = None
+        else:
+            self.connections[connection] = None
+            self.connections_by_source[source] += 1
         self.selector.register(sock, selectors.EVENT_READ, connection.ready)
         connection.call(session.opened, now)
         if not acceptor.protocol.speaks_first and sock.fileno() >= 0:
@@ -6187,9 +6342,19 @@ class MasterServer(Loop):
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
 
+    def room(self) -> Tuple[int, int]:
+        """How many connections there may be, and how many refused ones beside them: as the ini says, and as descriptors allow."""
+        free = max(2, self.descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
+        refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
+        return min(self.settings["limits.connections_total"], free - refused), refused
+
+    def progressed(self, connection: Connection) -> None:
+        if connection in self.connections:
+            self.connections.move_to_end(connection)
+
     def make_room(self, now: float) -> None:
         """Close the connection that has been idle for longest, publishing servers last."""
-        idle = min(self.connections, key=lambda c: (c.session.kept, c.progress_at))
+        idle = next((connection for connection in self.connections if not connection.session.kept), next(iter(self.connections)))
         idle.tally.limited += 1
         idle.close(now)
 
@@ -6198,6 +6363,9 @@ class MasterServer(Loop):
             self.selector.unregister(connection.sock)
         except KeyError:
             pass
+        if connection in self.refused:
+            del self.refused[connection]
+            return
         self.connections.pop(connection, None)
         self.connections_by_source[connection.source] -= 1
         if self.connections_by_source[connection.source] <= 0:
@@ -6214,13 +6382,18 @@ class MasterServer(Loop):
             while not self.stopping:
                 wait = min(next_tick, self.timers[0][0] if self.timers else next_tick) - time.monotonic()
                 events = self.selector.select(max(0.0, wait))
-                now = time.monotonic()
+                now = turn = time.monotonic()
                 for key, mask in events:
-                    key.data(mask, now)
+                    self.guarded(key.data, mask, now)
+                    if time.monotonic() - turn >= TURN_S:
+                        now = turn = time.monotonic()
+                        for source in self.endpoints:
+                            if isinstance(source, Datagrams):
+                                self.guarded(source.ready, selectors.EVENT_READ, now)
                 while self.timers and self.timers[0][0] <= now:
                     connection = heapq.heappop(self.timers)[2]
                     if connection.sock.fileno() >= 0:
-                        connection.tick(now)
+                        self.guarded(connection.tick, now)
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
@@ -6237,20 +6410,17 @@ class MasterServer(Loop):
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
-        self.registry.expire(now)
+        self.guarded(self.registry.expire, now)
         self.log_events()
-        if self.watchdog_s and now >= self.watchdog_at:
-            self.watchdog_at = now + self.watchdog_s
-            notify("WATCHDOG=1")
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.tick, now)
         for protocol in self.protocols:
-            self.guarded(functools.partial(self.tick_protocol, protocol), now)
-        for connection in list(self.connections):
-            connection.tick(now)
+            self.guarded(self.tick_protocol, protocol, now)
+        for connection in list(self.connections) + list(self.refused):
+            self.guarded(connection.tick, now)
         if self.keeper:
-            self.keeper.tick(now, now + epoch)
+            self.guarded(self.keeper.tick, now, now + epoch)
         else:
             self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
@@ -6260,7 +6430,8 @@ class MasterServer(Loop):
             self.ini_stamp = stamp
         if self.reload_asked:
             self.reload_asked = False
-            self.reload()
+            self.guarded(self.reload)
+        self.tell("WATCHDOG=1")
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6273,11 +6444,12 @@ class MasterServer(Loop):
             if not any(source.send(data, to) for source in sockets if source.sock.family == family) and sockets:
                 sockets[0].tally.unsent += 1
 
-    def guarded(self, tick: Callable[[float], None], now: float) -> None:
+    def guarded(self, call: Callable[..., None], *arguments: Any) -> None:
+        """No fault of the program in one place ends it in the others."""
         try:
-            tick(now)
+            call(*arguments)
         except Exception:
-            log.exception("an error of the program in the tick of %s", tick)
+            log.exception("an error of the program in %s%s", call, arguments)
 
     def stamp(self) -> Any:
         """What changes when the ini or a file that it names does."""
@@ -6294,9 +6466,11 @@ class MasterServer(Loop):
         """Read the settings again. With any error the old ones stay in force, whole."""
         if self.read_again is None:
             return
-        notify("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
+        self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
             new = self.read_again()
+            if self.settings.path and not new.path:
+                raise SettingsError("%s: it is gone" % self.settings.path)
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
         else:
@@ -6310,19 +6484,17 @@ class MasterServer(Loop):
             if any(row.live for row in different):
                 self.apply()
             log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
-        notify("READY=1")
+        self.tell("READY=1")
 
     def apply(self) -> None:
         """Let the live settings take effect."""
         settings = self.settings
         self.rules.read(settings)
-        self.datagram_limiter.set_rate(settings["limits.datagrams"])
-        self.connection_limiter.set_rate(settings["limits.connections"])
         self.poller.read(settings)
         for protocol in self.protocols:
             protocol.read(settings)
         self.registry.apply_rules()
-        if "server.log_level" in settings.given:
+        if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(settings["server.log_level"].upper())
 
     def woken(self, mask: int, now: float) -> None:
@@ -6345,7 +6517,7 @@ class MasterServer(Loop):
             self.state = "closed"
         now = time.monotonic()
         self.log_events()
-        for connection in list(self.connections):
+        for connection in list(self.connections) + list(self.refused):
             connection.close(now)
         for source in self.endpoints:
             source.sock.close()
@@ -6394,21 +6566,38 @@ def read_text_files(settings: Settings) -> None:
         raise SettingsError("[http] template = %s: %s" % (settings.file("http.template"), error)) from None
 
 
-def notify(state: str) -> None:
-    """Tell systemd (sd_notify(3)) how we are, if it asked to know."""
-    path = os.environ.get("NOTIFY_SOCKET", "")
-    if path and hasattr(socket, "AF_UNIX"):
+def descriptor_limit(raise_to: int = 0) -> int:
+    """How many files and sockets this process may have open; what it may raise by itself is raised."""
+    if WINDOWS:
+        return 512                          # what its select() serves
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < raise_to:
+        soft = raise_to if hard == resource.RLIM_INFINITY else min(raise_to, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class ServiceManager:
+    """systemd, if it started us: told by datagrams how we are, sd_notify(3)."""
+
+    def __init__(self) -> None:
+        path = os.environ.get("NOTIFY_SOCKET", "")
+        self.path = "\0" + path[1:] if path.startswith("@") else path
+        self.sock: Optional[socket.socket] = None
+        if path and hasattr(socket, "AF_UNIX"):
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)       # kept: later there may be no descriptor left
+            self.sock.setblocking(False)
+
+    def tell(self, state: str) -> None:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
+            if self.sock is not None:
+                self.sock.sendto(state.encode(), self.path)
         except OSError as error:
             log.debug("systemd cannot be told: %s", error)
 
-
-def watchdog_interval() -> float:
-    """Seconds between two signs of life: half of what systemd grants (sd_watchdog_enabled(3)); 0 if it does not watch this process."""
-    usec, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
-    return int(usec) / 2e6 if usec.isdigit() and pid in ("", str(os.getpid())) else 0.0
+    def close(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
 
 
 def resolved(host: str) -> str:
@@ -7606,7 +7795,8 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
-    settings = Settings.load(arguments.config or beside, arguments.set, missing_ok=not arguments.config)
+    overrides = arguments.set + ["server.log_level=debug"] * arguments.verbose
+    settings = Settings.load(arguments.config or beside, overrides, missing_ok=not arguments.config)
     read_text_files(settings)
     return settings
 
@@ -7640,6 +7830,17 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
             signal.signal(getattr(signal, name), lambda number, frame: stop())
 
 
+class Sparing(logging.Filter):
+    """Lets through as many tracebacks as FAULT_RATE has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limiter = Limiter(FAULT_RATE)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.exc_info or self.limiter.allow("", time.monotonic())
+
+
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
     path = settings.file("server.log_file")
@@ -7650,6 +7851,8 @@ def start_log(settings: Settings, verbose: bool) -> None:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
         handler = logging.StreamHandler()
+    handler.addFilter(Sparing())
+    logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if verbose else settings["server.log_level"].upper())
@@ -7773,7 +7976,10 @@ def command_check(settings: Settings) -> int:
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings, arguments.verbose)
     sys.setswitchinterval(SWITCH_S)
+    manager = ServiceManager()
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
+    server.tell = manager.tell
+    server.descriptors = descriptor_limit(raise_to=settings["limits.connections_total"] + 2 * REFUSED_CONNECTIONS)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)
@@ -7788,12 +7994,12 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
             write_ready_file(arguments.ready_file, server.listeners)
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
-        notify("READY=1")
-        server.watchdog_s = watchdog_interval()
+        server.tell("READY=1")
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
         server.stop()
+        manager.close()
     for name, tally in server.tallies.items():
         log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in tally.items() if item[1]) or "nothing")
     return EXIT_OK
