@@ -6191,6 +6191,7 @@ class MasterServer(Loop):
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
+        self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
@@ -6412,6 +6413,9 @@ class MasterServer(Loop):
                 protocol.epoch = epoch
         self.guarded(self.registry.expire, now)
         self.log_events()
+        if self.watchdog_s and now >= self.watchdog_at:
+            self.watchdog_at = now + self.watchdog_s
+            self.tell("WATCHDOG=1")
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.tick, now)
@@ -6431,7 +6435,6 @@ class MasterServer(Loop):
         if self.reload_asked:
             self.reload_asked = False
             self.guarded(self.reload)
-        self.tell("WATCHDOG=1")
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6598,6 +6601,12 @@ class ServiceManager:
     def close(self) -> None:
         if self.sock is not None:
             self.sock.close()
+
+
+def watchdog_interval() -> float:
+    """Seconds between two signs of life: half of what systemd grants (sd_watchdog_enabled(3)); 0 if it does not watch this process."""
+    usec, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    return int(usec) / 2e6 if usec.isdigit() and pid in ("", str(os.getpid())) else 0.0
 
 
 def resolved(host: str) -> str:
@@ -7995,6 +8004,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
         server.tell("READY=1")
+        server.watchdog_s = watchdog_interval()
         server.run()
     finally:
         signal.set_wakeup_fd(-1)
