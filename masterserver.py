@@ -827,8 +827,9 @@ Rank = Tuple[int, bool, int, str]
 NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
-STORED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
-          "responding", "details", "source")
+# What outlives a restart, in this order; what comes new comes last
+STORED = {"name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str,
+          "flavor": int, "verified": str, "responding": bool, "details": dict, "source": str}
 
 
 rank_of = operator.attrgetter("rank")
@@ -5410,8 +5411,8 @@ def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
 def remembered(game: str, address: str, port: int, known: Remembered) -> types.SimpleNamespace:
     """A server that has left, as pages show it."""
     try:
-        name = json.loads(known.fields).get("name", "")
-    except (ValueError, AttributeError):
+        name = json.loads(known.fields)[0]
+    except (ValueError, LookupError, TypeError):
         name = ""
     return types.SimpleNamespace(game=game, address=address, port=port, name=clean(str(name)), first_seen=known.first_seen, last_seen=known.last_seen)
 
@@ -6026,10 +6027,13 @@ class Keeper:
 
 
 def stored_row(server: Server, epoch: float) -> ListedRow:
-    fields: Dict[str, Any] = {name: getattr(server, name) for name in STORED}
-    fields["lasting"] = server.lifetime == float("inf")
+    fields = [getattr(server, name) for name in STORED]
+    fields.append(server.lifetime == float("inf"))
     return (*server.key, server.last_seen + min(server.lifetime, LASTING_S) + epoch, server.first_seen + epoch, server.last_seen + epoch,
             json.dumps(fields, ensure_ascii=False))
+
+
+FIELDS = json.JSONDecoder()         # json.loads() makes one each time; 10,000 rows are read at a start
 
 
 def restored_server(row: ListedRow, now: float, wall: float) -> Server:
@@ -6039,21 +6043,20 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     if not is_unicast(address) or not 0 < port <= 65535 or not all(map(math.isfinite, (expires, first_seen, last_seen))):
         raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
     try:
-        fields = json.loads(text)
+        fields, _ = FIELDS.raw_decode(text)
     except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        fields = {}
+        fields = []
+    if type(fields) is not list:
+        fields = []
     server = Server(game, address, port, address, now, 0.0)
-    for name in STORED:
-        value, usual = fields.get(name), getattr(server, name)
-        if type(value) is not type(usual) and not (name == "playing" and type(value) is int):
+    for (name, kind), value in zip(STORED.items(), fields):
+        if type(value) is not kind:
             continue
-        if isinstance(value, str):
+        if kind is str and value:
             value = clean(value, TEXT_CHARACTERS)
-        elif isinstance(value, dict):
+        elif kind is dict:
             value = {clean(key): clean(told, TEXT_CHARACTERS) for key, told in value.items() if isinstance(told, str)}
-        elif type(value) is int:
+        elif kind is int:
             value = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
         setattr(server, name, value)
     if server.source != address and not is_unicast(server.source):
@@ -6063,7 +6066,8 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     server.unconfirmed = True
     server.first_seen = now - max(0.0, wall - first_seen)
     server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
-    server.lifetime = expires - last_seen if not fields.get("lasting") else now + RESTORED_S - server.last_seen
+    lasting = fields[len(STORED):] == [True]
+    server.lifetime = now + RESTORED_S - server.last_seen if lasting else expires - last_seen
     return server
 
 
