@@ -5925,6 +5925,7 @@ class Worker:
 SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
 CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
+YEAR_3000 = 32503680000             # seconds; a time on disk that is later is noise
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
 
@@ -6040,7 +6041,7 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types and
     sizes; a row whose address or times are noise is Malformed."""
     game, address, port, expires, first_seen, last_seen, text = row
-    if not is_unicast(address) or not 0 < port <= 65535 or not all(map(math.isfinite, (expires, first_seen, last_seen))):
+    if not is_unicast(address) or not 0 < port <= 65535 or not all(0 <= at < YEAR_3000 for at in (expires, first_seen, last_seen)):
         raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
     try:
         fields, _ = FIELDS.raw_decode(text)
