@@ -2892,6 +2892,8 @@ class SubSpaceList(UdpProtocol):
                     link.closed = True
                     break
                 surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
+                if surplus > 0 and packet[:2] != b"\0\3":       # for the list alone there is no other way
+                    continue
                 if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus(peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
@@ -5779,7 +5781,11 @@ class Acceptor:
                 continue            # the peer has gone already
             if self.loop.health.pop("descriptors", None):
                 log.info("%s: connections are accepted again", self.name)
-            self.loop.accepted(self, sock, canonical(peer[0]), now)
+            try:
+                self.loop.accepted(self, sock, canonical(peer[0]), now)
+            except BaseException:
+                sock.close()
+                raise
 
     def pause(self, now: float, error: OSError) -> None:
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop."""
@@ -5841,6 +5847,7 @@ class Worker:
 SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
 CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
+WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
 
@@ -5953,7 +5960,7 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types and
     sizes; a row whose address or times are noise is Malformed."""
     game, address, port, expires, first_seen, last_seen, text = row
-    if not is_unicast(address) or not 0 < port <= 65535 or not all(map(math.isfinite, (expires, first_seen, last_seen))):
+    if not is_unicast(address) or not 0 < port <= 65535 or not all(0 <= at < WALL_END for at in (expires, first_seen, last_seen)):
         raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
     try:
         fields = json.loads(text)
@@ -6439,6 +6446,7 @@ class MasterServer(Loop):
             if self.state == "closed":
                 return
             self.state = "closed"
+        self.tell("STOPPING=1")
         now = time.monotonic()
         self.log_events()
         for connection in list(self.connections) + list(self.refused):
