@@ -260,7 +260,7 @@ def read_known_hyperbol(text: str) -> Tuple[str, int, int]:
 def read_pattern(text: str) -> Pattern:
     try:
         return re.compile(text, re.IGNORECASE)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError, Warning) as error:       # warnings where Python is told to raise them
         raise ValueError("%r is not a regular expression: %s" % (text, error)) from None
 
 
