@@ -31,6 +31,7 @@ Licence: MIT, see the end of README.md.
 from __future__ import annotations
 
 import argparse
+import bisect
 import codecs
 import collections
 import configparser
@@ -133,6 +134,8 @@ GZIP_MIN_BYTES = 600                # below this the header costs more than it s
 GZIP_INLINE_BYTES = 65536           # compressed in the event loop (1 ms); more is done in the worker
 GZIP_LEVEL = 5                      # within 3 % of level 9 on lists, at a third of its time
 RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
+RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in the worker
+RENDER_SERVER_S = 0.0001            # ten times what one server takes in it
 RENDER_STALE_S = 15.0               # and at least so often, for the times in it
 CACHE_S = 5                         # what a cache in front may keep: the page refreshes every 5 s
 PAGE_ROWS = 2000                    # rows on one page; a search finds the others
@@ -329,7 +332,7 @@ SETTINGS = (
             "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
             "How much is logged; debug tells of every bad packet.", live=True),
-    Setting("server", "log_file", "", read_text, "A file for the log, rotated at 10 MB; empty: standard error."),
+    Setting("server", "log_file", "", read_text, "A file for the log, from the folder of this file on, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
     Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
@@ -787,7 +790,7 @@ class Server:
     game: str
     address: str
     port: int
-    rank: Tuple[Any, ...]
+    rank: Rank
 
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float) -> None:
         self.game, self.address, self.port, self.source = game, address, port, source
@@ -813,11 +816,39 @@ class Server:
         self.rank = (-self.priority, not self.official, -self.players, self.name.casefold())
 
 
+Rank = Tuple[int, bool, int, str]
 NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
 STORED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
           "responding", "details", "source")
+
+
+rank_of = operator.attrgetter("rank")
+
+
+class Order:
+    """The servers of one list in the master's order. Whoever changes is taken out and put in again where it belongs: to sort 10,000
+    servers takes 5 ms even if they are in order, as each of them must be looked at."""
+
+    def __init__(self, servers: List[Server]) -> None:
+        """`servers` in order."""
+        self.servers = servers
+        self.ranks = [server.rank for server in servers]
+        self.moved: Dict[Server, Optional[Rank]] = {}           # who has changed since: the rank it has here, None if it is new
+
+    def mend(self, listed: Callable[[Server], bool]) -> None:
+        for server, rank in self.moved.items():
+            if rank is not None:
+                at = bisect.bisect_left(self.ranks, rank)
+                while self.servers[at] is not server:           # others of the same rank
+                    at += 1
+                del self.servers[at], self.ranks[at]
+            if listed(server):
+                at = bisect.bisect_right(self.ranks, server.rank)
+                self.servers.insert(at, server)
+                self.ranks.insert(at, server.rank)
+        self.moved.clear()
 
 
 class Registry:
@@ -834,9 +865,7 @@ class Registry:
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
-        # The order of each list that somebody reads ("": all games), and who has changed since it was made
-        self.orders: Dict[str, List[Server]] = {}
-        self.moved: Dict[str, Set[Server]] = {}
+        self.orders: Dict[str, Order] = {}          # of each list that somebody reads; "": all games
         # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
@@ -910,7 +939,7 @@ class Registry:
         if server.unconfirmed:
             server.unconfirmed = False
             self.schedule(server)           # its lifetime may be shorter than the one it was restored with
-            self.changed("changed", server)
+            self.changed("changed", server, server.rank)
 
     def update(self, server: Server, fields: Mapping[str, Any]) -> None:
         """Take over what the server told; the lists change only if something did."""
@@ -922,8 +951,9 @@ class Registry:
             setattr(server, name, value)
         self.fit_players(server)
         self.count(server, 1)
+        rank = server.rank
         server.set_rank()
-        self.changed("changed", server)
+        self.changed("changed", server, rank)
 
     def move_source(self, server: Server, source: str) -> None:
         if server.source != source:
@@ -945,7 +975,7 @@ class Registry:
         self.count(server, -1)
         self.uncount_source(server)
         self.total -= 1
-        self.changed("gone", server)
+        self.changed("gone", server, server.rank)
 
     def fit_players(self, server: Server) -> None:
         server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
@@ -960,12 +990,13 @@ class Registry:
         census[1] += sign * server.players
         census[2] += sign * (server.players if server.playing is None else server.playing)
 
-    def changed(self, event: str, server: Server) -> None:
+    def changed(self, event: str, server: Server, rank: Optional[Rank] = None) -> None:
+        """`rank`: what it was before the change, None for a new server."""
         self.generation += 1
         server.parts = None
-        for order in (server.game, ""):
-            if order in self.moved:
-                self.moved[order].add(server)
+        for game in (server.game, ""):
+            if game in self.orders:
+                self.orders[game].moved.setdefault(server, rank)
         if event == "gone":
             self.left.add(server.key)
             self.altered.discard(server)
@@ -989,8 +1020,9 @@ class Registry:
             before = server.official, server.priority
             self.mark(server)
             if before != (server.official, server.priority):
+                rank = server.rank
                 server.set_rank()
-                self.changed("changed", server)
+                self.changed("changed", server, rank)
 
     def schedule(self, server: Server) -> None:
         ends = server.last_seen + server.lifetime
@@ -1021,16 +1053,12 @@ class Registry:
 
     def in_order(self, game: str = "") -> List[Server]:
         """The same, shared and not to be changed, for the event loop alone: only who has changed is put in its place anew."""
-        moved = self.moved.get(game)
-        if moved is None:
-            self.orders[game] = self.servers(game)
-        elif moved:
-            order = [server for server in self.orders[game] if server not in moved]
-            order += [server for server in moved if self.get(*server.key) is server]
-            order.sort(key=rank_of)         # two sorted runs: merged, not sorted
-            self.orders[game] = order
-        self.moved[game] = set()
-        return self.orders[game]
+        order = self.orders.get(game)
+        if order is None or len(order.moved) > len(order.servers) // 8:
+            order = self.orders[game] = Order(self.servers(game))
+        else:
+            order.mend(lambda server: self.get(*server.key) is server)
+        return order.servers
 
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
@@ -1043,14 +1071,11 @@ class Registry:
         heard[key] = now, outcome, detail
 
 
-rank_of = operator.attrgetter("rank")
-
-
 def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
-        made = server.parts
+        made = server.parts         # the event loop may take it away while the worker renders
         if made is None:
             made = server.parts = {}
         part = made.get(name)
@@ -1058,6 +1083,24 @@ def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any])
             part = made[name] = render(server)
         out.append(part)
     return out
+
+
+class Rendered:
+    """One game's list in one form, made anew when a server has changed: at most once in RENDER_S, a short list sooner, so that a tenth
+    of the time goes into it at the most."""
+
+    def __init__(self, registry: Registry, game: str, make: Callable[[List[Server]], Any]) -> None:
+        self.registry, self.game, self.make = registry, game, make
+        self.generation = -1
+        self.made_at = float("-inf")
+        self.made: Any = None
+
+    def get(self, now: float) -> Any:
+        generation = self.registry.generation
+        if generation != self.generation and now - self.made_at >= min(RENDER_S, RENDER_SERVER_S * len(self.registry.games.get(self.game, ()))):
+            self.made = self.make(self.registry.in_order(self.game))
+            self.generation, self.made_at = generation, now
+        return self.made
 
 
 # =====================================================================================================================
@@ -1718,6 +1761,7 @@ class Core(NamedTuple):
     storage: Optional[Storage] = None       # only for jobs in the worker
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
+    listeners: Sequence[Any] = ()           # with .protocol and .port
     gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
     recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict         # the last day's hourly player counts
     # (path, bytes, done): done(the first bytes of the file, or an OSError, now) follows later
@@ -2137,7 +2181,7 @@ class Hyperbol(TcpProtocol, Querier):
         self.registry, self.poller = core.registry, core.poller
         self.known = Known(core, self)
         self.rules = core.registry.rules
-        self.rendered: Tuple[int, bytes, bytes] = (-1, b"", b"")        # generation, official servers, all servers
+        self.lists = Rendered(self.registry, self.game, hyperbol_lists)
         core.announcers[self.game] = self.announce
         self.registry.watchers.append(self.watch)
         for server in self.registry.servers(self.game):
@@ -2162,14 +2206,8 @@ class Hyperbol(TcpProtocol, Querier):
     def greeting(self, key: int) -> bytes:
         return HYPERBOL_GREETING.pack(b"HBSL", key, self.registry.census[self.game][1])
 
-    def entries(self, filter: int) -> bytes:
-        if self.rendered[0] != self.registry.generation:
-            entries = [(server.flavor, HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor))
-                       for server in self.registry.in_order(self.game)
-                       if server.responding and ":" not in server.address]
-            self.rendered = (self.registry.generation, b"".join(entry for flavor, entry in entries if flavor),
-                             b"".join(entry for _, entry in entries))
-        _, official, everything = self.rendered
+    def entries(self, filter: int, now: float) -> bytes:
+        official, everything = self.lists.get(now)
         return everything if filter & HYPERBOL_UNOFFICIAL else official
 
     # The game servers
@@ -2264,12 +2302,23 @@ class HyperbolSession(Session):
         key, filter = struct.unpack_from("<IB", self.request)
         if key != self.key:
             raise Malformed("key: %08x instead of %08x" % (key, self.key))
-        return self.hyperbol.entries(filter) if self.hyperbol.rules.requests.allow(self.address, now) else b""
+        return self.hyperbol.entries(filter, now) if self.hyperbol.rules.requests.allow(self.address, now) else b""
 
     def tick(self, now: float) -> bytes:
         if self.wake_at is not None and now >= self.wake_at:
             self.done = True
         return b""
+
+
+def hyperbol_lists(servers: List[Server]) -> Tuple[bytes, bytes]:
+    """The official servers and all of them, 12 bytes each."""
+    shown = [server for server in servers if server.responding and ":" not in server.address]
+    entries = parts(shown, "hyperbol", hyperbol_entry)
+    return b"".join(entry for entry, server in zip(entries, shown) if server.flavor), b"".join(entries)
+
+
+def hyperbol_entry(server: Server) -> bytes:
+    return HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor)
 
 
 def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
@@ -2810,7 +2859,6 @@ class SubSpaceLink:
 LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
 LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
 LIST_LINKS = 512                    # open exchanges, of proven and of unproven peers each; a few kB apiece
-LIST_EDITION_S = 1.0                # a list is made anew at most so often
 
 
 class ListLink(SubSpaceLink):
@@ -2856,9 +2904,7 @@ class SubSpaceList(UdpProtocol):
         self.unproven_limiter = Limiter(LIST_UNPROVEN_RATE, core.registry.rules.verdict)
         self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
-        self.edition: List[Tuple[int, bytes]] = []          # players and list entry of each zone
-        self.edition_at = float("-inf")
-        self.edition_generation = -1
+        self.zones = Rendered(self.registry, "subspace", zone_list)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         link = self.proven.get(peer) or self.unproven.get(peer)
@@ -2913,12 +2959,13 @@ class SubSpaceList(UdpProtocol):
 
     def chunks(self, minimum: int, now: float) -> Iterator[bytes]:
         """The list of zones with at least so many players, in packets, made one by one as they can be sent."""
-        if now - self.edition_at >= LIST_EDITION_S and self.edition_generation != self.registry.generation:
-            zones = [server for server in self.registry.in_order("subspace")
-                     if ":" not in server.address and server.responding]
-            self.edition = list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
-            self.edition_at, self.edition_generation = now, self.registry.generation
-        return zone_chunks(self.edition, minimum)
+        return zone_chunks(self.zones.get(now), minimum)
+
+
+def zone_list(servers: List[Server]) -> List[Tuple[int, bytes]]:
+    """Players and list entry of each zone."""
+    zones = [server for server in servers if ":" not in server.address and server.responding]
+    return list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
 
 
 def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[bytes]:
@@ -3071,15 +3118,15 @@ def aio_text_part(server: Server) -> bytes:
     return b"%s#%s#%s#%d#" % (name, aio_escape(server.description), server.address.encode("ascii"), server.port)
 
 
-def aio_text_parts(servers: Iterable[Server]) -> List[bytes]:
-    return parts(servers, "aio text", aio_text_part) or [("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")]
+def aio_text_parts(servers: List[Server]) -> List[bytes]:
+    return parts(servers[:AIO_SERVERS], "aio text", aio_text_part) or [("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")]
 
 
-def aio_text_list(servers: Iterable[Server]) -> bytes:
+def aio_text_list(servers: List[Server]) -> bytes:
     return b"%12#" + b"".join(aio_text_parts(servers)) + b"%"
 
 
-def aio_document_list(servers: Iterable[Server]) -> bytes:
+def aio_document_list(servers: List[Server]) -> bytes:
     return b"%12#" + b"".join(b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers))) + b"%"
 
 
@@ -3088,8 +3135,8 @@ def aio_binary_part(server: Server) -> bytes:
                                 server.address.encode("ascii"), uintv(server.port))
 
 
-def aio_binary_list(servers: Iterable[Server]) -> bytes:
-    entries = parts(servers, "aio binary", aio_binary_part) or [
+def aio_binary_list(servers: List[Server]) -> bytes:
+    entries = parts(servers[:AIO_SERVERS], "aio binary", aio_binary_part) or [
         ("%s\0%s\0%s\0" % AIO_PLACEHOLDER[:3]).encode("ascii") + uintv(AIO_PLACEHOLDER[3])]
     return b"\x0c" + b"".join(struct.pack("<H", index) + entry for index, entry in enumerate(entries))
 
@@ -3098,8 +3145,8 @@ def aio_framed_part(server: Server) -> bytes:
     return bytes((len(server.address),)) + server.address.encode("ascii") + struct.pack("<H", server.port)
 
 
-def aio_framed_list(servers: Iterable[Server]) -> bytes:
-    entries = parts(servers, "aio framed", aio_framed_part)
+def aio_framed_list(servers: List[Server]) -> bytes:
+    entries = parts(servers[:AIO_SERVERS], "aio framed", aio_framed_part)
     return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
 
 
@@ -3137,7 +3184,7 @@ class AioText:
             return None
         session.buffer = rest
         if header == b"12":
-            return self.aio.rendered(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
+            return self.aio.list_for(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
         if header == b"NEWS":
             return self.aio.news_for(session, now)[0]
         if header == b"13":
@@ -3175,7 +3222,7 @@ class AioBinary:
         data = session.buffer
         if data[0] == 0x0C:
             session.buffer = data[1:]
-            return self.aio.rendered(aio_binary_list, session, now)
+            return self.aio.list_for(aio_binary_list, session, now)
         if data[0] != 0x0D:
             raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
         name, description, claim, rest = (data[1:].split(b"\0", 3) + [b"", b"", b""])[:4]
@@ -3226,7 +3273,7 @@ class AioFramed:
         if kind == 1:
             return self.aio.news_for(session, now)[1]
         if kind == 2:
-            return self.aio.rendered(aio_framed_list, session, now)
+            return self.aio.list_for(aio_framed_list, session, now)
         reason = "this master knows no request %d" % kind
         if kind == 3:
             reason = self.publish(session, payload[1] | payload[2] << 8, now)
@@ -3414,8 +3461,9 @@ class Aio(TcpProtocol, Querier):
         self.dialects = {name: spoken[name] for name in core.settings["aio.dialects"]}
         self.numbers = itertools.count()
         self.owners: Dict[Server, AioSession] = {}
-        # By what makes it: the registry's generation, when it was made, the bytes
-        self.lists: Dict[Callable[[Iterable[Server]], bytes], Tuple[int, float, bytes]] = {}
+        self.lists: Dict[Callable[[List[Server]], bytes], Rendered] = {
+            make: Rendered(self.registry, "aio", make)
+            for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
         self.rules = core.registry.rules
         self.registry.watchers.append(self.watch)
         self.read(core.settings)
@@ -3468,15 +3516,10 @@ class Aio(TcpProtocol, Querier):
 
     # Lists and news
 
-    def rendered(self, make: Callable[[Iterable[Server]], bytes], session: AioSession, now: float) -> bytes:
-        """A list, made anew if a server has changed; of a long list no more than a tenth of the time goes into that."""
+    def list_for(self, make: Callable[[List[Server]], bytes], session: AioSession, now: float) -> bytes:
         self.allow(session, now)
-        generation, made_at, body = self.lists.get(make, (-1, float("-inf"), b""))
-        rest_s = min(RENDER_S / 2, len(self.registry.games["aio"]) // 100 * 0.01)      # 10 µs a server, measured
-        if generation != self.registry.generation and now - made_at >= rest_s:
-            body = make(self.registry.in_order("aio")[:AIO_SERVERS])
-            self.lists[make] = self.registry.generation, now, body
-        return body
+        made: bytes = self.lists[make].get(now)
+        return made
 
     def news_for(self, session: AioSession, now: float) -> Tuple[bytes, bytes]:
         """The news as text and framed."""
@@ -4370,13 +4413,11 @@ def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Htm
                 count="" if count is None else Html("<small>%s</small>" % format(count, ",")))
 
 
-def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, total: int, players: int,
-              wall: float, look: Any,
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, shown: int, total: int, players: int, look: Any,
               name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> Html:
     """The list. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: joined
-    server_row(), PAGE_ROWS at most; total: how many servers match; players: on all of them; hint: what a game server
+    server_row(), `shown` of them; total: how many servers match; players: on all of them; hint: what a game server
     needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
-    shown = rows.count("<tr")                       # in the rows every other "<" is escaped or another tag
     if total > shown:
         status = "The first %s of %s. Search by name to find the others." % (
             format(shown, ","), plural(total, "server"))
@@ -4678,9 +4719,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.send_header("Cache-Control", "public, max-age=%d" % CACHE_S if answer.shared else "no-store")
         self.send_header("Connection", "close" if self.close_connection else "keep-alive")
         self.end_headers()
-        if self.command != "HEAD" and answer.status != 304:
-            self.wfile.write(answer.body)
-        return self.out.getvalue()
+        return self.out.getvalue() + (answer.body if self.command != "HEAD" and answer.status != 304 else b"")
 
     def matches(self, etag: str) -> bool:
         wanted = self.headers.get("If-None-Match", "") if self.command in ("GET", "HEAD") else ""
@@ -4759,7 +4798,7 @@ class HttpSession(Session):
             if piece is None:
                 break
             out.append(piece)
-        return b"".join(out)
+        return out[0] if len(out) == 1 else b"".join(out)
 
     def step(self, now: float) -> Optional[bytes]:
         """Read one request and answer it; None: it is not whole yet, or its answer comes later."""
@@ -4888,23 +4927,22 @@ def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) 
 
 
 class Rendering:
-    """One list as bytes, made once an edition if anybody asks for it."""
+    """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker."""
 
-    def __init__(self, type: str, make: Callable[[float], bytes]) -> None:
-        self.type = type
+    def __init__(self, make: Callable[[List[Server], float], bytes]) -> None:
         self.make = make
         self.edition = 0
         self.number = 0             # moves only when the bytes do
         self.body = b""
         self.gzipped: Optional[bytes] = None
 
-    def refresh(self, edition: int, now: float) -> None:
+    def refresh(self, edition: int, servers: List[Server], now: float) -> None:
         if edition != self.edition:
-            self.edition = edition
-            body = self.make(now)
+            body = self.make(servers, now)
             if body != self.body or not self.number:
                 self.body, self.gzipped = body, None
                 self.number += 1
+            self.edition = edition
 
 
 def to_json(value: Any) -> bytes:
@@ -5086,38 +5124,49 @@ class Web(TcpProtocol):
         body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
         return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
-    def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[float], bytes]) -> Answer:
+    def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[List[Server], float], bytes],
+                 rows: int = sys.maxsize) -> Union[Answer, Later]:
+        """The list `name` of a game, made by `make(servers, now)`, of which it takes `rows` at the most."""
         rendering = self.renderings.get((name, game))
         if rendering is None:
-            rendering = self.renderings[name, game] = Rendering(type, make)
+            rendering = self.renderings[name, game] = Rendering(make)
         self.turn(request.now)
-        rendering.refresh(self.edition, request.now)
-        etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
-        return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
 
-    def master_json(self, request: Request) -> Answer:
-        return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda now: self.master_json_frame(
-            parts(self.registry.in_order("iceball"), "master.json", iceball_json)))
+        def answer(done: Any) -> Answer:
+            etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
+            return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
+        if rendering.edition != self.edition:
+            servers = self.registry.in_order(game)
+            if min(len(servers), rows) > RENDER_INLINE_SERVERS:
+                return Later(functools.partial(rendering.refresh, self.edition, list(servers), request.now), answer)
+            rendering.refresh(self.edition, servers, request.now)
+        return answer(None)
+
+    def master_json(self, request: Request) -> Union[Answer, Later]:
+        return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda servers, now: self.master_json_frame(
+            parts(servers, "master.json", iceball_json)))
 
     def master_json_frame(self, servers: List[bytes]) -> bytes:
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
             ICEBALL_HBVERSION, self.settings["iceball.version"], b",\n".join(servers))
 
-    def servers_json(self, request: Request) -> Answer:
+    def servers_json(self, request: Request) -> Union[Answer, Later]:
         """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
         game, chosen = self.chosen(request)
         if chosen is None:
-            return self.rendered("servers.json", game, request, JSON_TYPE, lambda now: self.servers_json_frame(self.registry.in_order(game), now))
+            return self.rendered("servers.json", game, request, JSON_TYPE, self.servers_json_frame)
         return Answer(self.servers_json_frame(chosen, request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
 
     def servers_json_frame(self, servers: List[Server], now: float) -> bytes:
         epoch = self.epoch
         ends = SeenTimes(epoch)
-        rows: List[bytes] = []
+        out = [b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation)]
         for server, part in zip(servers, parts(servers, "servers.json", lambda server: server_json(server, epoch))):
-            rows.append(part)
-            rows.append(ends[int(server.last_seen)])
-        return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (now + epoch, self.registry.generation, b"".join(rows)[:-2])
+            out += part, ends[int(server.last_seen)]
+        if servers:
+            out[-1] = out[-1][:-2]          # no comma after the last
+        out.append(b"]}\n")
+        return b"".join(out)
 
     def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
         """The game asked for ("" for all), and the servers if a filter picks some of its list."""
@@ -5136,12 +5185,12 @@ class Web(TcpProtocol):
         text = self.settings.texts.get("http.template", "")
         return Look(self.settings["http.title"], self.settings["http.intro"], list_template(text) if text else None)
 
-    def servers_xml(self, request: Request) -> Answer:
+    def servers_xml(self, request: Request) -> Union[Answer, Later]:
         game = request.query.get("game", "hyperbol")
         if game not in GAME_TITLES and game not in self.settings["games"]:
             raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-        return self.rendered("servers.xml", game, request, XML_TYPE, lambda now: servers_xml(
-            parts(self.registry.in_order(game), "servers.xml", server_xml), self.epoch + now))
+        return self.rendered("servers.xml", game, request, XML_TYPE, lambda servers, now: servers_xml(
+            parts(servers, "servers.xml", server_xml), self.epoch + now))
 
     def announce(self, request: Request) -> Answer:
         """An announcement by HTTP; the address is the connection's."""
@@ -5200,29 +5249,36 @@ class Web(TcpProtocol):
             raise HttpError(404, "No server of %s on port %d is listed here as %s." % (source, port, game))
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
 
-    def page(self, request: Request) -> Answer:
+    def page(self, request: Request) -> Union[Answer, Later]:
         game, chosen = self.chosen(request)
         if chosen is None:
-            return self.rendered("page", game, request, HTML_TYPE, lambda now: self.list_page(self.registry.in_order(game), game, now))
+            return self.rendered("page", game, request, HTML_TYPE, lambda servers, now: self.list_page(servers, game, now), PAGE_ROWS)
         return Answer(self.list_page(chosen, game, request.now, request.query.get("name", ""), whole_number(request, "players_min", 0, PLAYERS_MAX)),
                       HTML_TYPE, shared=True)
 
     def list_page(self, servers: List[Server], game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
         wall = now + self.epoch
         titles, recent = self.titles(), self.core.recent()
-        counts = {id: census[0] for id, census in self.registry.census.items() if census[0]}
+        counts = {id: len(listed) for id, listed in self.registry.games.items() if listed}
         seen = SeenCells(wall)
+        shown = servers[:PAGE_ROWS]
         rows: List[str] = []
-        for server, (before, after) in zip(servers, parts(servers[:PAGE_ROWS], "row", lambda server: server_row(
+        for server, (before, after) in zip(shown, parts(shown, "row", lambda server: server_row(
                 server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))):
             rows += (before, seen[int(server.last_seen + self.epoch)], after)
-        shown_titles = {id: title for id, title in titles.items() if id in counts or id == game}
-        return list_page(shown_titles, counts, game, "".join(rows), len(servers), sum(server.players for server in servers), wall, self.look(),
-                         name, players_min, self.hint(game), sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
+        if name or players_min:
+            players = sum(server.players for server in servers)
+        else:
+            players = sum(self.registry.census[id][1] for id in ([game] if game else counts))
+        return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, "".join(rows),
+                         len(shown), len(servers), players, self.look(), name, players_min, self.hint(game),
+                         sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
-        return Html("")
+        lines = [line for name, line in contact_lines(self.core.listeners, self.settings["server.public_address"] or "THIS-HOST")
+                 if game in ("", name)]
+        return fill(string.Template("<pre><code>$lines</code></pre>\n"), lines="\n".join(lines)) if lines else Html("")
 
     def server(self, request: Request) -> Union[Answer, Later]:
         game, address, port = server_asked_for(request)
@@ -5274,9 +5330,13 @@ class Web(TcpProtocol):
         epoch = self.epoch
         listed = [as_shown(server, epoch) for server in self.registry.in_order()
                   if (server.address in addresses or server.source == address) and port in (0, server.port)]
-        findings = [(at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail))
-                    for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items())
-                    if source in addresses and (not port or announced in (0, port))]
+        findings = []
+        for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items()):
+            if source in addresses and (not port or announced in (0, port)):
+                server = self.registry.get(protocol, rules.listed_address(source), announced)
+                if server is not None and outcome == "announced":           # what is heard of a listed server is not noted each time
+                    at, outcome = server.last_seen, "listed"
+                findings.append((at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
         ban = rules.ban(*addresses)
         if ban:
@@ -5394,6 +5454,22 @@ OUTCOMES = {
 def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     return title, advice.replace("%s", detail or "no more is known")
+
+
+# What to put into a game server's settings, by protocol
+CONTACTS = {
+    "iceball": 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
+    "hyperbol": "Hyperbol servers, which cannot do it themselves: python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
+    "subspace": "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
+    "aio": "AIO servers: master server %(host)s, port %(port)d",
+}
+
+
+def contact_lines(listeners: Iterable[Any], host: str) -> List[Tuple[str, str]]:
+    """(protocol, line for the settings of its game servers) of what listens; of several ports of one protocol the last takes announcements."""
+    ports = {listener.protocol: listener.port for listener in listeners}
+    page = next((endpoint(host, listener.port) for listener in listeners if listener.protocol == "http"), host)
+    return [(name, line % {"host": host, "port": ports[name], "page": page}) for name, line in CONTACTS.items() if name in ports]
 
 
 class SeenTimes(Dict[int, bytes]):
@@ -5900,7 +5976,7 @@ class Keeper:
             registry.altered.update(registry.in_order())
         seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
         registry.seen, registry.altered, registry.left = set(), set(), set()
-        players = registry.in_order() if wall // 60 != self.minute else None
+        players = registry.servers() if wall // 60 != self.minute else None
         self.minute = wall // 60
         if seen or altered or left or players is not None:
             self.busy = True
@@ -6108,20 +6184,21 @@ class MasterServer(Loop):
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
+        self.listeners: List[Listener] = []
         self.tallies: Dict[str, Tally] = {}
         self.health: Dict[str, str] = {}
         self.gauges: Dict[str, float] = {}
         database = self.settings.file("server.database")
         self.storage = Storage(database) if database else None
-        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies, self.health, self.gauges,
-                         lambda: self.keeper.recent if self.keeper else {})
+        self.core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.storage, self.tallies,
+                         self.health, self.listeners, self.gauges, lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
         self.tell: Callable[[str], None] = lambda state: None       # how we are, to whoever started us
         self.descriptors = descriptor_limit()
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_looked_at = 0.0
-        self.listeners: List[Listener] = []
+        self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
@@ -6343,6 +6420,9 @@ class MasterServer(Loop):
                 protocol.epoch = epoch
         self.guarded(self.registry.expire, now)
         self.log_events()
+        if self.watchdog_s and now >= self.watchdog_at:
+            self.watchdog_at = now + self.watchdog_s
+            self.tell("WATCHDOG=1")
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.tick, now)
@@ -6362,7 +6442,6 @@ class MasterServer(Loop):
         if self.reload_asked:
             self.reload_asked = False
             self.guarded(self.reload)
-        self.tell("WATCHDOG=1")
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6530,6 +6609,12 @@ class ServiceManager:
     def close(self) -> None:
         if self.sock is not None:
             self.sock.close()
+
+
+def watchdog_interval() -> float:
+    """Seconds between two signs of life: half of what systemd grants (sd_watchdog_enabled(3)); 0 if it does not watch this process."""
+    usec, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    return int(usec) / 2e6 if usec.isdigit() and pid in ("", str(os.getpid())) else 0.0
 
 
 def resolved(host: str) -> str:
@@ -7775,9 +7860,10 @@ class Sparing(logging.Filter):
 
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
-    if settings["server.log_file"]:
+    path = settings.file("server.log_file")
+    if path:
         try:
-            handler = logging.handlers.RotatingFileHandler(settings["server.log_file"], maxBytes=10 << 20, backupCount=3, encoding="utf-8")
+            handler = logging.handlers.RotatingFileHandler(path, maxBytes=10 << 20, backupCount=3, encoding="utf-8")
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
@@ -7826,16 +7912,6 @@ def summary(server: MasterServer) -> str:
         if page else "")
 
 
-# For each listener (setting and offset), what to put into a game server's settings
-CONTACTS = {
-    ("iceball.port", 0): 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
-    ("subspace.port", 1): "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
-    ("aio.port", 0): "AIO servers: master server %(host)s, port %(port)d",
-    ("hyperbol.port", 0): "Hyperbol servers, which cannot do it themselves: "
-                          "python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
-}
-
-
 def own_address() -> str:
     """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -7851,13 +7927,9 @@ def first_contact(server: MasterServer) -> List[str]:
     bound = server.settings["server.bind"]
     wild = any(ipaddress.ip_address(address).is_unspecified for address in bound)
     host = server.rules.public_address or (own_address() if wild else bound[0]) or "localhost"
-    ports: Dict[str, List[int]] = {}
-    for listener in server.listeners:
-        ports.setdefault(listener.protocol, []).append(listener.port)
-    page = endpoint(host, ports["http"][0]) if "http" in ports else host
-    lines = [CONTACTS[row.setting, row.offset] % {"host": host, "port": ports[row.name][-1 if row.offset else 0], "page": page}
-             for row in PROTOCOLS if (row.setting, row.offset) in CONTACTS and row.name in ports]
-    return lines + (["Players and browsers: http://%s/" % page] if "http" in ports else [])
+    lines = contact_lines(server.listeners, host)
+    page = next((l.port for l in server.listeners if l.protocol == "http"), None)
+    return [line for _, line in lines] + (["Players and browsers: http://%s/" % endpoint(host, page)] if page else [])
 
 
 def writable(path: str) -> bool:
@@ -7881,7 +7953,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     if path and not writable(path):
         (errors if "server.database" in settings.given else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
-    path = settings["server.log_file"]
+    path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
     bound = settings["server.bind"]
@@ -7940,6 +8012,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
         server.tell("READY=1")
+        server.watchdog_s = watchdog_interval()
         server.run()
     finally:
         signal.set_wakeup_fd(-1)

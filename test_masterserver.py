@@ -10,6 +10,7 @@ import base64
 import collections
 import contextlib
 import glob
+import functools
 import gzip
 import heapq
 import html.parser
@@ -38,7 +39,6 @@ import sys
 import tempfile
 import threading
 import time
-import tracemalloc
 import unittest
 import unittest.mock
 import urllib.request
@@ -51,6 +51,11 @@ from urllib.parse import parse_qs, urlsplit
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import masterserver as ms
+
+try:
+    import tracemalloc
+except ImportError:                     # PyPy
+    tracemalloc = None  # type: ignore[assignment]
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SLOW = sys.flags.dev_mode or "PyPy" in sys.version          # the interpreter is; the largest counts are smaller there
@@ -364,6 +369,21 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual([s.port for s in self.registry.servers()], [3, 2, 5, 1, 4])
         self.hear(1, name="b", players=9)
         self.assertEqual([s.port for s in self.registry.servers()], [3, 2, 1, 5, 4])
+
+    def test_a_mended_order_is_the_sorted_one(self) -> None:
+        rng = random.Random(3)
+        registry = make_core().registry
+        for _ in range(3000):
+            server = (rng.choice(("iceball", "aio")), "127.0.0.1", rng.randrange(1, 60))
+            known = registry.get(*server)
+            if known is not None and rng.random() < 0.3:
+                registry.remove(known)
+            else:
+                registry.hear(*server, "127.0.0.1", 0.0, 120.0, {"name": rng.choice("aBc"), "players": rng.randrange(3)})
+            if rng.random() < 0.3:
+                for game in ("", "iceball", "aio"):
+                    self.assertEqual([s.rank for s in registry.in_order(game)], [s.rank for s in registry.servers(game)])
+                    self.assertEqual(set(registry.in_order(game)), set(registry.servers(game)))
 
     def test_limits_are_exact(self) -> None:
         for port in (1, 2, 3):
@@ -2964,9 +2984,8 @@ def render_list(servers, query=None, sparks=None, look=LOOK, wall=WALL):
              and server.players >= players_min]
     rows = "".join(whole_row(server, (sparks or {}).get((server.address, server.port), ms.Html("")), wall,
                                     TITLES[server.game]) for server in found[:ms.PAGE_ROWS])
-    return ms.list_page(TITLES, counts, game, ms.Html(rows), len(found), sum(server.players for server in found),
-                           wall,
-                           look, name=name, players_min=players_min,
+    return ms.list_page(TITLES, counts, game, ms.Html(rows), min(len(found), ms.PAGE_ROWS), len(found),
+                        sum(server.players for server in found), look, name=name, players_min=players_min,
                            hint=ms.Html("<pre><code>heartbeat = 127.0.0.1 27790</code></pre>"),
                            spark=ms.sparkline(range(24)))
 
@@ -3278,7 +3297,7 @@ class PagesTest(unittest.TestCase):
         self.assertIn("94.8 % of the time", text)                   # 74 of 1,440 minutes are missing
 
     def test_capped_list_says_so(self):
-        text = ms.list_page(TITLES, {}, "", whole_row(make_server(), "", WALL), 3104, 9, WALL, LOOK)
+        text = ms.list_page(TITLES, {}, "", whole_row(make_server(), "", WALL), 1, 3104, 9, LOOK)
         self.assertIn("The first 1 of 3,104 servers. Search by name to find the others.", text)
 
     def test_own_template(self):
@@ -4356,6 +4375,72 @@ def run_program(*options: str, input: str = "", timeout: float = 20.0) -> subpro
 
 
 
+class LogFileTest(unittest.TestCase):
+    def test_it_is_beside_the_ini_wherever_the_program_is_started(self) -> None:
+        with RunningServer(server__log_file="master.log") as server:
+            with open(os.path.join(server.folder.name, "master.log"), encoding="utf-8") as file:
+                self.assertIn("the page is at http://", file.read())
+
+
+class EventLogTest(unittest.TestCase):
+    def test_an_event_is_one_line(self) -> None:
+        server = ms.MasterServer({**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1"})
+        self.addCleanup(server.stop)
+        server.bind()
+        server.registry.hear("iceball", "203.0.113.9", 20737, "203.0.113.9", 0.0, 120.0, {"name": "S"})
+        with self.assertLogs("masterserver", "INFO") as logged:
+            server.log_events()
+        self.assertEqual([record.getMessage() for record in logged.records], ["203.0.113.9:20737 iceball listed 'S'"])
+
+
+class ServiceManagerTest(unittest.TestCase):
+    """systemd's notifications (sd_notify(3)), to a socket that the test holds."""
+
+    def setUp(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            self.skipTest("no Unix sockets here")
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.addCleanup(self.socket.close)
+        self.socket.settimeout(10)
+        path = os.path.join(folder.name, "notify")
+        self.socket.bind(path)
+        patched = mock.patch.dict(os.environ, NOTIFY_SOCKET=path, WATCHDOG_USEC="30000000")
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def test_half_of_what_is_granted(self) -> None:
+        self.assertEqual(ms.watchdog_interval(), 15.0)
+        for environment, seconds in (({"WATCHDOG_PID": str(os.getpid())}, 15.0), ({"WATCHDOG_PID": "1"}, 0.0), ({"WATCHDOG_USEC": ""}, 0.0)):
+            with mock.patch.dict(os.environ, environment):
+                self.assertEqual(ms.watchdog_interval(), seconds)
+
+    def test_signs_of_life_come_with_the_ticks(self) -> None:
+        server = ms.MasterServer({})
+        self.addCleanup(server.stop)
+        self.socket.setblocking(False)
+        server.tick(1000.0)
+        self.assertRaises(BlockingIOError, self.socket.recv, 100)           # not watched
+        manager = ms.ServiceManager()
+        self.addCleanup(manager.close)
+        server.tell, server.watchdog_s = manager.tell, 15.0
+        for now, told in ((1001.0, True), (1002.0, False), (1015.9, False), (1016.0, True), (1017.0, False)):
+            server.tick(now)
+            if told:
+                self.assertEqual(self.socket.recv(100), b"WATCHDOG=1")
+            self.assertRaises(BlockingIOError, self.socket.recv, 100)
+
+    def test_ready_alive_and_reloading(self) -> None:
+        with RunningServer() as server:
+            self.assertEqual(self.socket.recv(100), b"READY=1")
+            self.assertEqual(self.socket.recv(100), b"WATCHDOG=1")
+            if hasattr(signal, "SIGHUP"):
+                server.process.send_signal(signal.SIGHUP)
+                self.assertRegex(self.socket.recv(100), rb"^RELOADING=1\nMONOTONIC_USEC=[0-9]+$")
+                self.assertEqual(self.socket.recv(100), b"READY=1")
+
+
 class PipelineTest(unittest.TestCase):
     def test_requests_behind_a_full_pipeline_get_their_turn(self) -> None:
         """They came in one read and their answers fit the kernel's buffer, so no event of the socket brings their turn about."""
@@ -4464,7 +4549,7 @@ class Fuzzer:
         b"".join(self.list.chunks(0, self.now))
         for make in (ms.aio_text_list, ms.aio_document_list, ms.aio_binary_list, ms.aio_framed_list):
             make(self.registry.in_order("aio"))
-        self.hyperbol.entries(255)
+        self.hyperbol.entries(255, self.now)
 
     # One method an entry point
 
@@ -4507,7 +4592,8 @@ class Fuzzer:
         self.poller.add(querier, self.peer[0], 6001, 6000 if querier is self.ping else 0)
         for query, place in self.poller.tick(self.now):
             nonce = query[1:5] if len(query) == 5 else query[:4]
-            answer = hyperbol_reply(o1=nonce) if len(query) == 5 else self.chance.choice([reply for _, reply in PING_ANSWERS]).replace(PING_TIME, nonce)
+            answer = (hyperbol_reply(o1=nonce) if len(query) == 5
+                      else self.chance.choice([reply for _, reply in PING_ANSWERS]).replace(PING_TIME, nonce))
             self.expect(self.poller.datagram, self.mutated(answer), place, self.now)
 
     def fuzz_aio_answer(self) -> None:
@@ -4556,7 +4642,8 @@ class Fuzzer:
             b"GET /check?address=203.0.113.9&port=4000 HTTP/1.1\r\nHost: x\r\nAccept: text/html\r\n\r\n",
             b"GET http://[::1]/server?game=iceball&address=%5B::1%5D&port=1 HTTP/1.1\r\nHost: x\r\n\r\n",
             b"GET /history.json?game=iceball&span=day HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\nGET / HTTP/1.1\r\n\r\n",
-            b"POST /announce HTTP/1.1\r\nHost: x\r\nContent-Length: 22\r\n\r\ngame=mygame&port=40001", b"OPTIONS /announce HTTP/1.1\r\nHost: x\r\n\r\n")
+            b"POST /announce HTTP/1.1\r\nHost: x\r\nContent-Length: 22\r\n\r\ngame=mygame&port=40001",
+            b"OPTIONS /announce HTTP/1.1\r\nHost: x\r\n\r\n")
         self.answers(data)
 
     def fuzz_announce(self) -> None:
@@ -4603,7 +4690,8 @@ class Fuzzer:
         """What noise in the database makes of a listed server."""
         chance = self.chance
         text = self.mutated(chance.choice((
-            b'{"name":"S\\ud800","mode":"m","players":70000,"max_players":9,"playing":-3,"flavor":999,"verified":"x","details":{"skill":[1],"a":"\\udfff"}}',
+            b'{"name":"S\\ud800","mode":"m","players":70000,"max_players":9,"playing":-3,"flavor":999,"verified":"x",'
+            b'"details":{"skill":[1],"a":"\\udfff"}}',
             b'{"name":5,"players":true,"source":"nowhere","lasting":true,"playing":1e9,"details":{"scores":"yes","arenas":"x"},"version":"134"}',
             b"[" * chance.choice((1, 3, 100000))))[:4096] + b"")
         number = chance.choice((T0, 0.0, -1e300, 1e300, float("inf"), T0 + 60.0))
@@ -4627,7 +4715,8 @@ class Fuzzer:
             self.expect(announcer.datagram, self.pick(*seeds), self.peer, self.now)
         for session, seeds in ((ms.AioAnnouncer(server, self.now), (b"\1\0\0\0\0%1#5#%%SUCCESS#13#%%SUCCESS#KEEPALIVE#%",)),
                                (ms.AioAnnouncer(server, self.now, True), (hexa("01000000 00 02000000 05 03 0800000006 03 0400") + b"nope",)),
-                               (ms.HttpAnnouncer(server, self.now), (b'HTTP/1.1 200 OK\r\nLength: 25\r\nContent-Length: 25\r\n\r\n{"listed":true,"ttl":120}',))):
+                               (ms.HttpAnnouncer(server, self.now), (
+                                   b'HTTP/1.1 200 OK\r\nLength: 25\r\nContent-Length: 25\r\n\r\n{"listed":true,"ttl":120}',))):
             session.opened(self.now)
             self.expect(session.receive, self.pick(*seeds), self.now)
             self.expect(session.tick, self.now + 5.0)
@@ -5771,7 +5860,7 @@ class HyperbolProgramTest(unittest.TestCase):
 
     def test_2000_servers_through_a_slow_reader(self) -> None:
         server = ms.MasterServer(
-            {"server.bind": "127.0.0.1", "hyperbol.port": "0", "iceball.port": "", "http.ports": ""}
+            {**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1", "hyperbol.port": "0"}
         )
         server.bind()
         for number in range(2000):
@@ -6730,6 +6819,221 @@ class ProjectTest(unittest.TestCase):
                     self.assertLessEqual(len(line.rstrip("\n")), 150, "%s:%d" % (name, number))
 
 
+def settings_table() -> str:
+    """The README's table of settings."""
+    lines = ["| section | key | default | meaning | takes effect |", "| --- | --- | --- | --- | --- |"]
+    for row in ms.SETTINGS:
+        key = "`%s`" % row.key if row.key else "such as `%s`" % row.example
+        default = "`%s`" % row.default if row.default else ""
+        lines.append("| %s | %s | %s | %s | %s |" % (row.section, key, default, row.help, "at once" if row.live else "at a restart"))
+    return "\n".join(lines) + "\n"
+
+
+class ReadmeTest(unittest.TestCase):
+    """README.md is held to the program: its tables, and every command and example that can run here, as written.
+
+    A comment before a fenced block says how it is treated:
+    `runs`, `runs: until stopped`, `runs: the server`, `runs: these tests`, `pasted above: TEXT`, `pasted after: TEXT`,
+    `systemd-analyze verify`, `does not run in the tests: WHY`.
+    """
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+            cls.text = file.read()
+        cls.blocks = re.findall(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```\n", cls.text, re.S | re.M)
+
+    def setUp(self) -> None:
+        self.maxDiff = None
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def marked(self, comment: str) -> str:
+        """What stands between `<!-- comment -->` and the comment that ends it."""
+        found = re.search(r"^<!-- %s -->\n(.*?)^<!-- /" % re.escape(comment), self.text, re.S | re.M)
+        assert found, comment
+        return found.group(1)
+
+    def table(self, comment: str) -> List[List[str]]:
+        return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in self.marked(comment).splitlines()[2:]]
+
+    def settings_of_the_examples(self) -> str:
+        return next(block for _, language, block in self.blocks if language == "ini" and "[games]" in block)
+
+    def test_settings(self) -> None:
+        self.assertEqual(self.marked("settings"), settings_table())
+
+    def test_routes(self) -> None:
+        self.assertEqual({path: methods for path, methods, _ in self.table("routes")},
+                         {path: ", ".join(route.methods) for path, route in ms.ROUTES.items()})
+
+    def test_answers(self) -> None:
+        """Every field and metric of real answers is in the tables, and nothing else."""
+        settings = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
+        settings.update({"server.bind": "127.0.0.1", "http.ports": "0", "games.mygame": "My Game",
+                                       "server.database": os.path.join(self.folder, "db")})
+        with ms.MasterServer(settings) as server:
+            url = "http://127.0.0.1:%d" % next(l.port for l in server.listeners if l.protocol == "http")
+
+            def fetch(path: str, body: Optional[bytes] = None) -> bytes:
+                with urllib.request.urlopen(url + path, body, timeout=10) as response:
+                    return bytes(response.read())
+            self.assertEqual(json.loads(fetch("/announce", b"game=mygame&port=27500")), {"listed": True, "ttl": 120})
+            answer = json.loads(eventually(lambda: fetch("/servers.json")))
+            self.assertEqual(list(answer), ["generated", "generation", "servers"])
+            self.assertEqual([field for field, _, _ in self.table("fields of /servers.json")], list(answer["servers"][0]))
+            for field, kind, _ in self.table("fields of /servers.json"):
+                self.assertIn(type(answer["servers"][0][field]).__name__, {"text": "str", "number": "int", "number or null": "NoneType int float",
+                                                                           "true, false": "bool"}[kind].split(), field)
+            self.assertEqual([field for field, _, _ in self.table("fields of /history.json")], list(json.loads(fetch("/history.json?game=mygame"))))
+            eventually(lambda: b"loop_delay" in fetch("/metrics"))                # after the first tick
+            self.assertEqual(sorted(name for name, _, _ in self.table("metrics")),
+                             sorted(re.findall(r"^# TYPE (\S+)", fetch("/metrics").decode(), re.M)))
+            example = re.search(r"`(\{\"status.*?\})`", self.text)
+            assert example
+            self.assertEqual(list(json.loads(fetch("/healthz"))), list(json.loads(example.group(1))))
+
+    def test_links_lead_somewhere(self) -> None:
+        titles = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", self.text, re.M)}
+        for link in re.findall(r"\]\(([^)]*)\)", self.text):
+            if link.startswith("#"):
+                self.assertIn(link[1:], titles)
+            else:
+                self.assertTrue(os.path.exists(os.path.join(HERE, link)), link)
+
+    def test_every_block_is_accounted_for(self) -> None:
+        for how, language, block in self.blocks:
+            if language == "json":
+                json.loads(block)
+            elif language == "ini":
+                path = os.path.join(self.folder, "example.ini")
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(block)
+                ms.Settings.load(path)
+            elif language in ("sh", "python", "systemd"):
+                self.assertRegex(how, r"^(runs(: (until stopped|the server|these tests))?|pasted (above|after): .+|systemd-analyze verify|"
+                                      r"does not run in the tests: .+)$", block)
+            else:
+                self.assertIn(language, ("text", "nginx", "dockerfile", "powershell"))
+        self.assertEqual([block for how, _, block in self.blocks if how == "runs: these tests"], ["python3 test_masterserver.py\n"])
+
+    @unittest.skipUnless(shutil.which("systemd-analyze") and os.path.exists("/usr/bin/python3"), "no systemd here")
+    def test_unit(self) -> None:
+        unit, = (block for how, _, block in self.blocks if how == "systemd-analyze verify")
+        path = os.path.join(self.folder, "masterserver.service")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(unit)
+        done = subprocess.run(["systemd-analyze", "verify", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+        self.assertEqual((done.returncode, done.stdout), (0, b""))
+
+    @unittest.skipIf(ms.WINDOWS or not shutil.which("curl"), "no curl or no shell here")
+    def test_commands(self) -> None:
+        """In a folder with a copy of the program and an ini, on the default ports; the first command is the server that the others ask."""
+        folder = os.path.join(self.folder, "a new folder, ä")
+        os.mkdir(folder)
+        shutil.copy(PROGRAM, folder)
+        with open(os.path.join(folder, "masterserver.ini"), "w", encoding="utf-8") as file:
+            file.write("[server]\nbind = 127.0.0.1\n" + self.settings_of_the_examples())
+        python3 = os.path.join(self.folder, "python3")
+        with open(python3, "w", encoding="utf-8") as file:
+            file.write('#!/bin/sh\nexec "%s" "$@"\n' % sys.executable)
+        os.chmod(python3, 0o755)
+        environment = dict(os.environ, PATH=self.folder + os.pathsep + os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
+        running = []
+
+        def start(block: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(["sh", "-ec", "exec " + block], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                                       stdout=log, stderr=subprocess.STDOUT)
+            running.append(process)
+            self.addCleanup(stop, process)
+            return process
+
+        def stop(process: subprocess.Popen[bytes]) -> int:
+            process.terminate()
+            return process.wait(20)
+
+        def logged() -> str:
+            with open(log.name, encoding="utf-8", errors="replace") as file:
+                return file.read()
+
+        log = open(os.path.join(self.folder, "log"), "w+b")
+        self.addCleanup(log.close)
+        serving, = (block for how, _, block in self.blocks if how == "runs: the server")
+        server = start(serving)
+        eventually(lambda: "the page is at http://localhost:27790/" in logged() or server.poll() is not None, 20)
+        if server.poll() is not None:
+            self.assertIn("cannot listen on", logged())
+            self.skipTest("the default ports are taken: " + logged())
+        for how, _, block in self.blocks:
+            if how == "runs: until stopped":
+                start(block)
+
+        def names() -> List[str]:
+            with urllib.request.urlopen("http://127.0.0.1:27790/servers.json", timeout=10) as response:
+                return [found["name"] for found in json.loads(response.read())["servers"]]
+        self.assertEqual(eventually(lambda: sorted(names()) if len(names()) == len(running) - 1 else None, 20),
+                         ["My court", "My sanctuary", "My server", "My zone"], logged())
+        for how, language, block in self.blocks:
+            if how != "runs":
+                continue
+            with self.subTest(block):
+                command = ["sh", "-ec", block] if language == "sh" else [sys.executable, "-W", "error", "-c", block]
+                done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                      timeout=60)
+                output = done.stdout.decode("utf-8")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertNotRegex(output, r'(?m)^[45][0-9][0-9] [A-Z]|"listed":false,"reason"')       # an error's answer
+                for answer in re.findall(r"^The answer is `(\{.*\})`", self.text, re.M) if "My own server" in block else []:
+                    self.assertEqual(output, answer)
+        for process in reversed(running):
+            self.assertEqual(stop(process), 0, logged())
+        self.assertNotIn("Traceback", logged())
+
+    def test_the_example_protocol(self) -> None:
+        with open(PROGRAM, encoding="utf-8") as file:
+            source = file.read()
+        for how, _, block in self.blocks:
+            placed = re.match("pasted (above|after): (.*)", how)
+            if placed:
+                self.assertEqual(source.count(placed.group(2)), 1, placed.group(2))
+                source = source.replace(placed.group(2), block + "\n\n" + placed.group(2) if placed.group(1) == "above"
+                                        else placed.group(2) + "\n" + block)
+        path = os.path.join(self.folder, "masterserver_with_tag.py")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(source)
+        spec = importlib.util.spec_from_file_location("masterserver_with_tag", path)
+        assert spec and spec.loader
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        settings = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
+        settings.update({"server.bind": "127.0.0.1", "tag.port": "0", "http.ports": "0"})
+        with module.MasterServer(settings) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            ports = {listener.protocol: listener.port for listener in server.listeners}
+            game.connect(("127.0.0.1", ports["tag"]))
+            game.settimeout(10)
+            game.send(b"TAG!" + bytes(8) + hexa("d46c 05 10") + b"Playground")
+            answer = game.recv(100)
+            self.assertEqual((answer[:4], len(answer), server.registry.servers()), (b"OK!!", 12, []))
+            game.send(b"TAG!" + answer[4:] + hexa("d46c 05 10") + b"Playground")
+            game.recv(100)
+            with urllib.request.urlopen("http://127.0.0.1:%d/servers.json?game=tag" % ports["http"], timeout=10) as response:
+                found, = json.loads(response.read())["servers"]
+            self.assertEqual([found[field] for field in ("address", "port", "name", "players", "max_players", "verified")],
+                             ["127.0.0.1", 27860, "Playground", 5, 16, "handshake"])
+        tag = module.Tag(SimpleNamespace(registry=module.Registry(module.Rules(module.Settings()))))
+        peer = ("203.0.113.9", 4000)
+        (answer, to), = tag.datagram(b"TAG!" + bytes(12), peer, 0.0)
+        self.assertEqual(to, peer)
+        tag.datagram(b"TAG!" + answer[4:] + hexa("d46c 05 10"), ("203.0.113.10", 4000), 1.0)          # another's proof
+        self.assertEqual(tag.registry.servers(), [])
+        tag.datagram(b"TAG!" + answer[4:] + hexa("d46c 05 10"), peer, 1.0)
+        for now, listed in ((60.9, 1), (61.0, 0)):
+            tag.registry.expire(now)
+            self.assertEqual(len(tag.registry.servers()), listed)
+        for data in (b"", b"TAG!" + bytes(11), b"TAG?" + bytes(12), b"TAG!" + bytes(77)):
+            self.assertRaises(module.Malformed, tag.datagram, data, peer, 0.0)
+
 
 # ======================================================================================================================
 # Benchmarks: python3 test_masterserver.py --bench [NAME ...] [--json]
@@ -7354,8 +7658,46 @@ def bench_start(bench, name):
 
 
 def bench_rendering(bench, name):
-    """all lists of 10,000 servers after one change"""
-    yield left_out(name, "TODO: needs the program's inside")
+    """all lists of 10,000 servers after one change, in all and the longest in one stretch of the event loop"""
+    games = "iceball", "hyperbol", "subspace", "aio"
+    core = make_core(limits__servers="20000", limits__servers_per_source="20000")
+    registry = core.registry
+    for number in range(10000):
+        address = "203.0.%d.%d" % divmod(number, 250)
+        registry.hear(games[number % 4], address, 27000, address, 0.0, 1e9, {
+            "name": "Server number %d" % number, "mode": "ctf", "map": "classic(512,512)", "version": "134", "players": number % 32,
+            "max_players": 32, "description": "One of the servers of the community"})
+    web, hyperbol, zones, aio = (make(core) for make in (ms.Web, ms.Hyperbol, ms.SubSpaceList, ms.Aio))
+
+    def page(path, now):
+        """What one request takes: pieces in the event loop, and apart from them the worker's."""
+        session = web.session("127.0.0.1", now)
+        loop, worker = [timed(lambda: session.receive(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode(), now))], []
+        while session.job is not None:
+            worker.append(timed(session.job))
+            loop.append(timed(lambda: session.resume(None, now)))
+        return loop, worker
+
+    lists = {path: functools.partial(page, path)
+             for path in ["/", "/master.json", "/servers.json", "/servers.xml"] + ["/?game=" + game for game in games]}
+    lists["hyperbol"] = lambda now: ([timed(lambda: hyperbol.entries(255, now))], [])
+    lists["subspace"] = lambda now: ([timed(lambda: list(zones.chunks(0, now)))], [])
+    for make, made in aio.lists.items():
+        lists[make.__name__] = lambda now, made=made: ([timed(lambda: made.get(now))], [])
+    all_of_it, longest = [], []
+    for turn in range(10):                          # the first makes every server's part
+        now = 100.0 * turn
+        for game in games:
+            registry.update(registry.get(game, "203.0.4.%d" % games.index(game), 27000), {"players": turn})
+        taken = {}
+        for place, make in lists.items():
+            taken[place] = make(now)
+        if turn:
+            all_of_it.append(1000 * sum(sum(loop) + sum(worker) for loop, worker in taken.values()))
+            longest.append(max((1000 * max(loop), place) for place, (loop, _) in taken.items()))
+    longest.sort()
+    yield result_row(name, None, statistics.median(all_of_it), 30, at_most=True, judge="ms in all")
+    yield result_row(name, None, longest[len(longest) // 2][0], 5, at_most=True, judge="ms " + longest[len(longest) // 2][1])
 
 
 def bench_pypy(bench, name):
