@@ -270,7 +270,7 @@ def read_known_hyperbol(text: str) -> Tuple[str, int, int]:
 def read_pattern(text: str) -> Pattern:
     try:
         return re.compile(text, re.IGNORECASE)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError, Warning) as error:       # warnings where Python is told to raise them
         raise ValueError("%r is not a regular expression: %s" % (text, error)) from None
 
 
@@ -828,8 +828,8 @@ NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
 # What outlives a restart, in this order; what comes new comes last
-STORED = {"name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str,
-          "flavor": int, "verified": str, "responding": bool, "details": dict, "source": str}
+STORED: Dict[str, Any] = {"name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str,
+                          "flavor": int, "verified": str, "responding": bool, "details": dict, "source": str}
 
 
 rank_of = operator.attrgetter("rank")
@@ -2946,6 +2946,8 @@ class SubSpaceList(UdpProtocol):
                     link.closed = True
                     break
                 surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
+                if surplus > 0 and packet[:2] != b"\0\3":       # for the list alone there is no other way
+                    continue
                 if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus(peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
@@ -5863,7 +5865,11 @@ class Acceptor:
                 continue            # the peer has gone already
             if self.loop.health.pop("descriptors", None):
                 log.info("%s: connections are accepted again", self.name)
-            self.loop.accepted(self, sock, canonical(peer[0]), now)
+            try:
+                self.loop.accepted(self, sock, canonical(peer[0]), now)
+            except BaseException:
+                sock.close()
+                raise
 
     def pause(self, now: float, error: OSError) -> None:
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop."""
@@ -5925,7 +5931,7 @@ class Worker:
 SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
 CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
-YEAR_3000 = 32503680000             # seconds; a time on disk that is later is noise
+WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
 
@@ -6005,13 +6011,12 @@ class Keeper:
         trouble = str(result) if failed else ""
         if failed and len(self.registry.left) < KNOWN_SERVERS:
             self.registry.left |= {key for key in left if self.registry.get(*key) is None}
-        if trouble != self.health.get("database", ""):
-            if trouble:
+        if trouble:
+            if "database" not in self.health:
                 log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
-                self.health["database"] = trouble
-            else:
-                log.info("the list is kept again")
-                del self.health["database"]
+            self.health["database"] = trouble
+        elif self.health.pop("database", ""):
+            log.info("the list is kept again")
         if result and not failed:
             self.recent = result
 
@@ -6041,8 +6046,9 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types and
     sizes; a row whose address or times are noise is Malformed."""
     game, address, port, expires, first_seen, last_seen, text = row
-    if not is_unicast(address) or not 0 < port <= 65535 or not all(0 <= at < YEAR_3000 for at in (expires, first_seen, last_seen)):
+    if not is_unicast(address) or not 0 < port <= 65535 or not all(0 <= at < WALL_END for at in (expires, first_seen, last_seen)):
         raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
+    fields: Any
     try:
         fields, _ = FIELDS.raw_decode(text)
     except (ValueError, RecursionError):
@@ -6530,6 +6536,7 @@ class MasterServer(Loop):
             if self.state == "closed":
                 return
             self.state = "closed"
+        self.tell("STOPPING=1")
         now = time.monotonic()
         self.log_events()
         for connection in list(self.connections) + list(self.refused):

@@ -42,6 +42,7 @@ import time
 import unittest
 import unittest.mock
 import urllib.request
+import warnings
 import xml.dom.minidom
 import zlib
 from types import SimpleNamespace
@@ -81,7 +82,7 @@ def feed(session: ms.Session, data: bytes, size: int, now: float = 0.0) -> bytes
 class RunningServer:
     """The program as its users start it, on free ports of loopback; whatever it writes to standard error is kept in `log`."""
 
-    def __init__(self, *options: str, **settings: str) -> None:
+    def __init__(self, *options: str, preexec: Optional[Callable[[], Any]] = None, **settings: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.ready_file = os.path.join(self.folder.name, "ready.json")
         chosen = {"server.bind": "127.0.0.1", "iceball.port": "0", "http.ports": "0"}
@@ -94,7 +95,7 @@ class RunningServer:
         for name, value in chosen.items():
             command += ["--set", "%s=%s" % (name, value)]
         self.stderr = open(os.path.join(self.folder.name, "stderr"), "w+b")
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self.stderr)
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self.stderr, preexec_fn=preexec)
         deadline = time.monotonic() + 20
         while not os.path.exists(self.ready_file):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -4453,6 +4454,9 @@ class PipelineTest(unittest.TestCase):
 
 # --- It holds --------------------------------------------------------------------------------------------------------
 
+NASTY_BYTES = b"\0\1\x7f\x80\xff\r\n #%&=:;/[]{}\"'<>0-"
+
+
 class Fuzzer:
     """Seeded mutations of good input for every entry point. Each but the named exceptions escapes to the caller."""
 
@@ -4496,21 +4500,23 @@ class Fuzzer:
         return count
 
     def mutated(self, data: bytes) -> bytes:
-        chance = self.chance
+        draw = self.chance.random                           # quicker than randrange(), which would take most of the time
         out = bytearray(data)
-        for _ in range(chance.choice((0, 1, 1, 2, 4, 16))):
-            at = chance.randrange(len(out) + 1)
-            how = chance.randrange(6)
+        for _ in range((0, 1, 1, 2, 4, 16)[int(draw() * 6)]):
+            at = int(draw() * (len(out) + 1))
+            how = int(draw() * 6)
             if how == 0:
-                out[at:at + chance.choice((1, 1, 4, 40))] = b""
+                out[at:at + (1, 1, 4, 40)[int(draw() * 4)]] = b""
             elif how == 1:
-                out[at:at] = bytes(chance.choice((0, 255, 128, 10, 13, 35, 37, chance.randrange(256))) for _ in range(chance.choice((1, 1, 2, 60))))
+                size = (1, 1, 2, 60)[int(draw() * 4)]
+                out[at:at] = (bytes((NASTY_BYTES[int(draw() * len(NASTY_BYTES))],)) * size if draw() < 0.5
+                              else self.chance.getrandbits(8 * size).to_bytes(size, "little"))
             elif how == 2:
-                out[at:at] = out[chance.randrange(len(out) + 1):][:chance.choice((1, 8, 200))]
+                out[at:at] = out[int(draw() * (len(out) + 1)):][:(1, 8, 200)[int(draw() * 3)]]
             elif out:
-                out[at % len(out)] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, ord(chance.choice("\r\n #%&=:;/[]{}\"'<>")), chance.randrange(256)))
-        if chance.random() < 0.15:
-            del out[chance.randrange(len(out) + 1):]
+                out[at % len(out)] = NASTY_BYTES[int(draw() * len(NASTY_BYTES))] if draw() < 0.7 else int(draw() * 256)
+        if draw() < 0.15:
+            del out[int(draw() * (len(out) + 1)):]
         return bytes(out[:ms.MAX_DATAGRAM_BYTES])
 
     def pick(self, *seeds: bytes) -> bytes:
@@ -4634,7 +4640,7 @@ class Fuzzer:
             b"GET /master.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n", b"GET /?name=a%FFb&players_min=3 HTTP/1.0\r\n\r\n",
             b"GET /servers.json?game=iceball HTTP/1.1\r\nHost: x\r\nIf-None-Match: \"x\", W/\"y\"\r\nCookie: a=b\r\n\r\n",
             b"GET /check?address=203.0.113.9&port=4000 HTTP/1.1\r\nHost: x\r\nAccept: text/html\r\n\r\n",
-            b"GET http://x/server?game=iceball&address=%5B::1%5D&port=1 HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"GET http://[::1]/server?game=iceball&address=%5B::1%5D&port=1 HTTP/1.1\r\nHost: x\r\n\r\n",
             b"GET /history.json?game=iceball&span=day HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\nGET / HTTP/1.1\r\n\r\n",
             b"POST /announce HTTP/1.1\r\nHost: x\r\nContent-Length: 22\r\n\r\ngame=mygame&port=40001",
             b"OPTIONS /announce HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -4670,7 +4676,9 @@ class Fuzzer:
         row = self.chance.choice(ms.SETTINGS)
         key = row.key or self.mutated((row.example.partition(" = ")[0] or "203.0.113.7:1").encode()).decode("latin-1")
         value = self.mutated((row.default or row.example.partition(" = ")[2] or "203.0.113.7:20737 4").encode()).decode("latin-1")
-        self.expect(ms.Settings().put, row.section, key, value, "fuzz", errors=ms.SettingsError)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.expect(ms.Settings().put, row.section, key, value, "fuzz", errors=ms.SettingsError)
         if self.chance.random() < 0.05:
             path = os.path.join(self.folder, "fuzz.ini")
             with open(path, "wb") as file:
@@ -4720,6 +4728,619 @@ class FuzzTest(unittest.TestCase):
         self.addCleanup(fuzzer.close)
         self.assertEqual(fuzzer.run(20000 if not SLOW else 5000), 20000 if not SLOW else 5000)
         self.assertEqual(len(fuzzer.tried), len(fuzzer.entries))
+
+
+class AmplificationTest(unittest.TestCase):
+    """Towards a source that has proven nothing, no more bytes go out than came in, but for what the documents demand."""
+
+    # What a request may be answered with beyond its size, and who says so
+    EXCEPTIONS = {
+        "full texts": (7, "003: a cookie that needs no memory carries 70 bytes of text"),
+        "request id": (12 + len("255.255.255.255"), "000: the id, and the address in dotted form"),
+        "ping of 4": (4, "002: 8 bytes for 4"),
+        "ping, total": (8, "002: the global summary"),
+        "ping, arenas": (504, "002: at most 512 bytes"),
+        "ping, everything": (504, "002: at most 512 bytes"),
+        "list": (ms.LIST_UNPROVEN_BYTES, "PROTOCOLS, 4: the list comes before anything is acknowledged"),
+    }
+
+    def start(self, **settings: str) -> None:
+        self.core = core = make_core(**settings)
+        self.rules = core.registry.rules
+        for number in range(60):
+            core.registry.hear(("iceball", "hyperbol", "subspace", "aio")[number % 4], "198.51.100.%d" % number, 1000, "198.51.100.%d" % number,
+                               0.0, 1e6, {"name": "A listed server", "description": "x" * 80, "players": 9})
+        self.ports = {"iceball": ms.Iceball(core), "ping": ms.SubSpacePing(core), "list": ms.SubSpaceList(core), "poll": core.poller}
+
+    def requests(self) -> List[Tuple[str, str, List[bytes]]]:
+        """A name, the port, and the datagrams that one after another make the request: every type that any document has."""
+        rows = [("announcement", "iceball", [CAPTURED]), ("full texts", "iceball", [announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30)]),
+                ("nearly full texts", "iceball", [announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 29)]),
+                ("heartbeat version", "iceball", [announcement(hbversion=3)]), ("its shortest", "iceball", [announcement(hbversion=3)[:10]]),
+                ("length", "iceball", [CAPTURED + b"x"]), ("no versions", "iceball", [b"1CEB\2"]),
+                ("forged cookie", "iceball", [b"HSHK" + bytes(80)]),
+                ("request id", "iceball", [hexa("01 0100 0151 00")]), ("request id, version", "iceball", [hexa("01 0200")]),
+                ("text field", "iceball", [hexa("03 01020304 01 4100")]), ("number field", "iceball", [hexa("04 01020304 01 05000000")]),
+                ("still here", "iceball", [hexa("05 01020304")]),
+                ("other types", "iceball", [hexa("02 01020304"), hexa("06"), hexa("07 0100"), b"\xff"]),
+                ("ping of 4", "ping", [PING_TIME]), ("ping, nothing", "ping", [PING_TIME + bytes(4)]),
+                ("ping, total", "ping", [PING_TIME + hexa("01000000")]), ("ping, arenas", "ping", [PING_TIME + hexa("02000000")]),
+                ("ping, everything", "ping", [PING_TIME + hexa("ffffffff")]), ("other sizes", "ping", [b"", b"x", bytes(6), bytes(94), bytes(481)]),
+                ("zone", "ping", [ANNOUNCEMENT]), ("shortest zone", "ping", [zone_announcement(name=b"Z")[:94] + b"\0"]),
+                ("connect", "list", [CONNECT]), ("connect again", "list", [CONNECT] * 20), ("list", "list", [CONNECT, REQUEST]),
+                ("list, again", "list", [CONNECT, REQUEST] * 20), ("no connect", "list", [REQUEST, hexa("0007")]),
+                ("sync", "list", [CONNECT] + [hexa("0005 01020304")]), ("disconnect", "list", [CONNECT, hexa("0007")]),
+                ("an answer nobody asked for", "poll", [bytes(8), hyperbol_reply()])]
+        self.EXCEPTIONS["list, again"] = self.EXCEPTIONS["list"]
+        return rows
+
+    def send(self, port: str, data: bytes, peer: Tuple[str, int], now: float) -> List[Tuple[bytes, Any]]:
+        if not self.rules.datagrams.allow(peer[0], now):
+            return []
+        try:
+            return self.ports[port].datagram(data, peer, now)
+        except ms.Malformed:
+            return []
+
+    def run_request(self, port: str, packets: List[bytes], peer: Tuple[str, int], now: float, seconds: int = 60) -> Tuple[int, int]:
+        """Bytes in and out, with all that comes of it in the next minute: repetitions, and questions to the source."""
+        size, sent = 0, []
+        for data in packets:
+            size += len(data)
+            sent += self.send(port, data, peer, now)
+        for second in range(1, seconds + 1):
+            for protocol in self.ports.values():
+                sent += protocol.tick(now + second)
+        return size, sum(len(data) for data, to in sent if to[0] == peer[0])
+
+    def test_every_request_type(self) -> None:
+        for name, port, packets in self.requests():
+            with self.subTest(name):
+                self.start()
+                size, out = self.run_request(port, packets, ("203.0.113.9", 5000), 10.0)
+                self.assertLessEqual(out, size + self.EXCEPTIONS.get(name, (0, ""))[0])
+                if name in self.EXCEPTIONS and not name.startswith("list"):
+                    self.assertGreater(out, size, "no exception is needed")
+
+    def test_exceptions_are_bounded_by_source(self) -> None:
+        for name, port, packets in self.requests():
+            if name in self.EXCEPTIONS:
+                self.start()
+                size, out = 0, 0
+                for number in range(1000):
+                    more, reply = self.run_request(port, packets, ("203.0.113.9", 5000 + number), 10.0, 0)
+                    size, out = size + more, out + reply
+                self.assertLessEqual(out - size, 50 * 512, name)         # the burst of pings, list and id requests
+
+    def test_exceptions_are_bounded_in_all(self) -> None:
+        rate, burst = 1000, 3000            # less than the program has, as it takes as many sources as bytes to see it
+        patch = mock.patch.object(ms, "SURPLUS_BYTES", (rate, burst))
+        patch.start()
+        self.addCleanup(patch.stop)
+        for name, port, packets in self.requests():
+            if name in self.EXCEPTIONS:
+                self.start()
+                surplus = 0
+                for number in range(600):
+                    size, out = self.run_request(port, packets, ("%d.%d.113.9" % (60 + number // 250, number % 250), 5000), 10.0, 0)
+                    surplus += max(0, out - size)
+                self.assertLessEqual(surplus, burst, name)
+                self.assertTrue(self.rules.surplus.allow("", 10.0 + burst / rate, burst), "it is full again")
+
+    def test_a_drained_bucket_costs_the_genuine_little(self) -> None:
+        self.start()
+        self.rules.surplus.allow("", 0.0, ms.SURPLUS_BYTES[1])
+        peer = ("203.0.113.9", 5000)
+        for data in (announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30), CAPTURED):
+            (msok, _), = self.send("iceball", data, peer, 0.0)
+            self.assertLessEqual(len(msok), 86)
+            self.send("iceball", b"HSHK" + msok[4:], peer, 0.0)
+        self.assertEqual(len(self.core.registry.servers("iceball")), 15 + 2)
+        self.assertEqual(self.send("ping", PING_TIME, peer, 0.0), [])
+        self.assertEqual(len(self.send("ping", PING_TIME, ("127.0.0.1", 1), 0.0)), 1, "exempt")
+        self.assertEqual(len(self.send("ping", PING_TIME, peer, 1.0)), 1)
+
+
+def master(**settings: str) -> ms.MasterServer:
+    """In this process, with the protocols named, on free ports; limited sources unless the test says otherwise."""
+    chosen = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
+    chosen.update({"server.bind": "127.0.0.1", "limits.exempt": ""})
+    chosen.update({name.replace("__", "."): value for name, value in settings.items()})
+    return ms.MasterServer(chosen)
+
+
+def port_of(server: ms.MasterServer, protocol: str) -> int:
+    return next(l.port for l in server.listeners if l.protocol == protocol)
+
+
+class SourceLimitsTest(unittest.TestCase):
+    def test_ipv6(self) -> None:
+        rules = make_core().registry.rules
+        limiter = ms.Limiter((1, 1), rules.verdict)
+        self.assertTrue(all(limiter.allow("::1", 0.0) for _ in range(9)), "loopback is exempt, though its /64 is not")
+        self.assertTrue(limiter.allow("::2", 0.0))
+        self.assertFalse(limiter.allow("::3", 0.0))
+        rules = make_core(**{"blocked__2001:db8::66": "floods"}).registry.rules
+        limiter = ms.Limiter((1, 2), rules.verdict)
+        self.assertTrue(limiter.allow("2001:db8::1", 0.0))
+        self.assertFalse(limiter.allow("2001:db8::66", 0.0))
+        self.assertTrue(limiter.allow("2001:db8::2", 0.0))
+        self.assertFalse(limiter.allow("2001:db8::3", 0.0))
+
+    def test_reload_reaches_every_protocol(self) -> None:
+        server = master(subspace__port="0", hyperbol__port="0", aio__port="0", http__ports="0")
+        self.addCleanup(server.stop)
+        server.bind()
+        self.assertTrue(server.rules.requests.allow("203.0.113.9", 0.0))
+        for text in ("0.01/1", "0.01/3"):
+            server.settings.values["limits.requests"] = ms.read_rate(text)
+            server.apply()
+            ping = next(p for p in server.protocols if isinstance(p, ms.SubSpacePing))
+            answered = sum(bool(ping.datagram(PING_TIME, ("203.0.113.9", 1), 0.0)) for _ in range(9))
+            self.assertEqual(answered, int(text[-1]))
+            self.assertFalse(server.rules.requests.allow("203.0.113.9", 0.0), "one bucket for all protocols")
+
+    def test_datagrams_on_the_wire(self) -> None:
+        with master(iceball__port="0", limits__datagrams="0.01/20") as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            game.connect(("127.0.0.1", port_of(server, "iceball")))
+            game.settimeout(0.3)
+            for _ in range(30):
+                game.send(CAPTURED)
+            answers = 0
+            with contextlib.suppress(socket.timeout):
+                while game.recv(4096):
+                    answers += 1
+            self.assertEqual((answers, server.tallies["iceball"].limited), (20, 10))
+
+    def test_open_connections_of_one_source(self) -> None:
+        """One more than allowed is told so in a valid answer, never by a reset; one that left makes room."""
+        with master(http__ports="0", aio__port="0", limits__connections_open="3") as server, contextlib.ExitStack() as stack:
+            def connect(protocol: str) -> socket.socket:
+                return stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, protocol)), 5))
+            held = [connect("aio") for _ in range(3)]
+            self.assertEqual([client.recv(5) for client in held], [ms.AIO_CONNECTED] * 3)
+            for _ in range(20):
+                over = connect("http")
+                over.sendall(ICEBALL_REQUEST)           # at once, as the game does
+                status, headers, body, _ = split_response(read_all(over))
+                self.assertEqual((status, headers["Connection"], json.loads(body.decode())["servers"]), (429, "close", []))
+            over = connect("aio")
+            over.sendall(b"12#%\n" * 100)
+            self.assertEqual(read_all(over), b"")
+            held.pop().close()
+            eventually(lambda: sum(server.connections_by_source.values()) == 2)
+            over = connect("http")
+            over.sendall(ICEBALL_REQUEST)
+            self.assertEqual(over.recv(12), b"HTTP/1.1 200")
+
+    def test_rate_of_connections(self) -> None:
+        with master(hyperbol__port="0", http__ports="0", limits__connections="0.01/5") as server:
+            greeted = 0
+            for _ in range(8):
+                with socket.create_connection(("127.0.0.1", port_of(server, "hyperbol")), 5) as client:
+                    greeted += len(client.recv(12)) == 12
+            self.assertEqual(greeted, 5)
+            self.assertEqual(fetch(port_of(server, "http"), "/")[0], 429)
+
+    def test_blocked_sources_hear_nothing(self) -> None:
+        with master(hyperbol__port="0", iceball__port="0", **{"blocked__127.0.0.1": "floods"}) as server:
+            with socket.create_connection(("127.0.0.1", port_of(server, "hyperbol")), 5) as client:
+                self.assertEqual(client.recv(12), b"")
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+                game.connect(("127.0.0.1", port_of(server, "iceball")))
+                game.settimeout(0.2)
+                game.send(CAPTURED)
+                self.assertRaises(socket.timeout, game.recv, 4096)
+
+    def test_list_requests(self) -> None:
+        core = make_core(limits__requests="0.01/5")
+        core.registry.hear("hyperbol", "203.0.113.7", 1, "203.0.113.7", 0.0, 1e6, {"flavor": 4})
+        hyperbol, aio = ms.Hyperbol(core), ms.Aio(core)
+        lists = 0
+        for _ in range(8):
+            session = hyperbol.session("203.0.113.9", 0.0)
+            lists += len(session.receive(session.opened(0.0)[4:8] + hexa("ff000000"), 0.0)) == 12
+            self.assertTrue(session.done)
+        self.assertEqual(lists, 5)
+        session = aio.session("203.0.113.10", 0.0)
+        session.opened(0.0)
+        self.assertEqual(feed(session, b"12#%\n" * 5, 5).count(b"%12#"), 5)
+        self.assertRaises(ms.Malformed, session.receive, b"12#%\n", 0.0)
+
+    def test_total_closes_the_idlest_and_servers_last(self) -> None:
+        with master(aio__port="0", limits__connections_total="8", limits__connections_open="100") as server, contextlib.ExitStack() as stack:
+            def connect() -> socket.socket:
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, "aio")), 5))
+                self.assertEqual(client.recv(5), ms.AIO_CONNECTED)
+                return client
+            clients = [connect() for _ in range(8)]
+            clients[0].sendall(b"13#A server#D#27010#%")                # published: kept though it is the oldest
+            self.assertEqual(clients[0].recv(100), b"%SUCCESS#13#%")
+            clients[1].sendall(b"12")                                   # not idle any more
+            eventually(lambda: list(server.connections)[-1].session.buffer == b"12")
+            connect()
+            clients[2].settimeout(5)
+            self.assertEqual(read_all(clients[2]), b"")
+            clients[1].sendall(b"#%\n")
+            self.assertEqual(clients[1].recv(4), b"%12#")
+            self.assertEqual(len(server.connections), 8)
+            self.assertEqual(len(server.registry.servers("aio")), 1)
+
+    def test_bans_are_shown(self) -> None:
+        core = make_core(**{"bans__198.51.100.0/24": "fake players", "blocked__192.0.2.66": "floods", "address_map__10.0.0.5": "198.51.100.7"})
+        web = ms.Web(core)
+        for address, reason in (("198.51.100.9", b"fake players"), ("192.0.2.66", b"floods"), ("10.0.0.5", b"fake players")):
+            body = split_response(drive(web.session("127.0.0.1", 0.0), b"GET /check?address=%s HTTP/1.0\r\n\r\n" % address.encode()))[2]
+            self.assertIn(reason, body)
+
+
+class SlowPeersTest(unittest.TestCase):
+    def test_blank_lines_buy_no_time(self) -> None:
+        web = ms.Web(make_core())
+        for first in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
+            session = web.session("127.0.0.1", 0.0)
+            drive(session, first)
+            for second in range(1, 60):
+                session.receive(b"\r\n", float(second))
+                session.tick(float(second))
+            self.assertTrue(session.done)
+
+    def test_a_body_is_never_taken_for_a_request(self) -> None:
+        web = ms.Web(make_core(games__mygame="My Game"))
+        drive(web.session("127.0.0.1", 0.0), ICEBALL_REQUEST)           # is remembered now
+        session = web.session("127.0.0.1", 0.0)
+        self.assertEqual(drive(session, b"POST /announce HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(ICEBALL_REQUEST)), b"")
+        self.assertEqual(split_response(drive(session, ICEBALL_REQUEST))[0], 400)
+
+    def test_pipelines_take_turns(self) -> None:
+        session = ms.Web(make_core(limits__requests="1000/1000")).session("127.0.0.1", 0.0)
+        out = session.receive(b"GET /robots.txt HTTP/1.1\r\nHost: x\r\n\r\n" * 100, 0.0)
+        self.assertEqual((out.count(b"HTTP/1.1 200"), session.held), (ms.HTTP_TURN_REQUESTS, True))
+        while session.held:
+            out += session.receive(b"", 0.0)
+        self.assertEqual(out.count(b"HTTP/1.1 200"), 100)
+        with master(http__ports="0", limits__requests="1000/1000") as server:
+            with socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client:
+                client.sendall(b"GET /robots.txt HTTP/1.1\r\nHost: x\r\n\r\n" * 99 + b"GET / HTTP/1.0\r\n\r\n")
+                self.assertEqual(read_all(client).count(b"HTTP/1.1 200"), 100)
+
+    def test_300_slow_connections(self) -> None:
+        with master(http__ports="0", aio__port="0", hyperbol__port="0", iceball__port="0", limits__exempt="127.0.0.0/8") as server, \
+                contextlib.ExitStack() as stack:
+            for number in range(300):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, ("http", "aio", "hyperbol")[number % 3])), 5))
+                client.sendall((b"G", b"1", b"x")[number % 3])
+            with contextlib.closing(GameServer(port_of(server, "iceball"))) as game:
+                self.assertLess(sorted(game.announce() for _ in range(30))[28], 0.05)
+            eventually(lambda: sum(bool(getattr(connection.session, "buffer", b"") or getattr(connection.session, "request", b""))
+                                   for connection in list(server.connections)) == 300)
+            for connection in list(server.connections):                 # a minute later
+                session = connection.session
+                session.wake_at = session.deadline = session.since = float("-inf")
+            eventually(lambda: all(connection.linger_until for connection in list(server.connections)), 5)
+
+    def test_half_closed(self) -> None:
+        with master(http__ports="0") as server:
+            for request, status in ((ICEBALL_REQUEST, 200), (b"GET / HTTP/1.0\r\n\r\n", 200)):
+                with socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client:
+                    client.sendall(request)
+                    client.shutdown(socket.SHUT_WR)
+                    self.assertEqual(split_response(read_all(client))[0], status)
+            with socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client:
+                client.sendall(b"GET / HT")
+                client.shutdown(socket.SHUT_WR)
+                self.assertEqual(read_all(client), b"")
+
+
+class GameServer:
+    """An Iceball server on loopback, as the document has it."""
+
+    def __init__(self, port: int, game_port: int = 21737) -> None:
+        self.sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.sock.connect(("127.0.0.1", port))
+        self.sock.settimeout(5)
+        self.packet = announcement(game_port)
+
+    def announce(self) -> float:
+        """Announces, returns the cookie; the seconds until MSOK came."""
+        began = time.perf_counter()
+        self.sock.send(self.packet)
+        msok = self.sock.recv(4096)
+        took = time.perf_counter() - began
+        assert msok[:4] == b"MSOK", msok
+        self.sock.send(b"HSHK" + msok[4:])
+        return took
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@unittest.skipUnless(sys.platform == "linux", "limits and processor time as Linux has them")
+class DescriptorsTest(unittest.TestCase):
+    def test_64_descriptors_and_200_clients(self) -> None:
+        import resource
+        with tempfile.TemporaryDirectory() as folder, RunningServer(
+                aio__port="0", server__database=os.path.join(folder, "master.db"), server__log_file=os.path.join(folder, "log"),
+                preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))) as server, contextlib.ExitStack() as stack:
+            with contextlib.closing(GameServer(server.port("iceball"))) as game:
+                game.announce()
+                for number in range(200):
+                    client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port(("http", "aio")[number % 2])), 5))
+                    client.sendall(b"G" if number % 2 == 0 else b"1")
+                self.assertLess(sorted(game.announce() for _ in range(30))[28], 0.05)
+                before, began = processor_seconds(server.process.pid), time.monotonic()
+                eventually(lambda: stored_servers(os.path.join(folder, "master.db")) == 1, 10)      # SQLite has what it needs
+                time.sleep(1.0)
+                idle = (processor_seconds(server.process.pid) - before) / (time.monotonic() - began)
+                self.assertLess(idle, 0.2)
+                self.assertEqual(fetch(server.port("http"), "/healthz")[0], 200)        # even now there is room for one more
+                self.assertLess(game.announce(), 0.5)
+            stack.close()
+            for _ in range(20):
+                self.assertEqual(fetch(server.port("http"), "/master.json")[0], 200)
+            with open(os.path.join(folder, "log")) as file:
+                self.assertNotIn("Traceback", file.read())
+
+    def test_none_left_at_all(self) -> None:
+        """Another part of the process has taken them: accepting rests, is told of once, and goes on."""
+        with master(http__ports="0", iceball__port="0") as server:
+            acceptor = next(source for source in server.endpoints if isinstance(source, ms.Acceptor))
+            full = mock.Mock(wraps=acceptor.sock)
+            full.accept.side_effect = OSError(ms.errno.EMFILE, "Too many open files")
+            with self.assertLogs("masterserver", "INFO") as logged:
+                sock, acceptor.sock = acceptor.sock, full
+                with mock.patch.object(server.selector, "unregister", lambda _: None):
+                    acceptor.ready(1, 0.0)
+                    acceptor.ready(1, 0.0)
+                self.assertIn("descriptors", server.health)
+                acceptor.sock, acceptor.paused_until = sock, 0.0
+                self.assertEqual(fetch(port_of(server, "http"), "/healthz")[0], 200)
+            self.assertEqual([("no new connections" in line, "again" in line) for line in logged.output], [(True, False), (False, True)])
+            self.assertNotIn("descriptors", server.health)
+
+
+class FaultsTest(unittest.TestCase):
+    """The program's own errors end the packet, connection or step they happen in, and nothing else."""
+
+    def test_every_place(self) -> None:
+        def fail(*arguments: Any) -> Any:
+            raise ZeroDivisionError("a fault")
+        with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver", "ERROR") as logged:
+            with master(http__ports="0", iceball__port="0", hyperbol__port="0", aio__port="0", subspace__port="0",
+                        server__database=os.path.join(folder, "master.db")) as server:
+                iceball, hyperbol, aio, ping, keeper = (next(p for p in server.protocols if isinstance(p, kind)) if kind else server.keeper
+                                                        for kind in (ms.Iceball, ms.Hyperbol, ms.Aio, ms.SubSpacePing, None))
+                good = iceball.datagram
+                for place in ((iceball, "tick"), (iceball, "datagram"), (hyperbol, "session"), (hyperbol, "tick"), (aio, "tick"), (ping, "tick"),
+                              (keeper, "tick"), (server.registry, "expire"), (server, "reload"),
+                              (ms.AioSession, "receive"), (ms.AioSession, "closed")):
+                    self.addCleanup(setattr, *place, getattr(*place)) if place[0] is ms.AioSession else None
+                    setattr(*place, fail)
+                server.reload_asked = True
+                with contextlib.closing(GameServer(port_of(server, "iceball"))) as game:
+                    game.sock.send(CAPTURED)
+                    for name in ("hyperbol", "aio"):
+                        with socket.create_connection(("127.0.0.1", port_of(server, name)), 5) as client:
+                            client.sendall(b"12#%")
+                            with contextlib.suppress(ConnectionError):
+                                read_all(client)
+                    time.sleep(1.2)                                     # a tick
+                    iceball.datagram = good
+                    game.announce()
+                    self.assertEqual(fetch(port_of(server, "http"), "/healthz")[0], 200)
+        self.assertGreater(len(logged.output), 8)
+
+    def test_tracebacks_are_few(self) -> None:
+        sparing = ms.Sparing()
+        record = ms.logging.LogRecord("x", 40, "x", 1, "x", (), (ValueError, ValueError("x"), None))
+        self.assertEqual(sum(sparing.filter(record) for _ in range(1000)), ms.FAULT_RATE[1])
+        record.exc_info = None
+        self.assertTrue(all(sparing.filter(record) for _ in range(1000)))
+
+    def test_a_watcher_that_fails_keeps_nobody_in_the_list(self) -> None:
+        registry = make_core().registry
+        for port in range(1, 6):
+            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 120.0, {})
+        registry.watchers.append(mock.Mock(side_effect=[ZeroDivisionError] + [None] * 9))
+        self.assertRaises(ZeroDivisionError, registry.expire, 121.0)
+        registry.expire(122.0)
+        self.assertEqual(registry.servers(), [])
+
+    def test_too_many_wait_for_the_disk(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, master(http__ports="0", server__database=os.path.join(folder, "master.db")) as server:
+            with mock.patch.object(ms, "WORKER_JOBS", 0):
+                status, headers, body = fetch(port_of(server, "http"), "/history.json?game=iceball")
+            self.assertEqual((status, body.count(b"others wait")), (503, 1))
+
+
+class DiskTest(unittest.TestCase):
+    """Trouble under the whole program; SQLite's own cases are with Storage."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def keeper(self, path: str) -> Tuple[ms.Registry, ms.Keeper]:
+        registry = make_core().registry
+        keeper = ms.Keeper(ms.Storage(path), registry, Virtual(), {})
+        self.addCleanup(keeper.storage.close)
+        with contextlib.suppress(sqlite3.Error):
+            keeper.restore(0.0, T0)
+        return registry, keeper
+
+    def test_a_disk_that_is_really_full(self) -> None:
+        mount = os.path.join(self.folder, "disk")
+        os.mkdir(mount)
+        if sys.platform != "linux" or os.geteuid() or subprocess.call(
+                ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", mount], stderr=subprocess.DEVNULL):
+            self.skipTest("no small file system can be mounted here")
+        self.addCleanup(subprocess.call, ["umount", "-l", mount])
+        registry, keeper = self.keeper(os.path.join(mount, "master.db"))
+        registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e4, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+        with open(os.path.join(mount, "filler"), "wb") as file, contextlib.suppress(OSError):
+            while True:
+                os.write(file.fileno(), b"x" * 4096)
+        with self.assertLogs("masterserver", "ERROR") as logged:
+            for second in range(4, 100, 2):
+                for port in range(30):
+                    registry.hear("iceball", "203.0.113.%d" % second, 1 + port, "203.0.113.%d" % second, float(second), 1e4, {"name": "n" * 30})
+                keeper.tick(float(second), T0 + second)
+        self.assertEqual(len(logged.output), 1)
+        self.assertRegex(keeper.health["database"], "full|disk I/O")
+        os.remove(os.path.join(mount, "filler"))
+        with self.assertLogs("masterserver", "INFO"):
+            keeper.tick(102.0, T0 + 102)
+            keeper.tick(104.0, T0 + 104)
+        self.assertEqual(keeper.health, {})
+        listed = registry.total
+        keeper.storage.close()
+        registry, keeper = self.keeper(os.path.join(mount, "master.db"))
+        self.assertEqual(registry.total, listed)
+
+    def test_the_folder_is_removed_and_comes_back(self) -> None:
+        folder = os.path.join(self.folder, "data")
+        os.mkdir(folder)
+        registry, keeper = self.keeper(os.path.join(folder, "master.db"))
+        registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e4, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+        shutil.rmtree(folder)
+        registry.refresh(registry.servers()[0], 3.0)
+        with self.assertLogs("masterserver", "ERROR"):
+            keeper.tick(4.0, T0 + 4)
+        os.mkdir(folder)
+        with self.assertLogs("masterserver", "INFO"):
+            keeper.tick(6.0, T0 + 6)
+        keeper.tick(8.0, T0 + 8)
+        self.assertEqual([row[:3] for row in keeper.storage.load(T0)], [("iceball", "203.0.113.9", 1)])
+
+    def test_noise_at_start_is_set_aside_and_told(self) -> None:
+        path = os.path.join(self.folder, "master.db")
+        with open(path, "wb") as file:
+            file.write(random.Random(5).getrandbits(80000).to_bytes(10000, "big"))
+        with self.assertLogs("masterserver", "WARNING") as logged, master(http__ports="0", server__database=path) as server:
+            self.assertEqual(json.loads(fetch(port_of(server, "http"), "/healthz")[2].decode())["status"], "ok")
+        self.assertIn("the database was damaged", logged.output[0])
+
+    def test_where_it_cannot_be_made(self) -> None:
+        """Unasked for, it is a warning; asked for, an error."""
+        missing = os.path.join(self.folder, "missing", "master.db")
+        result = run_program("--set", "server.bind=127.0.0.1", "--set", "server.database=" + missing, *(
+            word for row in ms.PROTOCOLS if row.setting for word in ("--set", row.setting + "=")))
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("[server] database", result.stderr)
+        os.mkdir(os.path.join(self.folder, "masterserver.db"))          # in the way of the default
+        path = os.path.join(self.folder, "masterserver.ini")
+        with open(path, "w") as file:
+            file.write("[server]\nbind = 127.0.0.1\n" + "".join("[%s]\n%s =\n" % tuple(name.split(".")) for name in sorted(
+                {row.setting for row in ms.PROTOCOLS if row.setting}) if name != "http.ports") + "[http]\nports = 0\n")
+        with self.assertLogs("masterserver", "WARNING") as logged, ms.MasterServer(ms.Settings.load(path)) as server:
+            trouble = json.loads(fetch(port_of(server, "http"), "/healthz")[2].decode())
+            self.assertEqual((trouble["status"], list(trouble["trouble"])), ("trouble", ["database"]))
+            self.assertIn(b'masterserver_trouble{where="database"} 1', fetch(port_of(server, "http"), "/metrics")[2])
+        self.assertIn("will not outlive a restart", logged.output[0])
+
+    def test_steps_of_the_wall_clock(self) -> None:
+        for step in (86400.0, -86400.0, 3e8, -3e8):
+            registry, keeper = self.keeper(os.path.join(self.folder, "master%d.db" % step))
+            registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, {"name": "S"})
+            keeper.tick(2.0, T0 + 2)
+            keeper.tick(4.0, T0 + 4 + step)                             # nobody was heard from since
+            keeper.storage.close()
+            registry = make_core().registry
+            ms.Keeper(keeper.storage, registry, Virtual(), {}).restore(1000.0, T0 + 60 + step)
+            registry.expire(1059.0)
+            self.assertEqual(registry.total, 1, step)
+            registry.expire(1060.1)
+            self.assertEqual(registry.total, 0, step)
+
+    def test_rows_of_noise_cost_only_themselves(self) -> None:
+        path = os.path.join(self.folder, "master.db")
+        registry, keeper = self.keeper(path)
+        registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e4, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+        keeper.storage.save([("iceball", address, 1, T0 + 99.0, T0 + 0.0, T0 + 0.0, "{}") for address in ("nowhere", "a:b", "0.0.0.0")]
+                            + [("iceball", "203.0.113.8", 1, float("inf"), T0 + 0.0, T0 + 0.0, "{}")], [], [])
+        keeper.storage.close()
+        with self.assertLogs("masterserver", "WARNING"):
+            registry, keeper = self.keeper(path)
+        self.assertEqual([server.address for server in registry.servers()], ["203.0.113.9"])
+
+
+class ServiceTest(unittest.TestCase):
+    @unittest.skipUnless(hasattr(socket, "AF_UNIX"), "systemd is told by a Unix socket")
+    def test_ready_watchdog_reloading_stopping(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.bind(os.path.join(folder, "notify"))
+            manager.settimeout(5)
+            with mock.patch.dict(os.environ, NOTIFY_SOCKET=manager.getsockname(), WATCHDOG_USEC="1000000"), RunningServer() as server:
+                self.assertEqual(manager.recv(100), b"READY=1")
+                self.assertEqual(manager.recv(100), b"WATCHDOG=1")
+                server.process.send_signal(signal.SIGHUP)
+                said = [manager.recv(100) for _ in range(3)]
+                self.assertRegex(b" ".join(said).replace(b"WATCHDOG=1", b"").strip().decode(), r"(?s)^RELOADING=1\nMONOTONIC_USEC=\d+ +READY=1$")
+                server.process.terminate()
+                server.process.wait(10)
+                manager.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        said.append(manager.recv(100))
+                self.assertEqual(said[-1], b"STOPPING=1")
+
+    @unittest.skipUnless(hasattr(signal, "SIGHUP"), "reload by signal")
+    def test_a_reload_loses_no_packet_and_no_connection(self) -> None:
+        with RunningServer() as server, contextlib.closing(GameServer(server.port("iceball"))) as game:
+            with socket.create_connection(("127.0.0.1", server.port("http")), 5) as client:
+                for number in range(6):
+                    with open(server.config, "w") as file:
+                        file.write("[http]\ntitle = Number %d\n" % number if number % 2 else "[bans]\nnonsense = x\n")
+                    server.process.send_signal(signal.SIGHUP)
+                    for _ in range(20):
+                        game.announce()                     # raises if no answer comes
+                    client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    status, headers, body, _ = split_response(client.recv(65536))
+                    self.assertEqual(status, 200)
+                eventually(lambda: b"Number 5" in fetch(server.port("http"), "/")[2])
+
+    def test_defaults_are_no_stand_in_for_an_ini_that_is_gone(self) -> None:
+        """As in an editor that writes a new file and renames it: for a moment there is none."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "masterserver.ini")
+            with open(path, "w") as file:
+                file.write("[bans]\n192.0.2.1 = me\n")
+            server = ms.MasterServer(ms.Settings.load(path), reload=lambda: ms.Settings.load(path, missing_ok=True))
+            self.addCleanup(server.stop)
+            os.remove(path)
+            with self.assertLogs("masterserver", "ERROR"):
+                server.reload()
+            self.assertEqual(server.rules.ban("192.0.2.1"), "me")
+            os.mkdir(path)                                  # there, and cannot be read
+            self.assertRaises(ms.SettingsError, ms.Settings.load, path, missing_ok=True)
+
+    def test_the_log_rotates_and_survives_its_folder(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "log")
+            handlers = list(ms.log.handlers)
+            level, propagate = ms.log.level, ms.log.propagate
+            try:
+                ms.start_log(ms.Settings({"server.log_file": path}), False)
+                handler = ms.log.handlers[-1]
+                with open(path, "w") as file:
+                    file.write("x" * (10 << 20))
+                handler.stream.seek(0, 2)
+                ms.log.info("one line more")
+                self.assertEqual(sorted(os.listdir(folder)), ["log", "log.1"])
+                with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(handler, "stream", mock.Mock(
+                        write=mock.Mock(side_effect=OSError(28, "No space left on device")))):
+                    ms.log.info("lost")
+                self.assertEqual(stderr.getvalue(), "")
+                handler.close()
+            finally:
+                ms.log.handlers[:] = handlers
+                ms.log.setLevel(level)
+                ms.log.propagate = propagate
+                ms.logging.raiseExceptions = True
 
 
 # --- Client tools ----------------------------------------------------------------------------------------------------
@@ -5788,10 +6409,6 @@ class TenMinutesAndARestart(unittest.TestCase):
 
 LOOPBACK = {"server.bind": "127.0.0.1", "server.public_address": "203.0.113.5", "http.ports": "", "iceball.port": "0",
             "hyperbol.port": "", "subspace.port": "", "aio.port": ""}
-
-
-def port_of(server: ms.MasterServer, protocol: str) -> int:
-    return next(l.port for l in server.listeners if l.protocol == protocol)
 
 
 class Announcing(unittest.TestCase):
