@@ -100,6 +100,7 @@ MAX_DATAGRAM_BYTES = 4096           # no document has a datagram over 520 bytes;
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
 RECV_BYTES = 65536                  # one read from a connection
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
+LINGER_LOOK_S = 0.1                 # how often it is looked whether the peer has closed, when nothing else wakes the loop
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
@@ -539,6 +540,7 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
     return text.strip()[:characters].strip()
 
 
+@functools.lru_cache(maxsize=4096)              # modes, maps and versions are few, and all servers share the text
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
     if raw.isascii():
@@ -664,6 +666,9 @@ class Limiter:
         self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
+    def exempts(self, address: str) -> bool:
+        return (self.table.get(address) or self.verdict(address)) == EXEMPT
+
     def allow(self, address: str, now: float, tokens: float = 1) -> bool:
         table = self.table
         full_at = table.get(address)
@@ -760,7 +765,7 @@ class Rules:
 
     def verdict(self, address: str) -> float:
         """For the limiters: BLOCKED, EXEMPT or 0."""
-        if in_networks(address, self.blocks):
+        if self.blocks and in_networks(address, self.blocks):
             return BLOCKED
         return EXEMPT if in_networks(address, self.exempt) else 0.0
 
@@ -828,8 +833,9 @@ NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
 # What outlives a restart, in this order; what comes new comes last
-STORED: Dict[str, Any] = {"name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str,
-                          "flavor": int, "verified": str, "responding": bool, "details": dict, "source": str}
+STORED: Dict[str, Any] = {
+    "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str, "flavor": int,
+    "verified": str, "responding": bool, "details": dict, "source": str}
 
 
 rank_of = operator.attrgetter("rank")
@@ -869,7 +875,8 @@ class Registry:
         self.sources: Dict[str, int] = {}
         self.total = 0
         self.generation = 0
-        self.watchers: List[Callable[[str, Server], None]] = []        # called with listed, changed or gone
+        # By game ("": all), called with listed, changed or gone
+        self.watchers: Dict[str, List[Callable[[str, Server], None]]] = collections.defaultdict(list)
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
@@ -901,7 +908,7 @@ class Registry:
         if self.total >= self.rules.servers:
             raise Refused("limit", "this master lists %d servers at the most" % self.rules.servers)
         if (self.sources.get(source_key(source), 0) >= self.rules.servers_per_source
-                and not in_networks(source, self.rules.exempt)):
+                and not self.rules.datagrams.exempts(source)):
             raise Refused("limit", "%d servers of one address are listed at the most" % self.rules.servers_per_source)
 
     def admit_name(self, name: str) -> None:
@@ -1012,12 +1019,15 @@ class Registry:
         else:
             self.left.discard(server.key)
             self.altered.add(server)
-        for watcher in self.watchers:
+        for watcher in self.watchers[server.game]:
+            watcher(event, server)
+        for watcher in self.watchers[""]:
             watcher(event, server)
 
     def mark(self, server: Server) -> None:
-        server.official = self.rules.official.get((server.address, server.port), False)
-        server.priority = self.rules.priority.get((server.address, server.port), 0)
+        place = server.address, server.port
+        server.official = self.rules.official.get(place, False)
+        server.priority = self.rules.priority.get(place, 0)
 
     def apply_rules(self) -> None:
         """After a reload: marks as the rules have them now, and those out who are banned since."""
@@ -1497,7 +1507,6 @@ class Storage:
 class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
-    game = ""                       # whose servers it lists
     ipv4_only = True                # its lists carry 4-byte addresses
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -1506,9 +1515,6 @@ class UdpProtocol:
     def tick(self, now: float) -> Replies:
         """Once a second: polls, retries, expiry of what the protocol itself remembers."""
         return []
-
-    def restored(self, server: Server) -> None:
-        """A server of this game is listed again after a restart, unconfirmed: whoever polls it begins now."""
 
     def read(self, settings: Settings) -> None:
         """The settings, at start and after a reload."""
@@ -1549,7 +1555,6 @@ class Session:
 class TcpProtocol:
     """One TCP port: makes a session for each connection."""
 
-    game = ""
     ipv4_only = False
     speaks_first = True             # False: the client does, and the kernel may hold a connection back until it has
 
@@ -1564,9 +1569,6 @@ class TcpProtocol:
 
     def tick(self, now: float) -> None:
         """Once a second."""
-
-    def restored(self, server: Server) -> None:
-        """As in UdpProtocol."""
 
     def read(self, settings: Settings) -> None:
         """As in UdpProtocol."""
@@ -1890,7 +1892,7 @@ class Iceball(UdpProtocol):
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
         self.reproaches = Limiter(ICEBALL_REPROACHES)
-        self.registry.watchers.append(self.watch)
+        self.registry.watchers["iceball"].append(self.watch)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -1984,7 +1986,7 @@ class Iceball(UdpProtocol):
         return [(packet, peer)]
 
     def watch(self, event: str, server: Server) -> None:
-        if event == "gone" and server.game == "iceball":
+        if event == "gone":
             self.known.pop((server.source, server.packet), None)
 
 
@@ -2044,7 +2046,7 @@ class IceballDraft:
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
         self.guesses = Limiter(DRAFT_GUESSES)
-        self.registry.watchers.append(self.watch)
+        self.registry.watchers["iceball"].append(self.watch)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         kind = data[0]
@@ -2191,7 +2193,7 @@ class Hyperbol(TcpProtocol, Querier):
         self.rules = core.registry.rules
         self.lists = Rendered(self.registry, self.game, hyperbol_lists)
         core.announcers[self.game] = self.announce
-        self.registry.watchers.append(self.watch)
+        self.registry.watchers[self.game].append(self.watch)
         for server in self.registry.servers(self.game):
             self.watch("listed", server)
         self.read(core.settings)
@@ -2281,8 +2283,6 @@ class Hyperbol(TcpProtocol, Querier):
         return False
 
     def watch(self, event: str, server: Server) -> None:
-        if server.game != self.game:
-            return
         if event == "listed" and server.unconfirmed:        # restored from disk
             self.poller.add(self, server.source, server.port).announced = False
         target = self.poller.targets.get((server.source, server.port))
@@ -2512,7 +2512,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
         self.names: Dict[Server, str] = {}                          # the way back
         self.known = Known(core, self, offset=1)
-        self.registry.watchers.append(self.watch)
+        self.registry.watchers[self.game].append(self.watch)
         for server in self.registry.servers("subspace"):
             self.watch("listed", server)
         self.read(core.settings)
@@ -2632,8 +2632,6 @@ class SubSpacePing(UdpProtocol, Querier):
                 del self.owners[name]
 
     def watch(self, event: str, server: Server) -> None:
-        if server.game != "subspace":
-            return
         if event == "listed":           # by us, or by storage after a restart
             self.poller.add(self, server.source, server.port + 1, server.port)
         elif event == "gone":
@@ -3473,7 +3471,7 @@ class Aio(TcpProtocol, Querier):
             make: Rendered(self.registry, "aio", make)
             for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
         self.rules = core.registry.rules
-        self.registry.watchers.append(self.watch)
+        self.registry.watchers["aio"].append(self.watch)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -5682,14 +5680,15 @@ class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
     __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "writing", "linger_until",
-                 "linger_bytes", "working", "eof", "source", "woken_at")
+                 "linger_bytes", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
         self.out: Union[bytes, memoryview] = b""
         self.out_since = self.progress_at = now
-        self.writing = False                # the selector watches for room to write
+        self.events = 0                     # what the selector watches for
+        self.writing = False                # room to write is waited for
         self.working = False                # the session's job is with the worker
         self.eof = False                    # the peer sends no more
         self.linger_until = 0.0             # not 0: our last byte is out, what comes is read away until then
@@ -5822,6 +5821,8 @@ class Connection:
             return
         self.linger_until = now + LINGER_S
         self.read(now)
+        if not self.events and self.sock.fileno() >= 0:
+            self.loop.linger(self)
 
     def tick(self, now: float) -> None:
         if self.linger_until:
@@ -6159,12 +6160,19 @@ class Loop:
         self.stop()
 
     def watch(self, connection: Connection, events: int) -> None:
-        try:
-            self.selector.unregister(connection.sock)
-        except KeyError:
-            pass
-        if events:
+        """Have the selector watch a connection for these events, 0 for none."""
+        before, connection.events = connection.events, events
+        if before == events:
+            return
+        if not before:
             self.selector.register(connection.sock, events, connection.ready)
+        elif events:
+            self.selector.modify(connection.sock, events, connection.ready)
+        else:
+            self.selector.unregister(connection.sock)
+
+    def linger(self, connection: Connection) -> None:
+        """The connection waits for its peer to close, without the selector."""
 
     def wake(self) -> None:
         """Make select() return; from any thread."""
@@ -6214,6 +6222,7 @@ class MasterServer(Loop):
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
+        self.lingering: collections.deque[Connection] = collections.deque()
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
@@ -6225,7 +6234,7 @@ class MasterServer(Loop):
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
-            self.registry.watchers.append(functools.partial(self.report, on_event))
+            self.registry.watchers[""].append(functools.partial(self.report, on_event))
 
     # Sockets
 
@@ -6273,13 +6282,9 @@ class MasterServer(Loop):
             self.health["database"] = str(error)
             self.keeper.whole = True
             restored = []
-        for server in restored:
-            for protocol in self.protocols:
-                if protocol.game == server.game:
-                    protocol.restored(server)
         if restored:
             log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
-        self.registry.watchers.append(self.log_event)
+        self.registry.watchers[""].append(self.log_event)
 
     def free_ports(self, row: Row) -> int:
         """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
@@ -6323,20 +6328,16 @@ class MasterServer(Loop):
             self.selector.register(sock, selectors.EVENT_READ, source.ready)
 
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
-        source = source_key(address)
-        verdict = self.rules.verdict(address)
-        if verdict == BLOCKED:
+        rules = self.rules
+        if rules.blocks and rules.verdict(address) == BLOCKED:
             acceptor.tally.limited += 1
             sock.close()
             return
-        limited = (not self.rules.connections.allow(address, now)
-                   or verdict != EXEMPT and self.connections_by_source[source] >= self.settings["limits.connections_open"])
+        source = source_key(address)
+        limited = (not rules.connections.allow(address, now)
+                   or self.connections_by_source[source] >= self.settings["limits.connections_open"] and not rules.connections.exempts(address))
         most, refused_most = self.room()
         sock.setblocking(False)
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            pass
         if limited:
             acceptor.tally.limited += 1
             session = acceptor.protocol.refusal(address, now)
@@ -6353,10 +6354,23 @@ class MasterServer(Loop):
         else:
             self.connections[connection] = None
             self.connections_by_source[source] += 1
-        self.selector.register(sock, selectors.EVENT_READ, connection.ready)
         connection.call(session.opened, now)
         if not acceptor.protocol.speaks_first and sock.fileno() >= 0:
-            connection.read(now)            # its request is usually here already
+            connection.read(now)            # its request is usually here already, and often the whole exchange over at once
+        if sock.fileno() >= 0 and not connection.linger_until:
+            connection.watch()
+
+    def linger(self, connection: Connection) -> None:
+        self.lingering.append(connection)
+
+    def look_at_lingering(self, now: float) -> None:
+        """Those whose peer has closed are done; to have the selector tell would cost as much as the whole exchange."""
+        for _ in range(min(len(self.lingering), DRAIN_ACCEPTS)):
+            connection = self.lingering.popleft()
+            if connection.sock.fileno() >= 0:
+                connection.read(now)
+                if connection.sock.fileno() >= 0:
+                    self.lingering.append(connection)
 
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
@@ -6378,10 +6392,7 @@ class MasterServer(Loop):
         idle.close(now)
 
     def forget(self, connection: Connection) -> None:
-        try:
-            self.selector.unregister(connection.sock)
-        except KeyError:
-            pass
+        self.watch(connection, 0)
         if connection in self.refused:
             del self.refused[connection]
             return
@@ -6400,6 +6411,8 @@ class MasterServer(Loop):
         try:
             while not self.stopping:
                 wait = min(next_tick, self.timers[0][0] if self.timers else next_tick) - time.monotonic()
+                if self.lingering:
+                    wait = min(wait, LINGER_LOOK_S)
                 events = self.selector.select(max(0.0, wait))
                 now = turn = time.monotonic()
                 for key, mask in events:
@@ -6409,6 +6422,8 @@ class MasterServer(Loop):
                         for source in self.endpoints:
                             if isinstance(source, Datagrams):
                                 self.guarded(source.ready, selectors.EVENT_READ, now)
+                if self.lingering:
+                    self.guarded(self.look_at_lingering, now)
                 while self.timers and self.timers[0][0] <= now:
                     connection = heapq.heappop(self.timers)[2]
                     if connection.sock.fileno() >= 0:
@@ -6658,8 +6673,9 @@ def port_holder(transport: str, port: int) -> str:
     return ""
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Let the kernel find peers that vanished without a word; the connections of a listener inherit it."""
+def set_inherited(sock: socket.socket) -> None:
+    """What the connections of a listener inherit: each write goes out at once, and the kernel finds peers that vanished without a word."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE:
         if hasattr(socket, name):
@@ -6690,7 +6706,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
                     pass
         sock.bind((address, port))
         if transport == "tcp":
-            keep_alive(sock)
+            set_inherited(sock)
             sock.listen(1024)
         sock.setblocking(False)
         return sock
@@ -6726,6 +6742,7 @@ def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+GC_THRESHOLDS = 10_000, 20, 20      # servers live long and have no cycles: looking at them after every 700 costs 4 % of listing them
 SWITCH_S = 0.001                    # the event loop gets the interpreter back from the worker within this (Python's default is 5 ms)
 EXIT_STATUSES = """exit status:
   0  ended as it was told to, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or all is well
@@ -7388,7 +7405,7 @@ class Announcement(Loop):
         session = link.announcer
         assert isinstance(session, Session)
         link.connection = Connection(self, sock, link.host, session, self.tally, "announce", now)
-        self.selector.register(sock, selectors.EVENT_READ, link.connection.ready)
+        link.connection.watch()
         link.connection.call(session.opened, now)
 
     def no_way(self, link: Link, error: OSError, now: float) -> None:
@@ -7396,10 +7413,7 @@ class Announcement(Loop):
         link.announcer.failed("no connection: %s" % (error.strerror or error), now)
 
     def forget(self, connection: Connection) -> None:
-        try:
-            self.selector.unregister(connection.sock)
-        except KeyError:                            # nothing was wanted of it any more
-            pass
+        self.watch(connection, 0)
         for link in self.links:
             if link.connection is connection:
                 link.connection = None
@@ -8013,6 +8027,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     stop_on_signals(server.stop)
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
+    gc.set_threshold(*GC_THRESHOLDS)
     gc.disable()                            # nothing that is made until everything listens is garbage
     try:
         server.bind()

@@ -326,7 +326,7 @@ class RegistryTest(unittest.TestCase):
     def setUp(self) -> None:
         self.registry = make_core(limits__servers_per_source="3", limits__servers="5").registry
         self.events: List[Tuple[str, int]] = []
-        self.registry.watchers.append(lambda event, server: self.events.append((event, server.port)))
+        self.registry.watchers[""].append(lambda event, server: self.events.append((event, server.port)))
 
     def hear(self, port: int, source: str = "203.0.113.9", now: float = 0.0, lifetime: float = 120.0, **fields: Any) -> ms.Server:
         return self.registry.hear("iceball", source, port, source, now, lifetime, fields)
@@ -5141,7 +5141,7 @@ class FaultsTest(unittest.TestCase):
         registry = make_core().registry
         for port in range(1, 6):
             registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 120.0, {})
-        registry.watchers.append(mock.Mock(side_effect=[ZeroDivisionError] + [None] * 9))
+        registry.watchers[""].append(mock.Mock(side_effect=[ZeroDivisionError] + [None] * 9))
         self.assertRaises(ZeroDivisionError, registry.expire, 121.0)
         registry.expire(122.0)
         self.assertEqual(registry.servers(), [])
