@@ -5933,6 +5933,7 @@ SAVE_S = 2.0                        # what was listed 5 s before a crash is list
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
 CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
+TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
 
@@ -5945,6 +5946,7 @@ class Keeper:
         self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
         self.renewed = 0
         self.saved_at = self.minute = 0.0
+        self.told_at = float("-inf")        # when the log was told of trouble
         self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
@@ -6013,7 +6015,8 @@ class Keeper:
         if failed and len(self.registry.left) < KNOWN_SERVERS:
             self.registry.left |= {key for key in left if self.registry.get(*key) is None}
         if trouble:
-            if "database" not in self.health:
+            if "database" not in self.health and now - self.told_at >= TROUBLE_AGAIN_S:
+                self.told_at = now
                 log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
             self.health["database"] = trouble
         elif self.health.pop("database", ""):
