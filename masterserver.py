@@ -5940,7 +5940,7 @@ class Worker:
             self.thread.join(timeout)
 
 
-SAVE_S = 2.0                        # what was listed 5 s before a crash is listed after it
+SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 1,250 rows a second, one per cent of a core
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
 CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
@@ -6430,7 +6430,7 @@ class MasterServer(Loop):
             self.close()
 
     def tick(self, now: float) -> None:
-        epoch = time.time() - now
+        epoch = time.time() - time.monotonic()          # not `now`, which is as old as this round of the loop
         self.gauges["loop_delay_seconds"] = self.busy_s
         self.gauges["loop_delay_max_seconds"] = max(self.busy_s, self.gauges.get("loop_delay_max_seconds", 0.0) * LOOP_DELAY_FADES)
         self.gauges["connections"] = len(self.connections)
