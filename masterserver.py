@@ -41,6 +41,7 @@ import email.errors
 import errno
 import ftplib
 import functools
+import gc
 import gzip
 import hashlib
 import heapq
@@ -205,10 +206,16 @@ def read_address(text: str) -> str:
 THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
 
 
+# IPv4 unicast, 1.0.0.0 to 223.255.255.255, in the one form that lists have: spares the parser, at 10,000 a start
+UNICAST_IPV4 = re.compile(r"(?:[1-9]\d?|1\d\d|2[01]\d|22[0-3])(?:\.(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)){3}", re.ASCII)
+
+
 def is_unicast(address: str) -> bool:
     """An IP address that a game server can have."""
     if "%" in address:              # a scope means nothing to another machine
         return False
+    if UNICAST_IPV4.fullmatch(address):
+        return True
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -840,8 +847,9 @@ Rank = Tuple[int, bool, int, str]
 NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
-STORED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
-          "responding", "details", "source")
+# What outlives a restart, in this order; what comes new comes last
+STORED: Dict[str, Any] = {"name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str,
+                          "flavor": int, "verified": str, "responding": bool, "details": dict, "source": str}
 
 
 rank_of = operator.attrgetter("rank")
@@ -5425,8 +5433,8 @@ def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
 def remembered(game: str, address: str, port: int, known: Remembered) -> types.SimpleNamespace:
     """A server that has left, as pages show it."""
     try:
-        name = json.loads(known.fields).get("name", "")
-    except (ValueError, AttributeError):
+        name = json.loads(known.fields)[0]
+    except (ValueError, LookupError, TypeError):
         name = ""
     return types.SimpleNamespace(game=game, address=address, port=port, name=clean(str(name)), first_seen=known.first_seen, last_seen=known.last_seen)
 
@@ -6023,13 +6031,12 @@ class Keeper:
         trouble = str(result) if failed else ""
         if failed and len(self.registry.left) < KNOWN_SERVERS:
             self.registry.left |= {key for key in left if self.registry.get(*key) is None}
-        if trouble != self.health.get("database", ""):
-            if trouble:
+        if trouble:
+            if "database" not in self.health:
                 log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
-                self.health["database"] = trouble
-            else:
-                log.info("the list is kept again")
-                del self.health["database"]
+            self.health["database"] = trouble
+        elif self.health.pop("database", ""):
+            log.info("the list is kept again")
         if result and not failed:
             self.recent = result
 
@@ -6046,10 +6053,13 @@ class Keeper:
 
 
 def stored_row(server: Server, epoch: float) -> ListedRow:
-    fields: Dict[str, Any] = {name: getattr(server, name) for name in STORED}
-    fields["lasting"] = server.lifetime == float("inf")
+    fields = [getattr(server, name) for name in STORED]
+    fields.append(server.lifetime == float("inf"))
     return (*server.key, server.last_seen + min(server.lifetime, LASTING_S) + epoch, server.first_seen + epoch, server.last_seen + epoch,
             json.dumps(fields, ensure_ascii=False))
+
+
+FIELDS = json.JSONDecoder()         # json.loads() makes one each time; 10,000 rows are read at a start
 
 
 def restored_server(row: ListedRow, now: float, wall: float) -> Server:
@@ -6058,32 +6068,33 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     game, address, port, expires, first_seen, last_seen, text = row
     if not is_unicast(address) or not 0 < port <= 65535 or not all(0 <= at < WALL_END for at in (expires, first_seen, last_seen)):
         raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
+    fields: Any
     try:
-        fields = json.loads(text)
+        fields, _ = FIELDS.raw_decode(text)
     except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        fields = {}
+        fields = []
+    if type(fields) is not list:
+        fields = []
     server = Server(game, address, port, address, now, 0.0)
-    for name in STORED:
-        value, usual = fields.get(name), getattr(server, name)
-        if type(value) is not type(usual) and not (name == "playing" and type(value) is int):
+    for (name, kind), value in zip(STORED.items(), fields):
+        if type(value) is not kind:
             continue
-        if isinstance(value, str):
+        if kind is str and value:
             value = clean(value, TEXT_CHARACTERS)
-        elif isinstance(value, dict):
+        elif kind is dict:
             value = {clean(key): clean(told, TEXT_CHARACTERS) for key, told in value.items() if isinstance(told, str)}
-        elif type(value) is int:
+        elif kind is int:
             value = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
         setattr(server, name, value)
-    if not is_unicast(server.source):
+    if server.source != address and not is_unicast(server.source):
         server.source = address
     if server.verified not in VERIFIED:
         server.verified = "self-reported"
     server.unconfirmed = True
     server.first_seen = now - max(0.0, wall - first_seen)
     server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
-    server.lifetime = expires - last_seen if not fields.get("lasting") else now + RESTORED_S - server.last_seen
+    lasting = fields[len(STORED):] == [True]
+    server.lifetime = now + RESTORED_S - server.last_seen if lasting else expires - last_seen
     return server
 
 
@@ -8022,8 +8033,12 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     stop_on_signals(server.stop)
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
+    gc.disable()                            # nothing that is made until everything listens is garbage
     try:
         server.bind()
+        if hasattr(gc, "freeze"):           # not on PyPy
+            gc.freeze()
+        gc.enable()
         log.info("%s", summary(server))
         for line in first_contact(server):
             log.info("%s", line)
