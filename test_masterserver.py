@@ -1327,15 +1327,17 @@ class IceballTest(unittest.TestCase):
     def test_a_flood_of_strangers_leaves_nothing_behind(self) -> None:
         rng = random.Random(5)
         limiter = ms.Limiter((100, 400))
+        head, tail = announcement()[:10], announcement(name=b"N" * 20)[12:]
 
         def flood(count: int) -> None:
             for _ in range(count):
-                peer = ("%d.%d.%d.%d" % (rng.randrange(1, 224), rng.randrange(256), rng.randrange(256), rng.randrange(256)), 1)
+                number = rng.getrandbits(56)
+                peer = "%d.%d.%d.%d" % (1 + number % 223, number >> 8 & 255, number >> 16 & 255, number >> 24 & 255), 1
                 if limiter.allow(peer[0], 0.0):
-                    self.iceball.datagram(announcement(rng.randrange(1, 65536), name=b"%d" % rng.randrange(10**9)), peer, 0.0)
+                    self.iceball.datagram(head + (number >> 40 | 1).to_bytes(2, "little") + tail, peer, 0.0)
 
         tracemalloc.start()
-        flood(2 * ms.LIMITER_SOURCES)                   # until every bounded table is full
+        flood(ms.LIMITER_SOURCES + ms.LIMITER_SOURCES // 2)     # until every bounded table is full
         before = tracemalloc.get_traced_memory()[0]
         flood(20000 if SLOW else 200000)
         self.shake(CAPTURED)
