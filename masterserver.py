@@ -907,7 +907,7 @@ class Registry:
         # What storage has not been told yet
         self.seen: Set[Server] = set()
         self.altered: Set[Server] = set()
-        self.left: Set[Key] = set()
+        self.left: Set[Key] = set()         # some may be back
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
@@ -1037,7 +1037,6 @@ class Registry:
             self.altered.discard(server)
             self.seen.discard(server)
         else:
-            self.left.discard(server.key)
             self.altered.add(server)
         for watcher in self.watchers[server.game]:
             watcher(event, server)
@@ -1265,7 +1264,7 @@ class Storage:
     def save(self, listed: Sequence[ListedRow], seen: Sequence[Tuple[float, float, str, str, int]],
              gone: Sequence[Key]) -> None:
         """Write one batch in one transaction: rows new or changed, (last seen, expires, key) of servers only heard
-        from, and keys no longer listed. A key stands in one of the three. On return the rows outlive the process."""
+        from, and keys no longer listed, which go first. On return the rows outlive the process."""
         def work(db: sqlite3.Connection) -> None:
             for key in gone:
                 self._leave(db, "server = " + SERVER_ID, key)
@@ -8050,11 +8049,12 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     stop_on_signals(server.stop)
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
-    gc.set_threshold(*GC_THRESHOLDS)
+    if hasattr(gc, "set_threshold"):        # PyPy's collector has no such settings
+        gc.set_threshold(*GC_THRESHOLDS)
     gc.disable()                            # nothing that is made until everything listens is garbage
     try:
         server.bind()
-        if hasattr(gc, "freeze"):           # not on PyPy
+        if hasattr(gc, "freeze"):
             gc.freeze()
         gc.enable()
         log.info("%s", summary(server))
