@@ -4352,6 +4352,21 @@ class LoopTest(unittest.TestCase):
                 body = split_response(read_all(client, 4095))[2]
         self.assertEqual(len(json.loads(body.decode())["servers"]), registry_size)
 
+    @unittest.skipUnless(hasattr(signal, "SIGSTOP"), "a process is stopped by a signal")
+    def test_a_pause_of_half_a_second_loses_no_announcement(self) -> None:
+        """At 10,000 a second, or as many as the buffer holds that the system allows."""
+        with ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0) as like:
+            count = min(5000, like.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 1024)         # what an announcement costs the kernel
+        with RunningServer() as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            game.connect(("127.0.0.1", server.port("iceball")))
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                for number in range(count):
+                    game.send(announcement(1 + number))
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            eventually(lambda: b'masterserver_received_total{protocol="iceball"} %d\n' % count in fetch(server.port("http"), "/metrics")[2])
+
     def test_listeners(self) -> None:
         with RunningServer(http__ports="0, 0") as server:
             self.assertEqual(server.ready["pid"], server.process.pid)
