@@ -905,7 +905,7 @@ class Registry:
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
         # What storage has not been told yet
-        self.seen: Set[Server] = set()
+        self.seen: List[Server] = []        # heard from, some of them more than once; a list, as a large set misses the processor's cache
         self.altered: Set[Server] = set()
         self.left: Set[Key] = set()         # some may be back
 
@@ -970,7 +970,7 @@ class Registry:
     def refresh(self, server: Server, now: float) -> None:
         """The server was heard from."""
         server.last_seen = now
-        self.seen.add(server)
+        self.seen.append(server)
         if server.unconfirmed:
             server.unconfirmed = False
             self.schedule(server)           # its lifetime may be shorter than the one it was restored with
@@ -1035,7 +1035,6 @@ class Registry:
         if event == "gone":
             self.left.add(server.key)
             self.altered.discard(server)
-            self.seen.discard(server)
         else:
             self.altered.add(server)
         for watcher in self.watchers[server.game]:
@@ -1922,7 +1921,7 @@ class Iceball(UdpProtocol):
         server = self.known.get((peer[0], data))
         if server is not None:                      # nothing has changed: the common case by far
             server.last_seen = now
-            self.registry.seen.add(server)
+            self.registry.seen.append(server)
             return [(self.thanks, peer)]
         head = data[:4]
         if head == b"1CEB":
@@ -6004,8 +6003,8 @@ class Keeper:
         self.epoch = wall - now
         if self.whole or stepped:
             registry.altered.update(registry.in_order())
-        seen, altered, left = registry.seen - registry.altered, registry.altered, registry.left
-        registry.seen, registry.altered, registry.left = set(), set(), set()
+        seen, altered, left = registry.seen, registry.altered, registry.left
+        registry.seen, registry.altered, registry.left = [], set(), set()
         players = registry.servers() if wall // 60 != self.minute else None
         self.minute = wall // 60
         if seen or altered or left or players is not None:
@@ -6013,11 +6012,12 @@ class Keeper:
             self.worker.submit(functools.partial(self.write, seen, altered, left, players, wall - now, wall),
                                functools.partial(self.written, left))
 
-    def write(self, seen: Set[Server], altered: Set[Server], left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
+    def write(self, seen: List[Server], altered: Set[Server], left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
               ) -> Optional[Dict[Key, List[Optional[int]]]]:
         """In the worker. A server that changes meanwhile is in the next batch again."""
         self.storage.save([stored_row(server, epoch) for server in altered],
-                          [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key) for server in seen],
+                          [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key)
+                           for server in set(seen) - altered],
                           list(left))
         if players is None:
             return None
@@ -6049,7 +6049,7 @@ class Keeper:
             if not self.busy:
                 registry = self.registry
                 altered = set(registry.in_order()) if self.whole else registry.altered
-                self.write(registry.seen - altered, altered, registry.left, None, wall - now, wall)
+                self.write(registry.seen, altered, registry.left, None, wall - now, wall)
         except sqlite3.Error as error:
             log.error("the list could not be kept at the end: %s", error)
         self.storage.close()
@@ -6481,7 +6481,7 @@ class MasterServer(Loop):
         if self.keeper:
             self.guarded(self.keeper.tick, now, now + epoch)
         else:
-            self.registry.seen, self.registry.altered, self.registry.left = set(), set(), set()
+            self.registry.seen, self.registry.altered, self.registry.left = [], set(), set()
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
             self.ini_looked_at = now
             stamp = self.stamp()
