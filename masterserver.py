@@ -1906,7 +1906,7 @@ class Iceball(UdpProtocol):
         self.cookie = Cookie(random.SystemRandom().getrandbits(128).to_bytes(16, "little"))
         self.draft = IceballDraft(core, self.cookie)
         self.timeout: float = core.settings["iceball.timeout"]
-        self.known: Dict[Tuple[str, bytes], Server] = {}        # (source address, whole datagram) of each listed server
+        self.known: Dict[bytes, Server] = {}        # whole datagram and source address of each listed server: one key to compare
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
         self.reproaches = Limiter(ICEBALL_REPROACHES)
@@ -1918,7 +1918,7 @@ class Iceball(UdpProtocol):
         self.accepted: Tuple[str, ...] = settings["iceball.accept_versions"]
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        server = self.known.get((peer[0], data))
+        server = self.known.get(data + peer[0].encode())
         if server is not None:                      # nothing has changed: the common case by far
             server.last_seen = now
             self.registry.seen.append(server)
@@ -1983,14 +1983,14 @@ class Iceball(UdpProtocol):
         address = self.registry.rules.listed_address(source)
         before = self.registry.get("iceball", address, port)
         if before is not None:
-            self.known.pop((before.source, before.packet), None)
+            self.known.pop(before.packet, None)
         try:
             server = self.registry.hear("iceball", address, port, source, now, self.timeout, fields)
         except Refused as refused:
             self.registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        server.packet = packet
-        self.known[source, packet] = server
+        server.packet = packet + source.encode()
+        self.known[server.packet] = server
 
     def accepts(self, version: int) -> bool:
         text = iceball_version_text(version)
@@ -2005,7 +2005,7 @@ class Iceball(UdpProtocol):
 
     def watch(self, event: str, server: Server) -> None:
         if event == "gone":
-            self.known.pop((server.source, server.packet), None)
+            self.known.pop(server.packet, None)
 
 
 def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
