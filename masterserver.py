@@ -1898,6 +1898,7 @@ class Iceball(UdpProtocol):
     def read(self, settings: Settings) -> None:
         self.version: int = settings["iceball.version"]
         self.accepted: Tuple[str, ...] = settings["iceball.accept_versions"]
+        self.known.clear()                          # each is looked at once by the new settings
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         server = self.known.get((peer[0], data))

@@ -1186,6 +1186,18 @@ class IceballTest(unittest.TestCase):
         self.assertEqual(self.send(b"HSHK" + msok[4:], now, peer), [])
         return next(s for s in self.registry.servers() if s.port == data[10] | data[11] << 8)
 
+    def test_a_reload_is_heeded_by_servers_that_are_listed(self) -> None:
+        self.shake(CAPTURED)
+        self.core.settings.values["iceball.accept_versions"] = ("0.3",)
+        self.iceball.read(self.core.settings)
+        with self.assertRaisesRegex(ms.Malformed, "version"):
+            self.send(CAPTURED, 1.0)
+        self.core.settings.values["iceball.accept_versions"] = ()
+        self.registry.rules.address_map = {self.peer[0]: "198.51.100.7"}
+        self.iceball.read(self.core.settings)
+        self.shake(CAPTURED, 2.0)
+        self.assertIsNotNone(self.registry.get("iceball", "198.51.100.7", 21737))
+
     def test_versions_as_text(self) -> None:
         for number, text in ((8421413, "0.2.1-37"), (1 << 27 | 3 << 22, "1.3"), (2 << 22 | 1 << 15, "0.2.1"), (2 << 22 | 1 << 10, "0.2a"),
                              (2 << 22 | 1 << 15 | 2 << 10 | 5, "0.2.1b-5"), (2 << 22 | 7, "0.2-7"), (0, "0.0")):
