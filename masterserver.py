@@ -4675,6 +4675,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if len(words) != 3:
             raise HttpError(400, "The request line is not METHOD PATH HTTP/VERSION.")
         self.parse_request()
+        if not re.match(r"HTTP/0*1\.", self.request_version):
+            raise HttpError(505, "HTTP/1.0 and HTTP/1.1 are spoken here.")      # an answer to HTTP/0.9 would have no head
         if (any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
                 or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")

@@ -3763,6 +3763,10 @@ class WebTest(unittest.TestCase):
                 self.assertEqual(session.done, done, request)
                 self.assertEqual(split_response(data)[1]["Connection"], "close" if done else "keep-alive")
 
+    def test_every_answer_has_a_head(self) -> None:
+        for version in ("0.9", "0.5", "00.9"):
+            self.assertEqual(split_response(self.exchange(b"GET /master.json HTTP/%s\r\n\r\n" % version.encode())[1])[0], 505, version)
+
     def test_pipelining(self) -> None:
         session, data = self.exchange(ICEBALL_REQUEST * 3 + b"GET /nope HTTP/1.1\r\nHost: x\r\n\r\n" + ICEBALL_REQUEST)
         found = []
