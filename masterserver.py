@@ -204,6 +204,13 @@ def read_address(text: str) -> str:
         raise ValueError("%r is not an IP address" % text.strip()) from None
 
 
+def read_addresses(text: str) -> Tuple[str, ...]:
+    addresses = read_list(read_address)(text)
+    if not addresses:
+        raise ValueError("an address is wanted; 0.0.0.0 and :: stand for all")
+    return addresses
+
+
 THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
 
 
@@ -329,7 +336,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("server", "bind", "0.0.0.0, ::", read_list(read_address),
+    Setting("server", "bind", "0.0.0.0, ::", read_addresses,
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
     Setting("server", "public_address", "", read_unicast,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
@@ -442,7 +449,7 @@ class Settings:
     def load(cls, path: str, overrides: Sequence[str] = (), missing_ok: bool = False) -> Settings:
         """Read the ini at `path`, then the overrides (`section.key=value`)."""
         self = cls()
-        parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#", ";"))
+        parser = configparser.ConfigParser(interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"))
         parser.optionxform = str  # type: ignore[assignment,method-assign]
         # The parser's own pattern takes "[::1]:27790 = yes" for a section.
         parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]

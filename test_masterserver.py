@@ -188,6 +188,8 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[address_map]\n192.168.1.5 = 224.0.0.1\n", "cannot be the address")
         self.wrong("[server]\nrefuse_names = (\n", "regular expression")
         self.wrong("[server]\nbind = here\n", "not an IP address")
+        self.wrong("[server]\nbind =\n", "an address")
+        self.wrong("[DEFAULT]\nport = 1\n", "no section [DEFAULT]")
         self.wrong("[limits]\ndatagrams = 0/10\n", "a number")
         self.wrong("port = 1\n", "no section headers")
         self.wrong("[iceball]\nport = 1\nport = 2\n", "already exists")
