@@ -4652,7 +4652,7 @@ class Answer(NamedTuple):
     headers: Tuple[Tuple[str, str], ...] = ()
     etag: str = ""
     shared: bool = False            # the same for everybody until a list changes: may be remembered, and kept by a cache
-    rendering: Optional[Rendering] = None           # where it comes from, and its compressed form may be kept
+    made: Optional[Made] = None     # where it comes from, and its compressed form may be kept
 
 
 class Later(NamedTuple):
@@ -4942,22 +4942,33 @@ def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) 
     return value
 
 
+class Made:
+    """The bytes of a list, their number, and their compressed form once somebody has asked for it."""
+
+    def __init__(self, body: bytes, number: int) -> None:
+        self.body, self.number = body, number
+        self.gzipped: Optional[bytes] = None
+
+    def packed(self) -> bytes:
+        if self.gzipped is None:
+            self.gzipped = gzip.compress(self.body, GZIP_LEVEL, mtime=0)        # the same bytes whenever it is done
+        return self.gzipped
+
+
 class Rendering:
-    """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker."""
+    """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker: what belongs together is
+    replaced in one piece, as the event loop may be answering with it."""
 
     def __init__(self, make: Callable[[List[Server], float], bytes]) -> None:
         self.make = make
         self.edition = 0
-        self.number = 0             # moves only when the bytes do
-        self.body = b""
-        self.gzipped: Optional[bytes] = None
+        self.made = Made(b"", 0)            # the number moves only when the bytes do
 
     def refresh(self, edition: int, servers: List[Server], now: float) -> None:
         if edition != self.edition:
             body = self.make(servers, now)
-            if body != self.body or not self.number:
-                self.body, self.gzipped = body, None
-                self.number += 1
+            if body != self.made.body or not self.made.number:
+                self.made = Made(body, self.made.number + 1)
             self.edition = edition
 
 
@@ -5114,22 +5125,15 @@ class Web(TcpProtocol):
         answer = answer._replace(headers=answer.headers + (("Vary", "Accept-Encoding"),))
         if not exchange.takes_gzip():
             return answer
-        rendering = answer.rendering
         packed = answer._replace(headers=answer.headers + (GZIPPED,),
                                  etag=answer.etag and answer.etag[:-1] + '-gz"')
         if packed.etag and exchange.matches(packed.etag):
             return packed
-        if rendering is not None and rendering.body is answer.body and rendering.gzipped is not None:
-            return packed._replace(body=rendering.gzipped)
-
-        def pack() -> bytes:
-            return gzip.compress(answer.body, GZIP_LEVEL)
+        made = answer.made or Made(answer.body, 0)
 
         def done(body: bytes) -> Answer:
-            if rendering is not None and rendering.body is answer.body:
-                rendering.gzipped = body
             return packed._replace(body=body)
-        return done(pack()) if len(answer.body) <= GZIP_INLINE_BYTES else Later(pack, done)
+        return done(made.packed()) if made.gzipped or len(made.body) <= GZIP_INLINE_BYTES else Later(made.packed, done)
 
     def count(self, route: str, status: int) -> None:
         self.requests[route, status] += 1
@@ -5149,8 +5153,9 @@ class Web(TcpProtocol):
         self.turn(request.now)
 
         def answer(done: Any) -> Answer:
-            etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
-            return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
+            made = rendering.made
+            etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, made.number)
+            return Answer(made.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, made=made)
         if rendering.edition != self.edition:
             servers = self.registry.in_order(game)
             if min(len(servers), rows) > RENDER_INLINE_SERVERS:

@@ -3769,6 +3769,32 @@ class WebTest(unittest.TestCase):
         for version in ("0.9", "0.5", "00.9"):
             self.assertEqual(split_response(self.exchange(b"GET /master.json HTTP/%s\r\n\r\n" % version.encode())[1])[0], 505, version)
 
+    def test_compressed_once_for_all_who_ask_at_once(self) -> None:
+        made = []
+        with mock.patch.object(ms, "GZIP_INLINE_BYTES", 0), mock.patch.object(ms.gzip, "compress", lambda *a, **k: made.append(1) or b"packed"):
+            for port in range(1, 20):
+                self.list(port, name="A server")
+            sessions = [self.web.session("127.0.0.1", 0.0) for _ in range(3)]
+            for session in sessions:
+                session.receive(b"GET /servers.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n", 0.0)
+            answers = [split_response(session.resume(session.job(), 0.0))[2] for session in sessions]
+        self.assertEqual((answers, made), ([b"packed"] * 3, [1]))
+
+    def test_what_was_compressed_of_an_older_list_is_not_kept_for_a_newer_one(self) -> None:
+        with mock.patch.object(ms, "GZIP_INLINE_BYTES", 0):
+            for port in range(1, 20):
+                self.list(port, name="Older")
+            session = self.web.session("127.0.0.1", 0.0)
+            session.receive(b"GET /master.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n", 0.0)
+            packed = session.job()
+            rendering = self.web.renderings["master.json", "iceball"]
+            older = rendering.made
+            rendering.refresh(99, [self.list(1, name="Newer")], 5.0)         # as the worker does, at any moment
+            session.resume(packed, 5.0)
+        self.assertIs(older.gzipped, packed)
+        self.assertIsNone(rendering.made.gzipped)
+        self.assertEqual((older.number, rendering.made.number), (1, 2))
+
     def test_pipelining(self) -> None:
         session, data = self.exchange(ICEBALL_REQUEST * 3 + b"GET /nope HTTP/1.1\r\nHost: x\r\n\r\n" + ICEBALL_REQUEST)
         found = []
