@@ -831,11 +831,12 @@ class Server:
         return self.game, self.address, self.port
 
     def set_rank(self) -> None:
-        """The order of every list: the operator's priority, then official, then players, then name."""
-        self.rank = (-self.priority, not self.official, -self.players, self.name.casefold())
+        """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
+        own; the address and port tell them apart, so that each is found in the list at once."""
+        self.rank = (-self.priority, not self.official, -self.players, self.name.casefold(), self.address, self.port)
 
 
-Rank = Tuple[int, bool, int, str]
+Rank = Tuple[int, bool, int, str, str, int]
 NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
@@ -862,7 +863,7 @@ class Order:
         for server, rank in self.moved.items():
             if rank is not None:
                 at = bisect.bisect_left(self.ranks, rank)
-                while self.servers[at] is not server:           # others of the same rank
+                while self.servers[at] is not server:           # one of another game may have the same rank
                     at += 1
                 del self.servers[at], self.ranks[at]
             if listed(server):

@@ -333,6 +333,13 @@ class RegistryTest(unittest.TestCase):
     def hear(self, port: int, source: str = "203.0.113.9", now: float = 0.0, lifetime: float = 120.0, **fields: Any) -> ms.Server:
         return self.registry.hear("iceball", source, port, source, now, lifetime, fields)
 
+    def test_servers_of_one_name_have_an_order_too(self) -> None:
+        ranks = set()
+        for port in (3, 1, 2):
+            ranks.add(self.hear(port, name="Iceball Server").rank)
+        self.assertEqual(len(ranks), 3)             # or finding one of 10,000 means looking at all of them
+        self.assertEqual([server.port for server in self.registry.in_order("iceball")], [1, 2, 3])
+
     def test_listed_changed_gone(self) -> None:
         self.hear(1, name="a", players=1, max_players=8)
         generation = self.registry.generation
