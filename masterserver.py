@@ -5769,6 +5769,8 @@ class Connection:
             self.working = True
             if self.loop.disk.jobs.qsize() < WORKER_JOBS:
                 self.loop.disk.submit(self.session.job, self.resumed)
+                if self.events:
+                    self.watch()
             else:
                 self.resumed(RuntimeError("too many others wait"), now)
         if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
@@ -5781,8 +5783,12 @@ class Connection:
         self.working = False
         if self.sock.fileno() >= 0:
             self.call(self.session.resume, result, now)
-            if self.eof and not self.out and not self.working and self.sock.fileno() >= 0:
+            if self.sock.fileno() < 0 or self.linger_until:
+                return
+            if self.eof and not self.out and not self.working and not self.session.held:
                 self.close(now)
+            else:
+                self.watch()
 
     def write(self, now: float) -> None:
         while self.out:
@@ -5821,9 +5827,9 @@ class Connection:
             self.close(now)
 
     def watch(self) -> None:
-        """Tell the selector what to wait for. Nothing is read while output waits: that bounds both."""
+        """Tell the selector what to wait for. Nothing is read while output waits or is being made: that bounds both."""
         self.writing = bool(self.out) or self.session.held and not self.session.done
-        self.loop.watch(self, selectors.EVENT_WRITE if self.writing else 0 if self.eof else selectors.EVENT_READ)
+        self.loop.watch(self, selectors.EVENT_WRITE if self.writing else 0 if self.eof or self.working else selectors.EVENT_READ)
 
     def finish(self, now: float) -> None:
         """Everything is written: end our side, and read away what still comes, for closing with unread input sends a reset."""

@@ -5026,6 +5026,37 @@ class SourceLimitsTest(unittest.TestCase):
 
 
 class SlowPeersTest(unittest.TestCase):
+    def while_the_worker_is_busy(self, requests: bytes) -> Tuple[int, bytes]:
+        """Send /history.json and `requests` and end; the bytes held of them meanwhile, and all answers."""
+        go_on = threading.Event()
+        with tempfile.TemporaryDirectory() as folder, master(
+                http__ports="0", server__database=os.path.join(folder, "db"), limits__exempt="127.0.0.0/8") as server:
+            server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+            with socket.create_connection(("127.0.0.1", port_of(server, "http")), 20) as client:
+                def send() -> None:
+                    client.sendall(b"GET /history.json?game=iceball HTTP/1.1\r\nHost: x\r\n\r\n" + requests)
+                    client.shutdown(socket.SHUT_WR)
+                sender = threading.Thread(target=send)
+                sender.start()
+                try:
+                    sender.join(1.0)            # long enough for all that the peer would be let send
+                    held = sum(len(connection.session.buffer) for connection in list(server.connections))
+                finally:
+                    go_on.set()
+                answers = b"".join(iter(lambda: client.recv(65536), b""))
+                sender.join()
+        return held, answers
+
+    def test_nothing_is_read_while_an_answer_is_being_made(self) -> None:
+        request = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 10000 + b"\r\n\r\n"
+        held, answers = self.while_the_worker_is_busy(request * 600)
+        self.assertLessEqual(held, 2 * ms.RECV_BYTES)
+        self.assertEqual(answers.count(b"HTTP/1.1 200 OK\r\n"), 601)
+
+    def test_all_is_answered_behind_a_long_answer_though_the_peer_has_ended(self) -> None:
+        answers = self.while_the_worker_is_busy(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 100)[1]
+        self.assertEqual(answers.count(b"HTTP/1.1 200 OK\r\n"), 101)
+
     def test_blank_lines_buy_no_time(self) -> None:
         web = ms.Web(make_core())
         for first in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
