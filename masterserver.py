@@ -7890,11 +7890,13 @@ def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
+END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
+
+
 def stop_on_signals(stop: Callable[[], None]) -> None:
     """SIGINT, SIGTERM and Ctrl+Break end the program as it should end."""
-    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: stop())
+    for number in END_SIGNALS:
+        signal.signal(number, lambda number, frame: stop())
 
 
 class Sparing(logging.Filter):
@@ -8314,4 +8316,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    for end_signal in END_SIGNALS:          # one more, while the interpreter ends, would end it with another status
+        signal.signal(end_signal, signal.SIG_IGN)
+    sys.exit(exit_status)

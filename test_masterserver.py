@@ -4367,6 +4367,15 @@ class LoopTest(unittest.TestCase):
         self.assertEqual((wrong.returncode, wrong.stdout), (2, ""))
         self.assertIn("did you mean port", wrong.stderr)
 
+    @unittest.skipUnless(hasattr(signal, "SIGHUP"), "Windows ends a process by any signal")
+    def test_an_impatient_ctrl_c_changes_nothing(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with RunningServer() as server:
+                deadline = time.monotonic() + 10
+                while server.process.poll() is None and time.monotonic() < deadline:
+                    server.process.send_signal(number)
+                    time.sleep(0.001)
+
     def test_never_a_reset(self) -> None:
         """Closing a socket with unread input sends a reset, and a reset ends the player's game."""
         with RunningServer() as server:
