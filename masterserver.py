@@ -204,6 +204,13 @@ def read_address(text: str) -> str:
         raise ValueError("%r is not an IP address" % text.strip()) from None
 
 
+def read_addresses(text: str) -> Tuple[str, ...]:
+    addresses = read_list(read_address)(text)
+    if not addresses:
+        raise ValueError("an address is wanted; 0.0.0.0 and :: stand for all")
+    return addresses
+
+
 THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
 
 
@@ -329,7 +336,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("server", "bind", "0.0.0.0, ::", read_list(read_address),
+    Setting("server", "bind", "0.0.0.0, ::", read_addresses,
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
     Setting("server", "public_address", "", read_unicast,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
@@ -442,7 +449,7 @@ class Settings:
     def load(cls, path: str, overrides: Sequence[str] = (), missing_ok: bool = False) -> Settings:
         """Read the ini at `path`, then the overrides (`section.key=value`)."""
         self = cls()
-        parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#", ";"))
+        parser = configparser.ConfigParser(interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"))
         parser.optionxform = str  # type: ignore[assignment,method-assign]
         # The parser's own pattern takes "[::1]:27790 = yes" for a section.
         parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]
@@ -844,11 +851,12 @@ class Server:
         return self.game, self.address, self.port
 
     def set_rank(self) -> None:
-        """The order of every list: the operator's priority, then official, then players, then name."""
-        self.rank = (-self.priority, not self.official, -self.players, self.name.casefold())
+        """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
+        own; the address and port tell them apart, so that each is found in the list at once."""
+        self.rank = (-self.priority, not self.official, -self.players, self.name.casefold(), self.address, self.port)
 
 
-Rank = Tuple[int, bool, int, str]
+Rank = Tuple[int, bool, int, str, str, int]
 NO_DETAILS: Dict[str, str] = {}
 MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
             "responding", "ping_ms", "details")
@@ -875,7 +883,7 @@ class Order:
         for server, rank in self.moved.items():
             if rank is not None:
                 at = bisect.bisect_left(self.ranks, rank)
-                while self.servers[at] is not server:           # others of the same rank
+                while self.servers[at] is not server:           # one of another game may have the same rank
                     at += 1
                 del self.servers[at], self.ranks[at]
             if listed(server):
@@ -1916,6 +1924,7 @@ class Iceball(UdpProtocol):
     def read(self, settings: Settings) -> None:
         self.version: int = settings["iceball.version"]
         self.accepted: Tuple[str, ...] = settings["iceball.accept_versions"]
+        self.known.clear()                          # each is looked at once by the new settings
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         server = self.known.get(data + peer[0].encode())
@@ -4662,7 +4671,7 @@ class Answer(NamedTuple):
     headers: Tuple[Tuple[str, str], ...] = ()
     etag: str = ""
     shared: bool = False            # the same for everybody until a list changes: may be remembered, and kept by a cache
-    rendering: Optional[Rendering] = None           # where it comes from, and its compressed form may be kept
+    made: Optional[Made] = None     # where it comes from, and its compressed form may be kept
 
 
 class Later(NamedTuple):
@@ -4692,6 +4701,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if len(words) != 3:
             raise HttpError(400, "The request line is not METHOD PATH HTTP/VERSION.")
         self.parse_request()
+        if not re.match(r"HTTP/0*1\.", self.request_version):
+            raise HttpError(505, "HTTP/1.0 and HTTP/1.1 are spoken here.")      # an answer to HTTP/0.9 would have no head
         if (any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
                 or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
@@ -4950,22 +4961,33 @@ def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) 
     return value
 
 
+class Made:
+    """The bytes of a list, their number, and their compressed form once somebody has asked for it."""
+
+    def __init__(self, body: bytes, number: int) -> None:
+        self.body, self.number = body, number
+        self.gzipped: Optional[bytes] = None
+
+    def packed(self) -> bytes:
+        if self.gzipped is None:
+            self.gzipped = gzip.compress(self.body, GZIP_LEVEL, mtime=0)        # the same bytes whenever it is done
+        return self.gzipped
+
+
 class Rendering:
-    """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker."""
+    """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker: what belongs together is
+    replaced in one piece, as the event loop may be answering with it."""
 
     def __init__(self, make: Callable[[List[Server], float], bytes]) -> None:
         self.make = make
         self.edition = 0
-        self.number = 0             # moves only when the bytes do
-        self.body = b""
-        self.gzipped: Optional[bytes] = None
+        self.made = Made(b"", 0)            # the number moves only when the bytes do
 
     def refresh(self, edition: int, servers: List[Server], now: float) -> None:
         if edition != self.edition:
             body = self.make(servers, now)
-            if body != self.body or not self.number:
-                self.body, self.gzipped = body, None
-                self.number += 1
+            if body != self.made.body or not self.made.number:
+                self.made = Made(body, self.made.number + 1)
             self.edition = edition
 
 
@@ -5122,22 +5144,15 @@ class Web(TcpProtocol):
         answer = answer._replace(headers=answer.headers + (("Vary", "Accept-Encoding"),))
         if not exchange.takes_gzip():
             return answer
-        rendering = answer.rendering
         packed = answer._replace(headers=answer.headers + (GZIPPED,),
                                  etag=answer.etag and answer.etag[:-1] + '-gz"')
         if packed.etag and exchange.matches(packed.etag):
             return packed
-        if rendering is not None and rendering.body is answer.body and rendering.gzipped is not None:
-            return packed._replace(body=rendering.gzipped)
-
-        def pack() -> bytes:
-            return gzip.compress(answer.body, GZIP_LEVEL)
+        made = answer.made or Made(answer.body, 0)
 
         def done(body: bytes) -> Answer:
-            if rendering is not None and rendering.body is answer.body:
-                rendering.gzipped = body
             return packed._replace(body=body)
-        return done(pack()) if len(answer.body) <= GZIP_INLINE_BYTES else Later(pack, done)
+        return done(made.packed()) if made.gzipped or len(made.body) <= GZIP_INLINE_BYTES else Later(made.packed, done)
 
     def count(self, route: str, status: int) -> None:
         self.requests[route, status] += 1
@@ -5157,8 +5172,9 @@ class Web(TcpProtocol):
         self.turn(request.now)
 
         def answer(done: Any) -> Answer:
-            etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, rendering.number)
-            return Answer(rendering.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, rendering=rendering)
+            made = rendering.made
+            etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, made.number)
+            return Answer(made.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, made=made)
         if rendering.edition != self.edition:
             servers = self.registry.in_order(game)
             if min(len(servers), rows) > RENDER_INLINE_SERVERS:
@@ -5771,6 +5787,8 @@ class Connection:
             self.working = True
             if self.loop.disk.jobs.qsize() < WORKER_JOBS:
                 self.loop.disk.submit(self.session.job, self.resumed)
+                if self.events:
+                    self.watch()
             else:
                 self.resumed(RuntimeError("too many others wait"), now)
         if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
@@ -5783,8 +5801,12 @@ class Connection:
         self.working = False
         if self.sock.fileno() >= 0:
             self.call(self.session.resume, result, now)
-            if self.eof and not self.out and not self.working and self.sock.fileno() >= 0:
+            if self.sock.fileno() < 0 or self.linger_until:
+                return
+            if self.eof and not self.out and not self.working and not self.session.held:
                 self.close(now)
+            else:
+                self.watch()
 
     def write(self, now: float) -> None:
         while self.out:
@@ -5823,9 +5845,9 @@ class Connection:
             self.close(now)
 
     def watch(self) -> None:
-        """Tell the selector what to wait for. Nothing is read while output waits: that bounds both."""
+        """Tell the selector what to wait for. Nothing is read while output waits or is being made: that bounds both."""
         self.writing = bool(self.out) or self.session.held and not self.session.done
-        self.loop.watch(self, selectors.EVENT_WRITE if self.writing else 0 if self.eof else selectors.EVENT_READ)
+        self.loop.watch(self, selectors.EVENT_WRITE if self.writing else 0 if self.eof or self.working else selectors.EVENT_READ)
 
     def finish(self, now: float) -> None:
         """Everything is written: end our side, and read away what still comes, for closing with unread input sends a reset."""
@@ -7887,11 +7909,13 @@ def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
+END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
+
+
 def stop_on_signals(stop: Callable[[], None]) -> None:
     """SIGINT, SIGTERM and Ctrl+Break end the program as it should end."""
-    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: stop())
+    for number in END_SIGNALS:
+        signal.signal(number, lambda number, frame: stop())
 
 
 class Sparing(logging.Filter):
@@ -8312,4 +8336,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    for end_signal in END_SIGNALS:          # one more, while the interpreter ends, would end it with another status
+        signal.signal(end_signal, signal.SIG_IGN)
+    sys.exit(exit_status)

@@ -188,6 +188,8 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[address_map]\n192.168.1.5 = 224.0.0.1\n", "cannot be the address")
         self.wrong("[server]\nrefuse_names = (\n", "regular expression")
         self.wrong("[server]\nbind = here\n", "not an IP address")
+        self.wrong("[server]\nbind =\n", "an address")
+        self.wrong("[DEFAULT]\nport = 1\n", "no section [DEFAULT]")
         self.wrong("[limits]\ndatagrams = 0/10\n", "a number")
         self.wrong("port = 1\n", "no section headers")
         self.wrong("[iceball]\nport = 1\nport = 2\n", "already exists")
@@ -339,6 +341,13 @@ class RegistryTest(unittest.TestCase):
 
     def hear(self, port: int, source: str = "203.0.113.9", now: float = 0.0, lifetime: float = 120.0, **fields: Any) -> ms.Server:
         return self.registry.hear("iceball", source, port, source, now, lifetime, fields)
+
+    def test_servers_of_one_name_have_an_order_too(self) -> None:
+        ranks = set()
+        for port in (3, 1, 2):
+            ranks.add(self.hear(port, name="Iceball Server").rank)
+        self.assertEqual(len(ranks), 3)             # or finding one of 10,000 means looking at all of them
+        self.assertEqual([server.port for server in self.registry.in_order("iceball")], [1, 2, 3])
 
     def test_listed_changed_gone(self) -> None:
         self.hear(1, name="a", players=1, max_players=8)
@@ -1194,6 +1203,18 @@ class IceballTest(unittest.TestCase):
         self.assertEqual(msok[:4], b"MSOK")
         self.assertEqual(self.send(b"HSHK" + msok[4:], now, peer), [])
         return next(s for s in self.registry.servers() if s.port == data[10] | data[11] << 8)
+
+    def test_a_reload_is_heeded_by_servers_that_are_listed(self) -> None:
+        self.shake(CAPTURED)
+        self.core.settings.values["iceball.accept_versions"] = ("0.3",)
+        self.iceball.read(self.core.settings)
+        with self.assertRaisesRegex(ms.Malformed, "version"):
+            self.send(CAPTURED, 1.0)
+        self.core.settings.values["iceball.accept_versions"] = ()
+        self.registry.rules.address_map = {self.peer[0]: "198.51.100.7"}
+        self.iceball.read(self.core.settings)
+        self.shake(CAPTURED, 2.0)
+        self.assertIsNotNone(self.registry.get("iceball", "198.51.100.7", 21737))
 
     def test_versions_as_text(self) -> None:
         for number, text in ((8421413, "0.2.1-37"), (1 << 27 | 3 << 22, "1.3"), (2 << 22 | 1 << 15, "0.2.1"), (2 << 22 | 1 << 10, "0.2a"),
@@ -3762,6 +3783,36 @@ class WebTest(unittest.TestCase):
                 self.assertEqual(session.done, done, request)
                 self.assertEqual(split_response(data)[1]["Connection"], "close" if done else "keep-alive")
 
+    def test_every_answer_has_a_head(self) -> None:
+        for version in ("0.9", "0.5", "00.9"):
+            self.assertEqual(split_response(self.exchange(b"GET /master.json HTTP/%s\r\n\r\n" % version.encode())[1])[0], 505, version)
+
+    def test_compressed_once_for_all_who_ask_at_once(self) -> None:
+        made = []
+        with mock.patch.object(ms, "GZIP_INLINE_BYTES", 0), mock.patch.object(ms.gzip, "compress", lambda *a, **k: made.append(1) or b"packed"):
+            for port in range(1, 20):
+                self.list(port, name="A server")
+            sessions = [self.web.session("127.0.0.1", 0.0) for _ in range(3)]
+            for session in sessions:
+                session.receive(b"GET /servers.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n", 0.0)
+            answers = [split_response(session.resume(session.job(), 0.0))[2] for session in sessions]
+        self.assertEqual((answers, made), ([b"packed"] * 3, [1]))
+
+    def test_what_was_compressed_of_an_older_list_is_not_kept_for_a_newer_one(self) -> None:
+        with mock.patch.object(ms, "GZIP_INLINE_BYTES", 0):
+            for port in range(1, 20):
+                self.list(port, name="Older")
+            session = self.web.session("127.0.0.1", 0.0)
+            session.receive(b"GET /master.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n", 0.0)
+            packed = session.job()
+            rendering = self.web.renderings["master.json", "iceball"]
+            older = rendering.made
+            rendering.refresh(99, [self.list(1, name="Newer")], 5.0)         # as the worker does, at any moment
+            session.resume(packed, 5.0)
+        self.assertIs(older.gzipped, packed)
+        self.assertIsNone(rendering.made.gzipped)
+        self.assertEqual((older.number, rendering.made.number), (1, 2))
+
     def test_pipelining(self) -> None:
         session, data = self.exchange(ICEBALL_REQUEST * 3 + b"GET /nope HTTP/1.1\r\nHost: x\r\n\r\n" + ICEBALL_REQUEST)
         found = []
@@ -4326,6 +4377,15 @@ class LoopTest(unittest.TestCase):
         wrong = run_program("--set", "iceball.prot=1", "--check")
         self.assertEqual((wrong.returncode, wrong.stdout), (2, ""))
         self.assertIn("did you mean port", wrong.stderr)
+
+    @unittest.skipUnless(hasattr(signal, "SIGHUP"), "Windows ends a process by any signal")
+    def test_an_impatient_ctrl_c_changes_nothing(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with RunningServer() as server:
+                deadline = time.monotonic() + 10
+                while server.process.poll() is None and time.monotonic() < deadline:
+                    server.process.send_signal(number)
+                    time.sleep(0.001)
 
     def test_never_a_reset(self) -> None:
         """Closing a socket with unread input sends a reset, and a reset ends the player's game."""
@@ -5001,6 +5061,37 @@ class SourceLimitsTest(unittest.TestCase):
 
 
 class SlowPeersTest(unittest.TestCase):
+    def while_the_worker_is_busy(self, requests: bytes) -> Tuple[int, bytes]:
+        """Send /history.json and `requests` and end; the bytes held of them meanwhile, and all answers."""
+        go_on = threading.Event()
+        with tempfile.TemporaryDirectory() as folder, master(
+                http__ports="0", server__database=os.path.join(folder, "db"), limits__exempt="127.0.0.0/8") as server:
+            server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+            with socket.create_connection(("127.0.0.1", port_of(server, "http")), 20) as client:
+                def send() -> None:
+                    client.sendall(b"GET /history.json?game=iceball HTTP/1.1\r\nHost: x\r\n\r\n" + requests)
+                    client.shutdown(socket.SHUT_WR)
+                sender = threading.Thread(target=send)
+                sender.start()
+                try:
+                    sender.join(1.0)            # long enough for all that the peer would be let send
+                    held = sum(len(connection.session.buffer) for connection in list(server.connections))
+                finally:
+                    go_on.set()
+                answers = b"".join(iter(lambda: client.recv(65536), b""))
+                sender.join()
+        return held, answers
+
+    def test_nothing_is_read_while_an_answer_is_being_made(self) -> None:
+        request = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 10000 + b"\r\n\r\n"
+        held, answers = self.while_the_worker_is_busy(request * 600)
+        self.assertLessEqual(held, 2 * ms.RECV_BYTES)
+        self.assertEqual(answers.count(b"HTTP/1.1 200 OK\r\n"), 601)
+
+    def test_all_is_answered_behind_a_long_answer_though_the_peer_has_ended(self) -> None:
+        answers = self.while_the_worker_is_busy(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 100)[1]
+        self.assertEqual(answers.count(b"HTTP/1.1 200 OK\r\n"), 101)
+
     def test_blank_lines_buy_no_time(self) -> None:
         web = ms.Web(make_core())
         for first in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
