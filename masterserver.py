@@ -5275,7 +5275,7 @@ class Web(TcpProtocol):
         if name or players_min:
             players = sum(server.players for server in servers)
         else:
-            players = sum(self.registry.census[id][1] for id in ([game] if game else counts))
+            players = sum(self.registry.census[id][1] for id in counts if game in ("", id))
         return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, "".join(rows),
                          len(shown), len(servers), players, self.look(), name, players_min, self.hint(game),
                          sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")

@@ -3722,6 +3722,13 @@ class WebTest(unittest.TestCase):
         self.assertIn("&lt;script&gt;alert(1)&lt;/script&gt;", page)
         self.assertNotIn("\"quoted", page)
 
+    def test_games_that_do_not_exist_leave_nothing_behind(self) -> None:
+        self.list(1, players=3)
+        for path in ("/?game=nope", "/?game=subspace", "/server?game=nope&address=203.0.113.9&port=1", "/servers.json?game=nope"):
+            self.get(path)
+        self.assertEqual((list(self.registry.census), list(self.registry.games)), (["iceball"], ["iceball"]))
+        self.assertIn(b"<b>3</b> players", self.get("/?game=iceball")[2])
+
     def test_official_is_left_out_unless_true(self) -> None:
         self.registry.rules.official = {("203.0.113.9", 2): True}
         self.list(1)
