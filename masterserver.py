@@ -1971,6 +1971,8 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             self.registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
+        if before is None:
+            self.registry.note(source, "iceball", port, "listed", now)
         server.packet = packet
         self.known[source, packet] = server
 
@@ -2105,6 +2107,7 @@ class IceballDraft:
             except Refused as refused:
                 self.registry.note(peer[0], "iceball", port, refused.outcome, now, str(refused))
                 return None
+            self.registry.note(peer[0], "iceball", port, "listed", now)
             self.forget(server)
             old = self.sessions.get(peer)
             if old:
@@ -5216,7 +5219,7 @@ class Web(TcpProtocol):
                 fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
             action = announced_text(sent, "action") if "action" in sent else ""
             if action == "stop":
-                return self.stop(game, source, port)
+                return self.stop(game, source, port, now)
             if action not in ("", "announce"):
                 raise Refused("bad packet", "action: stop, or nothing, is wanted")
             if game in self.announcers:
@@ -5243,7 +5246,7 @@ class Web(TcpProtocol):
             fields["name"] = endpoint(address, port)
         self.registry.hear(game, address, port, source, now, ANNOUNCED_TTL_S, {**fields, "verified": "self-reported"})
 
-    def stop(self, game: str, source: str, port: int) -> Answer:
+    def stop(self, game: str, source: str, port: int, now: float) -> Answer:
         """action=stop: only the address that a server is announced from can end it."""
         server = self.registry.get(game, self.registry.rules.listed_address(source), port)
         target = self.poller.find(game, source, port)
@@ -5253,6 +5256,7 @@ class Web(TcpProtocol):
             self.registry.remove(server)
         elif target is None:
             raise HttpError(404, "No server of %s on port %d is listed here as %s." % (source, port, game))
+        self.registry.note(source, game, port, "stopped", now)
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
 
     def page(self, request: Request) -> Union[Answer, Later]:
@@ -5336,13 +5340,17 @@ class Web(TcpProtocol):
         epoch = self.epoch
         listed = [as_shown(server, epoch) for server in self.registry.in_order()
                   if (server.address in addresses or server.source == address) and port in (0, server.port)]
+        seen = {(server.game, server.port): server.last_seen for server in listed}
         findings = []
         for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items()):
             if source in addresses and (not port or announced in (0, port)):
-                server = self.registry.get(protocol, rules.listed_address(source), announced)
-                if server is not None and outcome == "announced":           # what is heard of a listed server is not noted each time
-                    at, outcome = server.last_seen, "listed"
-                findings.append((at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
+                at += epoch
+                if outcome in ("announced", "listed"):          # what is heard of a listed server is not noted each time
+                    if (protocol, announced) in seen:
+                        at, outcome = seen[protocol, announced], "listed"
+                    elif outcome == "listed":
+                        outcome = "gone"
+                findings.append((at, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
         ban = rules.ban(*addresses)
         if ban:
@@ -5454,6 +5462,7 @@ OUTCOMES = {
     "name": ("The name is refused", "%s."),
     "stopped": ("Signed off", "The game server said that it stops."),
     "listed": ("Listed", "All is well."),
+    "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself here?"),
 }
 
 

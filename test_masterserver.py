@@ -3729,6 +3729,25 @@ class WebTest(unittest.TestCase):
         self.assertEqual((list(self.registry.census), list(self.registry.games)), (["iceball"], ["iceball"]))
         self.assertIn(b"<b>3</b> players", self.get("/?game=iceball")[2])
 
+    def test_check_tells_what_is_listed_from_what_was(self) -> None:
+        """A server that was listed and went is neither listed nor one whose handshake never came back."""
+        def titles(now: float) -> List[str]:
+            return re.findall("<h3>(.*?)</h3>", self.get("/check?address=203.0.113.9", now=now)[2].decode())
+
+        peer, iceball = ("203.0.113.9", 40000), ms.Iceball(self.core)
+        (msok, _), = iceball.datagram(CAPTURED, peer, 0.0)
+        self.assertEqual(titles(0.0), ["Announced, but the answer did not come back"])
+        iceball.datagram(b"HSHK" + msok[4:], peer, 1.0)
+        self.assertEqual(titles(1.0), ["Listed"])
+        self.registry.expire(122.0)
+        self.assertEqual((self.registry.servers(), titles(122.0)), ([], ["No longer listed"]))
+
+        form = b"game=mygame&port=1"
+        self.core.settings.values["games"] = {"mygame": "My Game"}
+        for more, title in ((b"", "Listed"), (b"&action=stop", "Signed off")):
+            self.exchange(b"POST /announce HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(form + more), form + more), "203.0.113.9", 130.0)
+            self.assertEqual(titles(130.0)[0], title)
+
     def test_official_is_left_out_unless_true(self) -> None:
         self.registry.rules.official = {("203.0.113.9", 2): True}
         self.list(1)
