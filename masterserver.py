@@ -5531,7 +5531,7 @@ def metrics_text(web: Web) -> str:
         family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
     family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
            [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
-    family("generation", "counter", "How often a list has changed.", [({}, web.registry.generation)])
+    family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
     family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():
         family(name, "gauge", GAUGE_HELP.get(name, name), [({}, value)])

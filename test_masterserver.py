@@ -3748,6 +3748,39 @@ class WebTest(unittest.TestCase):
             self.exchange(b"POST /announce HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(form + more), form + more), "203.0.113.9", 130.0)
             self.assertEqual(titles(130.0)[0], title)
 
+    def test_metrics_by_the_rules_of_their_format(self) -> None:
+        """https://prometheus.io/docs/instrumenting/exposition_formats/, and what `promtool check metrics` wants of names."""
+        self.web = ms.Web(self.core._replace(gauges={"connections": 1}, health={"database": "full"}, tallies={"iceball": ms.Tally()}))
+        self.list(1, players=3)
+        self.get('/nope"\\')
+        text = self.get("/metrics")[2].decode()
+        self.assertTrue(text.endswith("\n"))
+        kinds: Dict[str, str] = {}
+        samples, family, helped = set(), "", ""
+        for line in text[:-1].split("\n"):
+            if line.startswith("# HELP "):
+                helped = line.split(" ", 3)[2]
+                self.assertNotRegex(line.split(" ", 3)[3], r"\\(?![\\n])")
+            elif line.startswith("# TYPE "):
+                family, kind = re.fullmatch(r"# TYPE ([a-zA-Z_:][a-zA-Z0-9_:]*) (counter|gauge)", line).groups()      # type: ignore
+                self.assertEqual(helped, family)
+                self.assertNotIn(family, kinds)
+                self.assertEqual(family.endswith("_total"), kind == "counter", family)
+                kinds[family] = kind
+            else:
+                match = re.fullmatch(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*",?)+)\})? (\S+)', line)
+                self.assertTrue(match, line)
+                assert match
+                self.assertEqual(match.group(1), family)
+                self.assertNotIn(match.group(1, 2), samples)
+                samples.add(match.group(1, 2))
+                self.assertGreaterEqual(float(match.group(3)), 0.0)
+        self.assertIn(("masterserver_players", 'game="iceball"'), samples)
+        promtool = shutil.which("promtool")
+        if promtool:
+            checked = subprocess.run([promtool, "check", "metrics"], input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            self.assertEqual((checked.returncode, checked.stdout), (0, b""))
+
     def test_official_is_left_out_unless_true(self) -> None:
         self.registry.rules.official = {("203.0.113.9", 2): True}
         self.list(1)
