@@ -5307,7 +5307,10 @@ class Web(TcpProtocol):
             known, series = found
             if listed is None and (known is None or not address):
                 raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
-            return Answer(server_page(listed and as_shown(listed, self.epoch), known and remembered(game, address, port, known), series, span, wall,
+            shown = listed and as_shown(listed, self.epoch)
+            if shown and known:             # it may have been here before it was listed this time
+                shown.first_seen = min(shown.first_seen, known.first_seen)
+            return Answer(server_page(shown, known and remembered(game, address, port, known), series, span, wall,
                                       self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
         return Later(job, then) if storage else then((None, Series(int(wall), 60, [], [])))
 

@@ -3748,6 +3748,21 @@ class WebTest(unittest.TestCase):
             self.exchange(b"POST /announce HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(form + more), form + more), "203.0.113.9", 130.0)
             self.assertEqual(titles(130.0)[0], title)
 
+    def test_first_seen_is_the_first_time_ever(self) -> None:
+        """Uptime counts the time away before a server came back."""
+        storage = ms.Storage(":memory:")
+        storage.open(0.0)
+        self.web = ms.Web(self.core._replace(storage=storage))
+        self.addCleanup(storage.close)
+        self.web.epoch = 90000.0
+        for minute in range(0, 91):
+            if not 30 <= minute < 75:
+                storage.sample(90000.0 + 60 * minute, [("iceball", "203.0.113.9", 1, 5, 5)])
+        self.registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 75 * 60.0, 9000.0, {"name": "Back"})
+        page = self.get("/server?game=iceball&address=203.0.113.9&port=1", now=90 * 60 + 5.0)[2].decode()
+        self.assertIn("50 % of the time", page)
+        self.assertRegex(page, "<dt>First seen</dt><dd><time[^>]*>1 h ago")
+
     def test_metrics_by_the_rules_of_their_format(self) -> None:
         """https://prometheus.io/docs/instrumenting/exposition_formats/, and what `promtool check metrics` wants of names."""
         self.web = ms.Web(self.core._replace(gauges={"connections": 1}, health={"database": "full"}, tallies={"iceball": ms.Tally()}))
