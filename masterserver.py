@@ -2715,7 +2715,10 @@ class SubSpacePing(UdpProtocol, Querier):
             return False
         if claim is not None:
             self.own(server, claim.password)
-        self.registry.note(source, "subspace", port, "listed" if poll.answered else "silent", now)
+        if poll.answered:
+            self.registry.note(source, "subspace", port, "listed", now)
+        else:
+            self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
 
@@ -4501,7 +4504,7 @@ def check_page(address: str, port: int, findings: Iterable[tuple], listed: Seque
         badges=badges(server),
         peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
     what = joined(fill(
-        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port), outcome=outcome,
+        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port) if peer_port else peer, outcome=outcome,
         todo=todo)
         for when, protocol, peer, peer_port, outcome, todo in findings)
     whom = endpoint(address, port) if port else address
@@ -5456,13 +5459,12 @@ OUTCOMES = {
     "announced": ("Announced, but the answer did not come back",
                   "This master answered and is waiting for the game server's reply. If it stays so, a firewall or router between the game server and "
                   "here lets packets out but not in: open UDP, or forward the game's port."),
-    "waiting": ("Announced; it is being asked now", "It is listed as soon as it answers. %s"),
     "version": ("Wrong version", "This master does not list %s. Update the game server."),
-    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s."),
-    "silent": ("It does not answer queries", "%s. Open that UDP port in the firewall and forward it in the router."),
-    "banned": ("Banned", "The operator of this master has excluded this address: %s."),
-    "limit": ("Over the limit", "%s."),
-    "name": ("The name is refused", "%s."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or mend what announces it."),
+    "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),
+    "banned": ("Banned", "The operator of this master has excluded this address: %s. If that is a mistake, ask its operator."),
+    "limit": ("Over the limit", "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
+    "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
     "stopped": ("Signed off", "The game server said that it stops."),
     "listed": ("Listed", "All is well."),
     "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself here?"),

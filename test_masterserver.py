@@ -3796,6 +3796,18 @@ class WebTest(unittest.TestCase):
             checked = subprocess.run([promtool, "check", "metrics"], input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             self.assertEqual((checked.returncode, checked.stdout), (0, b""))
 
+    def test_check_says_what_to_do(self) -> None:
+        for outcome, detail, todo in (("limit", "32 servers of one address are listed at the most", "Stop one of the others"),
+                                      ("name", "names matching x are not listed here", "Give the server another name"),
+                                      ("banned", "fake players", "ask its operator"), ("silent", "no answer from UDP port 9", "Open that UDP port"),
+                                      ("bad packet", "length: 85 bytes instead of 86", "Update the game server")):
+            title, advice = ms.outcome_words(outcome, detail)
+            self.assertIn(detail, advice)
+            self.assertIn(todo, advice)
+            self.assertTrue(advice[0].isupper(), advice)
+        self.registry.note("203.0.113.9", "iceball", 0, "version", 0.0, "Iceball version 0.1-1")
+        self.assertNotIn(b"203.0.113.9:0", self.get("/check?address=203.0.113.9")[2])
+
     def test_official_is_left_out_unless_true(self) -> None:
         self.registry.rules.official = {("203.0.113.9", 2): True}
         self.list(1)
