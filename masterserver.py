@@ -5321,6 +5321,8 @@ class Web(TcpProtocol):
         """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
         game, address, port = server_asked_for(request) if "address" in request.query else (request.query.get("game", ""), "", 0)
         span = request.query.get("span", "day")
+        if not game:
+            raise HttpError(400, "game is wanted; for one server address and port as well.")
         if span not in SPANS:
             raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
         storage = self.core.storage

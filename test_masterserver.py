@@ -3808,6 +3808,15 @@ class WebTest(unittest.TestCase):
         self.registry.note("203.0.113.9", "iceball", 0, "version", 0.0, "Iceball version 0.1-1")
         self.assertNotIn(b"203.0.113.9:0", self.get("/check?address=203.0.113.9")[2])
 
+    def test_history_of_nothing_is_an_error_that_says_what_is_wanted(self) -> None:
+        storage = ms.Storage(":memory:")
+        self.addCleanup(storage.close)
+        self.web = ms.Web(self.core._replace(storage=storage))
+        for path in ("/history.json", "/history.json?game=&span=week"):
+            status, _, body = self.get(path)
+            self.assertEqual((status, b"game" in body), (400, True))
+        self.assertEqual(self.get("/history.json?game=iceball")[0], 200)
+
     def test_official_is_left_out_unless_true(self) -> None:
         self.registry.rules.official = {("203.0.113.9", 2): True}
         self.list(1)
