@@ -5469,7 +5469,8 @@ OUTCOMES = {
     "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
     "stopped": ("Signed off", "The game server said that it stops."),
     "listed": ("Listed", "All is well."),
-    "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself here?"),
+    "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself "
+                                 "here?"),
 }
 
 
