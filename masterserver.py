@@ -1912,7 +1912,11 @@ class Iceball(UdpProtocol):
             return self.handshake(data, peer, now)
         if head[:1] in DRAFT_TYPES:
             return self.draft.datagram(data, peer, now)
-        raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
+        raise self.unreadable("neither 1CEB nor HSHK nor a packet of the first draft", peer, now)
+
+    def unreadable(self, why: str, peer: Peer, now: float) -> Malformed:
+        self.registry.note(peer[0], "iceball", 0, "bad packet", now, why)
+        return Malformed(why)
 
     def announcement(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) != ICEBALL_ANNOUNCEMENT_BYTES or data[4:6] != ICEBALL_HBVERSION_BYTES or self.accepted:
@@ -1934,7 +1938,7 @@ class Iceball(UdpProtocol):
     def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
         """The answer to an announcement that cannot be listed; None: it can. The order of the checks is PROTOCOLS's."""
         if len(data) < 10:
-            raise Malformed("an announcement without its versions")
+            raise self.unreadable("an announcement without its versions", peer, now)
         hbversion, version = struct.unpack_from("<HI", data, 4)
         if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
             why = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION

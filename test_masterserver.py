@@ -1194,6 +1194,12 @@ class IceballTest(unittest.TestCase):
         for text in ("", "1", "0.2.", "0.2.1-", "x0.2", "0.2.1-37 ", "0.99", "0.2.1-1024"):
             self.assertRaises(ValueError, ms.read_iceball_version, text)
 
+    def test_packets_that_cannot_be_read_are_told_of_at_check(self) -> None:
+        for data, why in ((b"1CEB", "an announcement without its versions"), (b"hello there", "neither 1CEB nor HSHK")):
+            self.assertRaises(ms.Malformed, self.send, data)
+            outcome, detail = self.registry.heard["203.0.113.9", "iceball", 0][1:]
+            self.assertEqual((outcome, detail[:len(why)]), ("bad packet", why))
+
     def test_capture_gets_listed(self) -> None:
         self.assertEqual(len(CAPTURED), 86)
         msok, = self.send(CAPTURED)
