@@ -1939,7 +1939,11 @@ class Iceball(UdpProtocol):
             return self.handshake(data, peer, now)
         if head[:1] in DRAFT_TYPES:
             return self.draft.datagram(data, peer, now)
-        raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
+        raise self.unreadable("neither 1CEB nor HSHK nor a packet of the first draft", peer, now)
+
+    def unreadable(self, why: str, peer: Peer, now: float) -> Malformed:
+        self.registry.note(peer[0], "iceball", 0, "bad packet", now, why)
+        return Malformed(why)
 
     def announcement(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) != ICEBALL_ANNOUNCEMENT_BYTES or data[4:6] != ICEBALL_HBVERSION_BYTES or self.accepted:
@@ -1961,7 +1965,7 @@ class Iceball(UdpProtocol):
     def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
         """The answer to an announcement that cannot be listed; None: it can. The order of the checks is PROTOCOLS's."""
         if len(data) < 10:
-            raise Malformed("an announcement without its versions")
+            raise self.unreadable("an announcement without its versions", peer, now)
         hbversion, version = struct.unpack_from("<HI", data, 4)
         if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
             why = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
@@ -1998,6 +2002,8 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             self.registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
+        if before is None:
+            self.registry.note(source, "iceball", port, "listed", now)
         server.packet = packet + source.encode()
         self.known[server.packet] = server
 
@@ -2132,6 +2138,7 @@ class IceballDraft:
             except Refused as refused:
                 self.registry.note(peer[0], "iceball", port, refused.outcome, now, str(refused))
                 return None
+            self.registry.note(peer[0], "iceball", port, "listed", now)
             self.forget(server)
             old = self.sessions.get(peer)
             if old:
@@ -2739,7 +2746,10 @@ class SubSpacePing(UdpProtocol, Querier):
             return False
         if claim is not None:
             self.own(server, claim.password)
-        self.registry.note(source, "subspace", port, "listed" if poll.answered else "silent", now)
+        if poll.answered:
+            self.registry.note(source, "subspace", port, "listed", now)
+        else:
+            self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
 
@@ -4525,7 +4535,7 @@ def check_page(address: str, port: int, findings: Iterable[tuple], listed: Seque
         badges=badges(server),
         peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
     what = joined(fill(
-        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port), outcome=outcome,
+        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port) if peer_port else peer, outcome=outcome,
         todo=todo)
         for when, protocol, peer, peer_port, outcome, todo in findings)
     whom = endpoint(address, port) if port else address
@@ -5250,7 +5260,7 @@ class Web(TcpProtocol):
                 fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
             action = announced_text(sent, "action") if "action" in sent else ""
             if action == "stop":
-                return self.stop(game, source, port)
+                return self.stop(game, source, port, now)
             if action not in ("", "announce"):
                 raise Refused("bad packet", "action: stop, or nothing, is wanted")
             if game in self.announcers:
@@ -5277,7 +5287,7 @@ class Web(TcpProtocol):
             fields["name"] = endpoint(address, port)
         self.registry.hear(game, address, port, source, now, ANNOUNCED_TTL_S, {**fields, "verified": "self-reported"})
 
-    def stop(self, game: str, source: str, port: int) -> Answer:
+    def stop(self, game: str, source: str, port: int, now: float) -> Answer:
         """action=stop: only the address that a server is announced from can end it."""
         server = self.registry.get(game, self.registry.rules.listed_address(source), port)
         target = self.poller.find(game, source, port)
@@ -5287,6 +5297,7 @@ class Web(TcpProtocol):
             self.registry.remove(server)
         elif target is None:
             raise HttpError(404, "No server of %s on port %d is listed here as %s." % (source, port, game))
+        self.registry.note(source, game, port, "stopped", now)
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
 
     def page(self, request: Request) -> Union[Answer, Later]:
@@ -5309,7 +5320,7 @@ class Web(TcpProtocol):
         if name or players_min:
             players = sum(server.players for server in servers)
         else:
-            players = sum(self.registry.census[id][1] for id in ([game] if game else counts))
+            players = sum(self.registry.census[id][1] for id in counts if game in ("", id))
         return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, "".join(rows),
                          len(shown), len(servers), players, self.look(), name, players_min, self.hint(game),
                          sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
@@ -5337,7 +5348,10 @@ class Web(TcpProtocol):
             known, series = found
             if listed is None and (known is None or not address):
                 raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
-            return Answer(server_page(listed and as_shown(listed, self.epoch), known and remembered(game, address, port, known), series, span, wall,
+            shown = listed and as_shown(listed, self.epoch)
+            if shown and known:             # it may have been here before it was listed this time
+                shown.first_seen = min(shown.first_seen, known.first_seen)
+            return Answer(server_page(shown, known and remembered(game, address, port, known), series, span, wall,
                                       self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
         return Later(job, then) if storage else then((None, Series(int(wall), 60, [], [])))
 
@@ -5345,6 +5359,8 @@ class Web(TcpProtocol):
         """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
         game, address, port = server_asked_for(request) if "address" in request.query else (request.query.get("game", ""), "", 0)
         span = request.query.get("span", "day")
+        if not game:
+            raise HttpError(400, "game is wanted; for one server address and port as well.")
         if span not in SPANS:
             raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
         storage = self.core.storage
@@ -5370,13 +5386,17 @@ class Web(TcpProtocol):
         epoch = self.epoch
         listed = [as_shown(server, epoch) for server in self.registry.in_order()
                   if (server.address in addresses or server.source == address) and port in (0, server.port)]
+        seen = {(server.game, server.port): server.last_seen for server in listed}
         findings = []
         for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items()):
             if source in addresses and (not port or announced in (0, port)):
-                server = self.registry.get(protocol, rules.listed_address(source), announced)
-                if server is not None and outcome == "announced":           # what is heard of a listed server is not noted each time
-                    at, outcome = server.last_seen, "listed"
-                findings.append((at + epoch, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
+                at += epoch
+                if outcome in ("announced", "listed"):          # what is heard of a listed server is not noted each time
+                    if (protocol, announced) in seen:
+                        at, outcome = seen[protocol, announced], "listed"
+                    elif outcome == "listed":
+                        outcome = "gone"
+                findings.append((at, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
         ban = rules.ban(*addresses)
         if ban:
@@ -5479,15 +5499,16 @@ OUTCOMES = {
     "announced": ("Announced, but the answer did not come back",
                   "This master answered and is waiting for the game server's reply. If it stays so, a firewall or router between the game server and "
                   "here lets packets out but not in: open UDP, or forward the game's port."),
-    "waiting": ("Announced; it is being asked now", "It is listed as soon as it answers. %s"),
     "version": ("Wrong version", "This master does not list %s. Update the game server."),
-    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s."),
-    "silent": ("It does not answer queries", "%s. Open that UDP port in the firewall and forward it in the router."),
-    "banned": ("Banned", "The operator of this master has excluded this address: %s."),
-    "limit": ("Over the limit", "%s."),
-    "name": ("The name is refused", "%s."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or mend what announces it."),
+    "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),
+    "banned": ("Banned", "The operator of this master has excluded this address: %s. If that is a mistake, ask its operator."),
+    "limit": ("Over the limit", "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
+    "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
     "stopped": ("Signed off", "The game server said that it stops."),
     "listed": ("Listed", "All is well."),
+    "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself "
+                                 "here?"),
 }
 
 
@@ -5556,7 +5577,7 @@ def metrics_text(web: Web) -> str:
         family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
     family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
            [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
-    family("generation", "counter", "How often a list has changed.", [({}, web.registry.generation)])
+    family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
     family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():
         family(name, "gauge", GAUGE_HELP.get(name, name), [({}, value)])

@@ -1224,6 +1224,12 @@ class IceballTest(unittest.TestCase):
         for text in ("", "1", "0.2.", "0.2.1-", "x0.2", "0.2.1-37 ", "0.99", "0.2.1-1024"):
             self.assertRaises(ValueError, ms.read_iceball_version, text)
 
+    def test_packets_that_cannot_be_read_are_told_of_at_check(self) -> None:
+        for data, why in ((b"1CEB", "an announcement without its versions"), (b"hello there", "neither 1CEB nor HSHK")):
+            self.assertRaises(ms.Malformed, self.send, data)
+            outcome, detail = self.registry.heard["203.0.113.9", "iceball", 0][1:]
+            self.assertEqual((outcome, detail[:len(why)]), ("bad packet", why))
+
     def test_capture_gets_listed(self) -> None:
         self.assertEqual(len(CAPTURED), 86)
         msok, = self.send(CAPTURED)
@@ -3753,6 +3759,101 @@ class WebTest(unittest.TestCase):
         self.assertNotIn("<script>alert", page)
         self.assertIn("&lt;script&gt;alert(1)&lt;/script&gt;", page)
         self.assertNotIn("\"quoted", page)
+
+    def test_games_that_do_not_exist_leave_nothing_behind(self) -> None:
+        self.list(1, players=3)
+        for path in ("/?game=nope", "/?game=subspace", "/server?game=nope&address=203.0.113.9&port=1", "/servers.json?game=nope"):
+            self.get(path)
+        self.assertEqual((list(self.registry.census), list(self.registry.games)), (["iceball"], ["iceball"]))
+        self.assertIn(b"<b>3</b> players", self.get("/?game=iceball")[2])
+
+    def test_check_tells_what_is_listed_from_what_was(self) -> None:
+        """A server that was listed and went is neither listed nor one whose handshake never came back."""
+        def titles(now: float) -> List[str]:
+            return re.findall("<h3>(.*?)</h3>", self.get("/check?address=203.0.113.9", now=now)[2].decode())
+
+        peer, iceball = ("203.0.113.9", 40000), ms.Iceball(self.core)
+        (msok, _), = iceball.datagram(CAPTURED, peer, 0.0)
+        self.assertEqual(titles(0.0), ["Announced, but the answer did not come back"])
+        iceball.datagram(b"HSHK" + msok[4:], peer, 1.0)
+        self.assertEqual(titles(1.0), ["Listed"])
+        self.registry.expire(122.0)
+        self.assertEqual((self.registry.servers(), titles(122.0)), ([], ["No longer listed"]))
+
+        form = b"game=mygame&port=1"
+        self.core.settings.values["games"] = {"mygame": "My Game"}
+        for more, title in ((b"", "Listed"), (b"&action=stop", "Signed off")):
+            self.exchange(b"POST /announce HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(form + more), form + more), "203.0.113.9", 130.0)
+            self.assertEqual(titles(130.0)[0], title)
+
+    def test_first_seen_is_the_first_time_ever(self) -> None:
+        """Uptime counts the time away before a server came back."""
+        storage = ms.Storage(":memory:")
+        storage.open(0.0)
+        self.web = ms.Web(self.core._replace(storage=storage))
+        self.addCleanup(storage.close)
+        self.web.epoch = 90000.0
+        for minute in range(0, 91):
+            if not 30 <= minute < 75:
+                storage.sample(90000.0 + 60 * minute, [("iceball", "203.0.113.9", 1, 5, 5)])
+        self.registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 75 * 60.0, 9000.0, {"name": "Back"})
+        page = self.get("/server?game=iceball&address=203.0.113.9&port=1", now=90 * 60 + 5.0)[2].decode()
+        self.assertIn("50 % of the time", page)
+        self.assertRegex(page, "<dt>First seen</dt><dd><time[^>]*>1 h ago")
+
+    def test_metrics_by_the_rules_of_their_format(self) -> None:
+        """https://prometheus.io/docs/instrumenting/exposition_formats/, and what `promtool check metrics` wants of names."""
+        self.web = ms.Web(self.core._replace(gauges={"connections": 1}, health={"database": "full"}, tallies={"iceball": ms.Tally()}))
+        self.list(1, players=3)
+        self.get('/nope"\\')
+        text = self.get("/metrics")[2].decode()
+        self.assertTrue(text.endswith("\n"))
+        kinds: Dict[str, str] = {}
+        samples, family, helped = set(), "", ""
+        for line in text[:-1].split("\n"):
+            if line.startswith("# HELP "):
+                helped = line.split(" ", 3)[2]
+                self.assertNotRegex(line.split(" ", 3)[3], r"\\(?![\\n])")
+            elif line.startswith("# TYPE "):
+                family, kind = re.fullmatch(r"# TYPE ([a-zA-Z_:][a-zA-Z0-9_:]*) (counter|gauge)", line).groups()      # type: ignore
+                self.assertEqual(helped, family)
+                self.assertNotIn(family, kinds)
+                self.assertEqual(family.endswith("_total"), kind == "counter", family)
+                kinds[family] = kind
+            else:
+                match = re.fullmatch(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*",?)+)\})? (\S+)', line)
+                self.assertTrue(match, line)
+                assert match
+                self.assertEqual(match.group(1), family)
+                self.assertNotIn(match.group(1, 2), samples)
+                samples.add(match.group(1, 2))
+                self.assertGreaterEqual(float(match.group(3)), 0.0)
+        self.assertIn(("masterserver_players", 'game="iceball"'), samples)
+        promtool = shutil.which("promtool")
+        if promtool:
+            checked = subprocess.run([promtool, "check", "metrics"], input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            self.assertEqual((checked.returncode, checked.stdout), (0, b""))
+
+    def test_check_says_what_to_do(self) -> None:
+        for outcome, detail, todo in (("limit", "32 servers of one address are listed at the most", "Stop one of the others"),
+                                      ("name", "names matching x are not listed here", "Give the server another name"),
+                                      ("banned", "fake players", "ask its operator"), ("silent", "no answer from UDP port 9", "Open that UDP port"),
+                                      ("bad packet", "length: 85 bytes instead of 86", "Update the game server")):
+            title, advice = ms.outcome_words(outcome, detail)
+            self.assertIn(detail, advice)
+            self.assertIn(todo, advice)
+            self.assertTrue(advice[0].isupper(), advice)
+        self.registry.note("203.0.113.9", "iceball", 0, "version", 0.0, "Iceball version 0.1-1")
+        self.assertNotIn(b"203.0.113.9:0", self.get("/check?address=203.0.113.9")[2])
+
+    def test_history_of_nothing_is_an_error_that_says_what_is_wanted(self) -> None:
+        storage = ms.Storage(":memory:")
+        self.addCleanup(storage.close)
+        self.web = ms.Web(self.core._replace(storage=storage))
+        for path in ("/history.json", "/history.json?game=&span=week"):
+            status, _, body = self.get(path)
+            self.assertEqual((status, b"game" in body), (400, True))
+        self.assertEqual(self.get("/history.json?game=iceball")[0], 200)
 
     def test_official_is_left_out_unless_true(self) -> None:
         self.registry.rules.official = {("203.0.113.9", 2): True}
