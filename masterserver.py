@@ -2509,7 +2509,8 @@ class SubSpacePing(UdpProtocol, Querier):
         self.rules = core.registry.rules
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
-        self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
+        # A name's password (None: listed before a restart, not announced since), and the zones that have it
+        self.owners: Dict[str, Tuple[Optional[bytes], Set[Server]]] = {}
         self.names: Dict[Server, str] = {}                          # the way back
         self.known = Known(core, self, offset=1)
         self.registry.watchers[self.game].append(self.watch)
@@ -2613,12 +2614,14 @@ class SubSpacePing(UdpProtocol, Querier):
         if owner is not None and server not in owner[1] and password != owner[0]:
             raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
 
-    def own(self, server: Server, password: bytes) -> None:
+    def own(self, server: Server, password: Optional[bytes]) -> None:
         name = server.name.casefold()
         if self.names.get(server) != name:
             self.disown(server)
         owner = self.owners.get(name)
-        if owner is None or owner[1] == {server}:
+        if owner is None or owner[0] is None:
+            self.owners[name] = password, {server} | (owner[1] if owner else set())
+        elif owner[1] == {server}:
             self.owners[name] = password, {server}
         else:
             owner[1].add(server)
@@ -2634,6 +2637,8 @@ class SubSpacePing(UdpProtocol, Querier):
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
             self.poller.add(self, server.source, server.port + 1, server.port)
+            if server.unconfirmed:
+                self.own(server, None)
         elif event == "gone":
             self.disown(server)
             self.drop(server.source, server.port)

@@ -2051,6 +2051,24 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.run(2)
         self.assertEqual([s.name for s in world.registry.servers()], ["Chaos", "Other"])
 
+    def test_a_restart_frees_no_name(self) -> None:
+        world = SubSpaceWorld()
+        for source in ("203.0.113.1", "203.0.113.2", "203.0.113.3"):
+            world.zones[source, 25001] = asss
+        for source in ("203.0.113.1", "203.0.113.3"):
+            zone = ms.Server("subspace", source, 25000, source, 0.0, 180.0)
+            zone.unconfirmed = True
+            world.registry.insert(zone, {"name": "Chaos"})
+        world.run(2)
+        world.announce(zone_announcement(name=b"CHAOS", password=b"cane"), "203.0.113.2")
+        self.assertEqual(world.outcome("203.0.113.2")[0], "name")
+        for source in ("203.0.113.1", "203.0.113.3"):
+            world.announce(zone_announcement(name=b"Chaos", password=b"secret"), source)
+            self.assertEqual(world.outcome(source)[0], "listed")
+        world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.2")
+        world.run(2)
+        self.assertEqual(len(world.registry.servers()), 3)
+
     def test_refusals_are_told(self) -> None:
         world = SubSpaceWorld(server__refuse_names="viagra")
         world.announce(zone_announcement(name=b"Buy Viagra"))
