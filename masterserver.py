@@ -6562,8 +6562,6 @@ class MasterServer(Loop):
         self.tell("STOPPING=1")
         now = time.monotonic()
         self.log_events()
-        for connection in list(self.connections) + list(self.refused):
-            connection.close(now)
         for source in self.endpoints:
             source.sock.close()
         self.disk.stop(5.0)
@@ -6571,6 +6569,9 @@ class MasterServer(Loop):
         self.names.stop(0.0)
         if self.keeper:
             self.keeper.close(now, time.time())
+        # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
+        for connection in list(self.connections) + list(self.refused):
+            connection.close(now)
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()

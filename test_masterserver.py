@@ -6638,6 +6638,16 @@ class Embedded(unittest.TestCase):
             with ms.MasterServer(settings, lambda event, listed: events.append(event)) as server:
                 self.assertEqual((server.registry.total, server.registry.census["iceball"][0], events), (2, 2, ["listed"] * 2))
 
+    def test_a_stop_does_not_delist_those_whose_connections_it_ends(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = dict(LOOPBACK, **{"server.database": os.path.join(folder, "db"), "aio.port": "0"})
+            with ms.MasterServer(settings) as server, socket.create_connection(("127.0.0.1", port_of(server, "aio"))) as game:
+                game.sendall(b"13#My server#A description#27010#%\n")
+                eventually(lambda: len(server.registry.servers()) == 1)
+                server.stop()
+            with ms.MasterServer(settings) as server:
+                self.assertEqual([(s.name, s.unconfirmed) for s in server.registry.servers("aio")], [("My server", True)])
+
     def test_several_in_one_process(self) -> None:
         with ms.MasterServer(LOOPBACK) as one, ms.MasterServer(LOOPBACK) as two:
             self.assertNotEqual(port_of(one, "iceball"), port_of(two, "iceball"))
