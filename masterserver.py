@@ -2274,7 +2274,7 @@ class Hyperbol(TcpProtocol, Querier):
             return gone
         if server is None:
             try:
-                fields = {"name": endpoint(address, port), "responding": False, "flavor": self.flavor(address, port)}
+                fields = {"name": endpoint(address, port), "verified": "query", "responding": False, "flavor": self.flavor(address, port)}
                 self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, known=True)
             except Refused as refused:
                 self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
@@ -3686,7 +3686,7 @@ BADGES = {      # word: what it means, shown as its title
     "official": "Run by the makers of the game",
     "unconfirmed": "Known from before this master was restarted, not heard from since",
     "self-reported": "Says so itself: this master has not been able to ask it",
-    "not responding": "Announces itself, but does not answer queries",
+    "not responding": "Known to this master, but does not answer its queries",
 }
 
 VERIFIED = {
