@@ -2308,7 +2308,7 @@ class Hyperbol(TcpProtocol, Querier):
             return gone
         if server is None:
             try:
-                fields = {"name": endpoint(address, port), "responding": False, "flavor": self.flavor(address, port)}
+                fields = {"name": endpoint(address, port), "verified": "query", "responding": False, "flavor": self.flavor(address, port)}
                 self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, known=True)
             except Refused as refused:
                 self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
@@ -2543,7 +2543,8 @@ class SubSpacePing(UdpProtocol, Querier):
         self.rules = core.registry.rules
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
-        self.owners: Dict[str, Tuple[bytes, Set[Server]]] = {}      # a name's password, and the zones that have it
+        # A name's password (None: listed before a restart, not announced since), and the zones that have it
+        self.owners: Dict[str, Tuple[Optional[bytes], Set[Server]]] = {}
         self.names: Dict[Server, str] = {}                          # the way back
         self.known = Known(core, self, offset=1)
         self.registry.watchers[self.game].append(self.watch)
@@ -2647,12 +2648,14 @@ class SubSpacePing(UdpProtocol, Querier):
         if owner is not None and server not in owner[1] and password != owner[0]:
             raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
 
-    def own(self, server: Server, password: bytes) -> None:
+    def own(self, server: Server, password: Optional[bytes]) -> None:
         name = server.name.casefold()
         if self.names.get(server) != name:
             self.disown(server)
         owner = self.owners.get(name)
-        if owner is None or owner[1] == {server}:
+        if owner is None or owner[0] is None:
+            self.owners[name] = password, {server} | (owner[1] if owner else set())
+        elif owner[1] == {server}:
             self.owners[name] = password, {server}
         else:
             owner[1].add(server)
@@ -2668,6 +2671,8 @@ class SubSpacePing(UdpProtocol, Querier):
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
             self.poller.add(self, server.source, server.port + 1, server.port)
+            if server.unconfirmed:
+                self.own(server, None)
         elif event == "gone":
             self.disown(server)
             self.drop(server.source, server.port)
@@ -3718,7 +3723,7 @@ BADGES = {      # word: what it means, shown as its title
     "official": "Run by the makers of the game",
     "unconfirmed": "Known from before this master was restarted, not heard from since",
     "self-reported": "Says so itself: this master has not been able to ask it",
-    "not responding": "Announces itself, but does not answer queries",
+    "not responding": "Known to this master, but does not answer its queries",
 }
 
 VERIFIED = {
@@ -6619,8 +6624,6 @@ class MasterServer(Loop):
         self.tell("STOPPING=1")
         now = time.monotonic()
         self.log_events()
-        for connection in list(self.connections) + list(self.refused):
-            connection.close(now)
         for source in self.endpoints:
             source.sock.close()
         self.disk.stop(5.0)
@@ -6628,6 +6631,9 @@ class MasterServer(Loop):
         self.names.stop(0.0)
         if self.keeper:
             self.keeper.close(now, time.time())
+        # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
+        for connection in list(self.connections) + list(self.refused):
+            connection.close(now)
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()

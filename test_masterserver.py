@@ -1635,6 +1635,7 @@ class HyperbolTest(unittest.TestCase):
         self.pass_time(8)
         [server] = self.registry.servers("hyperbol")
         self.assertEqual((server.responding, server.name, server.flavor), (False, "203.0.113.9:27888", 1))
+        self.assertEqual([word for word in ms.BADGES if word in ms.badges(server)], ["not responding"])      # it reported nothing
         self.assertEqual((self.get_list(), self.registry.census["hyperbol"]), (b"", [0, 0, 0]))
         self.assertEqual(self.registry.heard["203.0.113.9", "hyperbol", 27888][1], "silent")
         self.answers["203.0.113.9", 27888] = {}
@@ -2088,6 +2089,24 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.announce(zone_announcement(name=b"Chaos", password=b"two"), "203.0.113.2")
         world.run(2)
         self.assertEqual([s.name for s in world.registry.servers()], ["Chaos", "Other"])
+
+    def test_a_restart_frees_no_name(self) -> None:
+        world = SubSpaceWorld()
+        for source in ("203.0.113.1", "203.0.113.2", "203.0.113.3"):
+            world.zones[source, 25001] = asss
+        for source in ("203.0.113.1", "203.0.113.3"):
+            zone = ms.Server("subspace", source, 25000, source, 0.0, 180.0)
+            zone.unconfirmed = True
+            world.registry.insert(zone, {"name": "Chaos"})
+        world.run(2)
+        world.announce(zone_announcement(name=b"CHAOS", password=b"cane"), "203.0.113.2")
+        self.assertEqual(world.outcome("203.0.113.2")[0], "name")
+        for source in ("203.0.113.1", "203.0.113.3"):
+            world.announce(zone_announcement(name=b"Chaos", password=b"secret"), source)
+            self.assertEqual(world.outcome(source)[0], "listed")
+        world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.2")
+        world.run(2)
+        self.assertEqual(len(world.registry.servers()), 3)
 
     def test_refusals_are_told(self) -> None:
         world = SubSpaceWorld(server__refuse_names="viagra")
@@ -6837,6 +6856,16 @@ class Embedded(unittest.TestCase):
             events: List[str] = []
             with ms.MasterServer(settings, lambda event, listed: events.append(event)) as server:
                 self.assertEqual((server.registry.total, server.registry.census["iceball"][0], events), (2, 2, ["listed"] * 2))
+
+    def test_a_stop_does_not_delist_those_whose_connections_it_ends(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = dict(LOOPBACK, **{"server.database": os.path.join(folder, "db"), "aio.port": "0"})
+            with ms.MasterServer(settings) as server, socket.create_connection(("127.0.0.1", port_of(server, "aio"))) as game:
+                game.sendall(b"13#My server#A description#27010#%\n")
+                eventually(lambda: len(server.registry.servers()) == 1)
+                server.stop()
+            with ms.MasterServer(settings) as server:
+                self.assertEqual([(s.name, s.unconfirmed) for s in server.registry.servers("aio")], [("My server", True)])
 
     def test_several_in_one_process(self) -> None:
         with ms.MasterServer(LOOPBACK) as one, ms.MasterServer(LOOPBACK) as two:
