@@ -2986,7 +2986,7 @@ class SubSpaceList(UdpProtocol):
                     link.closed = True
                     break
                 surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
-                if surplus > 0 and packet[:2] != b"\0\3":       # for the list alone there is no other way
+                if surplus > 0 and packet[:2] not in (b"\0\3", b"\0\6"):          # the list and the sync's 10 bytes have no other way
                     continue
                 if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus(peer[0], surplus, now):
                     continue

@@ -4947,6 +4947,7 @@ class AmplificationTest(unittest.TestCase):
         "ping, total": (8, "002: the global summary"),
         "ping, arenas": (504, "002: at most 512 bytes"),
         "ping, everything": (504, "002: at most 512 bytes"),
+        "sync": (2, "PROTOCOLS, 4: 10 bytes for 6"),
         "list": (ms.LIST_UNPROVEN_BYTES, "PROTOCOLS, 4: the list comes before anything is acknowledged"),
     }
 
