@@ -858,8 +858,6 @@ class Server:
 
 Rank = Tuple[int, bool, int, str, str, int]
 NO_DETAILS: Dict[str, str] = {}
-MEASURED = ("name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor", "verified",
-            "responding", "ping_ms", "details")
 # What outlives a restart, in this order; what comes new comes last
 STORED: Dict[str, Any] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str, "flavor": int,
@@ -946,7 +944,7 @@ class Registry:
 
     def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
              fields: Mapping[str, Any], known: bool = False) -> Server:
-        """List a server, or refresh it, with what it told; raises Refused. Fields are names in MEASURED."""
+        """List a server, or refresh it, with what it told; raises Refused. Fields are attributes of Server."""
         server = self.get(game, address, port)
         if server is None:
             self.admit(game, address, port, source, fields.get("name", ""), known)
@@ -2364,7 +2362,7 @@ def hyperbol_entry(server: Server) -> bytes:
 
 
 def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
-    """What a game server answers to the query with this timestamp; names in MEASURED. Raises Malformed."""
+    """What a game server answers to the query with this timestamp; attributes of Server. Raises Malformed."""
     if len(data) < HYPERBOL_INFO_BYTES:
         raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_INFO_BYTES))
     kind, echo = struct.unpack_from("<BI", data)
@@ -5482,7 +5480,6 @@ def day_total(recent: Mapping[Key, Sequence[Optional[int]]], games: Iterable[str
     return [sum(value or 0 for value in hour) if any(value is not None for value in hour) else None for hour in zip(*days)]
 
 
-JSON_TEXTS = ("game", "address", "name", "mode", "map", "version", "description", "verified")
 JSON_DETAILS = ("arenas", "factions", "skill", "flags")
 
 
