@@ -4732,8 +4732,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             if self.command in ("POST", "PUT", "PATCH"):
                 raise HttpError(411, "A %s needs a Content-Length." % self.command)
             return 0
-        text = lengths.pop()
-        if lengths or not re.fullmatch(r"[0-9]{1,18}", text.strip()):
+        text = lengths.pop().strip(" \t")
+        if lengths or not re.fullmatch(r"[0-9]{1,18}", text):
             raise HttpError(400, "Content-Length is not a number.")
         if int(text) > HTTP_BODY_BYTES:
             raise HttpError(413, "At most %d bytes are taken." % HTTP_BODY_BYTES)

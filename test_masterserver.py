@@ -4001,6 +4001,7 @@ class WebTest(unittest.TestCase):
                 (b"POST / HTTP/1.1\r\nHost: x\r\n\r\n", 411, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n", 413, "16384"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400, "Content-Length"),
+                (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: \x1f22\r\n\r\n", 400, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", 501, "Transfer-Encoding"),
                 (b"GET / HTTP/1.1\r\nHost: x\r\nHo st: y\r\n\r\n", 400, "header")):
