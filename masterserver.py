@@ -31,6 +31,7 @@ Licence: MIT, see the end of README.md.
 from __future__ import annotations
 
 import argparse
+import array
 import bisect
 import codecs
 import collections
@@ -56,7 +57,6 @@ import logging
 import logging.handlers
 import math
 import netrc
-import operator
 import os
 import queue
 import random
@@ -83,6 +83,10 @@ try:
     import resource
 except ImportError:                 # Windows has no such limits
     pass
+try:
+    import ctypes
+except ImportError:                 # a Python built without it; MessageVector alone wants it
+    pass
 
 log = logging.getLogger("masterserver")
 
@@ -96,7 +100,8 @@ log = logging.getLogger("masterserver")
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1.3 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
-MAX_DATAGRAM_BYTES = 4096           # no document has a datagram over 520 bytes; a longer one is cut and found malformed
+MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a longer one is cut and found malformed. An odd number of
+                                    # cache lines, so that those read together do not displace each other
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
 RECV_BYTES = 65536                  # one read from a connection
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
@@ -120,7 +125,8 @@ COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once: 200 lists a second, and
                                     # 0.8 Mbit/s for somebody who sends with false addresses, whatever he sends
-HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB
+HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
+HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
 
 HTTP_LINE_BYTES = 4096              # the longest request line; a /check address needs 60
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
@@ -547,7 +553,6 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
     return text.strip()[:characters].strip()
 
 
-@functools.lru_cache(maxsize=4096)              # modes, maps and versions are few, and all servers share the text
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
     if raw.isascii():
@@ -803,8 +808,6 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
-        if not self.bans and not self.blocks:
-            return ""
         for network, reason in list(self.bans.items()) + list(self.blocks.items()):
             if any(in_networks(address, (network,)) for address in addresses):
                 return reason or "no reason given"
@@ -829,7 +832,7 @@ class Server:
     game: str
     address: str
     port: int
-    rank: Rank
+    rank: Optional[Rank]
 
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float) -> None:
         self.game, self.address, self.port, self.source = game, address, port, source
@@ -843,17 +846,13 @@ class Server:
         self.details: Dict[str, str] = NO_DETAILS
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
+        self.rank = None                                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None       # its part of each list, as rendered last
         self.packet = b""                                   # the announcement heard last, for protocols that repeat it
 
     @property
     def key(self) -> Key:
         return self.game, self.address, self.port
-
-    def set_rank(self) -> None:
-        """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
-        own; the address and port tell them apart, so that each is found in the list at once."""
-        self.rank = (-self.priority, not self.official, -self.players, self.name.casefold(), self.address, self.port)
 
 
 Rank = Tuple[int, bool, int, str, str, int]
@@ -864,7 +863,13 @@ STORED: Dict[str, Any] = {
     "verified": str, "responding": bool, "details": dict, "source": str}
 
 
-rank_of = operator.attrgetter("rank")
+def rank_of(server: Server) -> Rank:
+    """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
+    own; the address and port tell them apart, so that each is found in the list at once."""
+    rank = server.rank
+    if rank is None:
+        rank = server.rank = (-server.priority, not server.official, -server.players, server.name.casefold(), server.address, server.port)
+    return rank
 
 
 class Order:
@@ -874,7 +879,7 @@ class Order:
     def __init__(self, servers: List[Server]) -> None:
         """`servers` in order."""
         self.servers = servers
-        self.ranks = [server.rank for server in servers]
+        self.ranks = [rank_of(server) for server in servers]
         self.moved: Dict[Server, Optional[Rank]] = {}           # who has changed since: the rank it has here, None if it is new
 
     def mend(self, listed: Callable[[Server], bool]) -> None:
@@ -885,9 +890,9 @@ class Order:
                     at += 1
                 del self.servers[at], self.ranks[at]
             if listed(server):
-                at = bisect.bisect_right(self.ranks, server.rank)
+                at = bisect.bisect_right(self.ranks, rank_of(server))
                 self.servers.insert(at, server)
-                self.ranks.insert(at, server.rank)
+                self.ranks.insert(at, rank_of(server))
         self.moved.clear()
 
 
@@ -910,6 +915,7 @@ class Registry:
         # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
+        self.notes, self.notes_end = 0, float("-inf")       # in this second, and when it ends
         # What storage has not been told yet
         self.seen: List[Server] = []        # heard from, some of them more than once; a list, as a large set misses the processor's cache
         self.altered: Set[Server] = set()
@@ -924,18 +930,19 @@ class Registry:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        ban = self.rules.ban(source, address)
-        if ban:
-            raise Refused("banned", ban)
-        if self.rules.refuse_names:
+        rules = self.rules
+        if rules.bans or rules.blocks:
+            ban = rules.ban(source, address)
+            if ban:
+                raise Refused("banned", ban)
+        if rules.refuse_names:
             self.admit_name(name)
         if known:
             return
-        if self.total >= self.rules.servers:
-            raise Refused("limit", "this master lists %d servers at the most" % self.rules.servers)
-        if (self.sources.get(source_key(source), 0) >= self.rules.servers_per_source
-                and not self.rules.datagrams.exempts(source)):
-            raise Refused("limit", "%d servers of one address are listed at the most" % self.rules.servers_per_source)
+        if self.total >= rules.servers:
+            raise Refused("limit", "this master lists %d servers at the most" % rules.servers)
+        if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.datagrams.exempts(source):
+            raise Refused("limit", "%d servers of one address are listed at the most" % rules.servers_per_source)
 
     def admit_name(self, name: str) -> None:
         pattern = self.rules.refused_name(name)
@@ -945,7 +952,7 @@ class Registry:
     def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
              fields: Mapping[str, Any], known: bool = False) -> Server:
         """List a server, or refresh it, with what it told; raises Refused. Fields are attributes of Server."""
-        server = self.get(game, address, port)
+        server = self.games[game].get((address, port))
         if server is None:
             self.admit(game, address, port, source, fields.get("name", ""), known)
             server = Server(game, address, port, source, now, lifetime)
@@ -962,9 +969,9 @@ class Registry:
         """A new server, admitted or restored, into every index."""
         for name, value in fields.items():
             setattr(server, name, value)
-        self.mark(server)
+        if self.rules.official or self.rules.priority:
+            self.mark(server)
         self.fit_players(server)
-        server.set_rank()
         self.games[server.game][server.address, server.port] = server
         key = source_key(server.source)
         self.sources[key] = self.sources.get(key, 0) + 1
@@ -980,7 +987,7 @@ class Registry:
         if server.unconfirmed:
             server.unconfirmed = False
             self.schedule(server)           # its lifetime may be shorter than the one it was restored with
-            self.changed("changed", server, server.rank)
+            self.changed("changed", server)
 
     def update(self, server: Server, fields: Mapping[str, Any]) -> None:
         """Take over what the server told; the lists change only if something did."""
@@ -992,9 +999,7 @@ class Registry:
             setattr(server, name, value)
         self.fit_players(server)
         self.count(server, 1)
-        rank = server.rank
-        server.set_rank()
-        self.changed("changed", server, rank)
+        self.changed("changed", server)
 
     def move_source(self, server: Server, source: str) -> None:
         if server.source != source:
@@ -1016,10 +1021,11 @@ class Registry:
         self.count(server, -1)
         self.uncount_source(server)
         self.total -= 1
-        self.changed("gone", server, server.rank)
+        self.changed("gone", server)
 
     def fit_players(self, server: Server) -> None:
-        server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
+        if not 0 <= server.players <= (server.max_players or PLAYERS_MAX):
+            server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
         if server.playing is not None:
             server.playing = clamp(server.playing, server.players)
 
@@ -1031,13 +1037,14 @@ class Registry:
         census[1] += sign * server.players
         census[2] += sign * (server.players if server.playing is None else server.playing)
 
-    def changed(self, event: str, server: Server, rank: Optional[Rank] = None) -> None:
-        """`rank`: what it was before the change, None for a new server."""
+    def changed(self, event: str, server: Server) -> None:
         self.generation += 1
         server.parts = None
-        for game in (server.game, ""):
-            if game in self.orders:
-                self.orders[game].moved.setdefault(server, rank)
+        if self.orders:
+            for game in (server.game, ""):
+                if game in self.orders:
+                    self.orders[game].moved.setdefault(server, server.rank)
+        server.rank = None
         if event == "gone":
             self.left.add(server.key)
             self.altered.discard(server)
@@ -1062,9 +1069,7 @@ class Registry:
             before = server.official, server.priority
             self.mark(server)
             if before != (server.official, server.priority):
-                rank = server.rank
-                server.set_rank()
-                self.changed("changed", server, rank)
+                self.changed("changed", server)
 
     def schedule(self, server: Server) -> None:
         ends = server.last_seen + server.lifetime
@@ -1104,13 +1109,15 @@ class Registry:
 
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
-        key = (source, protocol, port)
-        heard = self.heard
-        if key in heard:
-            heard.move_to_end(key)
-        elif len(heard) >= HEARD_SOURCES:
-            heard.popitem(last=False)
-        heard[key] = now, outcome, detail
+        if now >= self.notes_end:
+            self.notes, self.notes_end = 0, now + 1.0
+        elif self.notes >= HEARD_PER_S:
+            return
+        self.notes += 1
+        self.heard[source, protocol, port] = now, outcome, detail
+        self.heard.move_to_end((source, protocol, port))
+        if len(self.heard) > HEARD_SOURCES:
+            self.heard.popitem(last=False)
 
 
 def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
@@ -1881,11 +1888,15 @@ def iceball_version_text(number: int) -> str:
     return "%d.%d%s%s%s" % (w, x, ".%d" % y if y else "", chr(96 + a) if a else "", "-%d" % z if z else "")
 
 
+@functools.lru_cache(maxsize=4096)              # modes and maps are few, and a server that changes tells its name again
+def iceball_text(field: bytes) -> str:
+    return decode_utf8(c_string(field))
+
+
 ICEBALL_HBVERSION = 2
 ICEBALL_HBVERSION_BYTES = b"\2\0"
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size             # 86
-ICEBALL_NUMBERS = struct.Struct("<IHHH")        # of it, from offset 6: version, port, players, maximum
 ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
@@ -1912,6 +1923,7 @@ class Iceball(UdpProtocol):
         self.cookie = Cookie(random.SystemRandom().getrandbits(128).to_bytes(16, "little"))
         self.draft = IceballDraft(core, self.cookie)
         self.timeout: float = core.settings["iceball.timeout"]
+        self.listed = self.registry.games[self.game]
         self.known: Dict[bytes, Server] = {}        # whole datagram and source address of each listed server: one key to compare
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
@@ -1950,7 +1962,7 @@ class Iceball(UdpProtocol):
                 return wrong
         source = peer[0]
         port = data[10] | data[11] << 8
-        server = self.registry.get("iceball", self.registry.rules.listed_address(source), port)
+        server = self.listed.get((self.registry.rules.listed_address(source), port))
         if server is not None and server.source == source:
             self.list_server(source, data, now)
             return [(self.thanks, peer)]
@@ -1987,12 +1999,11 @@ class Iceball(UdpProtocol):
 
     def list_server(self, source: str, packet: bytes, now: float) -> None:
         """`packet`: an announcement whose source is proven."""
-        version, port, players, max_players = ICEBALL_NUMBERS.unpack_from(packet, 6)
-        fields = {"name": decode_utf8(c_string(packet[16:46])), "mode": decode_utf8(c_string(packet[46:56])),
-                  "map": decode_utf8(c_string(packet[56:86])), "version": iceball_version_text(version),
+        _, _, version, port, players, max_players, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
+        fields = {"name": iceball_text(name), "mode": iceball_text(mode), "map": iceball_text(map), "version": iceball_version_text(version),
                   "players": min(players, max_players), "max_players": max_players, "verified": "handshake"}
         address = self.registry.rules.listed_address(source)
-        before = self.registry.get("iceball", address, port)
+        before = self.listed.get((address, port))
         if before is not None:
             self.known.pop(before.packet, None)
         try:
@@ -5673,26 +5684,113 @@ class Listener(NamedTuple):
     port: int
 
 
+Received = List[Tuple[bytes, Peer, Any]]        # data, peer, and what the socket's way of sending calls that peer
+Answers = List[Tuple[bytes, Any]]               # data, and what the peer is called
+
+
+class MessageVector:
+    """Many datagrams in one system call each way: recvmmsg(2) and sendmmsg(2) of 64-bit Linux, by ctypes, with buffers made once.
+
+    For IPv4 sockets. It takes away half of what Python adds to a datagram that is read and answered. Peers are called by their
+    `struct sockaddr_in`, 16 bytes, as it came and as it goes out again.
+    """
+
+    HEADER = struct.Struct("@PI4xPNPNi4xI4x")   # struct mmsghdr: name, its length, vector, its length, control, its length, flags, bytes
+    PIECE = struct.Struct("@PN")                # struct iovec: base, length
+    NAME_BYTES = 16                             # struct sockaddr_in: family, port, address, zeros; all but the first in network order
+
+    @classmethod
+    def make(cls) -> Optional[MessageVector]:
+        """None where there is no such thing, or where the system refuses it."""
+        try:
+            if sys.platform == "linux" and struct.calcsize("P") == 8 and sys.implementation.name == "cpython":      # PyPy's is slower
+                return cls(ctypes.CDLL(None, use_errno=True))
+        except (NameError, AttributeError, OSError):
+            pass
+        return None
+
+    def __init__(self, library: Any) -> None:
+        """`library`: a ctypes.CDLL. Raises AttributeError if it has no such calls, OSError if the system refuses them."""
+        self.receive_call, self.send_call = library.recvmmsg, library.sendmmsg
+        for call in self.receive_call, self.send_call:
+            call(-1, None, 0, 0, None)
+            if ctypes.get_errno() != errno.EBADF:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        count = DRAIN_DATAGRAMS
+        self.data = ctypes.create_string_buffer(count * MAX_DATAGRAM_BYTES)     # of what came, and then of what goes
+        self.begins = range(0, count * MAX_DATAGRAM_BYTES, MAX_DATAGRAM_BYTES)
+        (self.headers, self.pieces, self.names), (self.out_headers, self.out_pieces, self.out_names) = (
+            [ctypes.create_string_buffer(count * size) for size in (self.HEADER.size, self.PIECE.size, self.NAME_BYTES)] for _ in "io")
+        for headers, pieces, names in ((self.headers, self.pieces, self.names), (self.out_headers, self.out_pieces, self.out_names)):
+            for number, begin in enumerate(self.begins):
+                self.PIECE.pack_into(pieces, number * self.PIECE.size, ctypes.addressof(self.data) + begin, MAX_DATAGRAM_BYTES)
+                self.HEADER.pack_into(headers, number * self.HEADER.size,
+                                      ctypes.addressof(names) + number * self.NAME_BYTES, self.NAME_BYTES,
+                                      ctypes.addressof(pieces) + number * self.PIECE.size, 1, 0, 0, 0, 0)
+        words = self.HEADER.size // 4
+        self.lengths = memoryview(self.headers).cast("B").cast("I")[words - 2::words]
+        self.out_data, self.out_named = memoryview(self.data).cast("B"), memoryview(self.out_names).cast("B")
+        out_pieces = memoryview(self.out_pieces).cast("B").cast("Q")
+        self.out_begins, self.out_lengths = out_pieces[::2], out_pieces[1::2]
+        # The text of an address takes five times as long to make as to look up
+        self.peer = functools.lru_cache(LIMITER_SOURCES)(self.read_name)
+
+    def read_name(self, name: bytes) -> Peer:
+        return socket.inet_ntoa(name[4:8]), name[2] << 8 | name[3]
+
+    def name(self, peer: Peer) -> bytes:
+        return struct.pack("=H2s4s8x", socket.AF_INET, peer[1].to_bytes(2, "big"), socket.inet_aton(peer[0]))
+
+    def receive(self, sock: socket.socket) -> Received:
+        """Up to DRAIN_DATAGRAMS of those that wait."""
+        count = self.receive_call(sock.fileno(), self.headers, DRAIN_DATAGRAMS, socket.MSG_DONTWAIT, None)
+        if count <= 0:
+            return []
+        data: Any = self.data
+        peer, size = self.peer, self.NAME_BYTES
+        names: Any = self.names[:count * size]
+        return [(data[begin:begin + length], peer(name), name) for begin, length, name in
+                zip(self.begins, self.lengths[:count].tolist(), [names[at:at + size] for at in range(0, count * size, size)])]
+
+    def send(self, sock: socket.socket, answers: Answers) -> Tuple[int, int]:
+        """How many of them the system took, and their bytes."""
+        lengths = [len(data) for data, _ in answers]
+        size, count = sum(lengths), len(answers)
+        if count > DRAIN_DATAGRAMS or size > len(self.out_data):
+            some, others = self.send(sock, answers[:count // 2]), self.send(sock, answers[count // 2:])
+            return some[0] + others[0], some[1] + others[1]
+        self.out_data[:size] = b"".join([data for data, _ in answers])
+        self.out_named[:count * self.NAME_BYTES] = b"".join([name for _, name in answers])
+        self.out_begins[:count] = array.array("Q", itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1]))
+        self.out_lengths[:count] = array.array("Q", lengths)
+        done = sent = 0
+        while done < count:
+            taken = self.send_call(sock.fileno(), ctypes.byref(self.out_headers, done * self.HEADER.size), count - done, 0)
+            if taken <= 0:              # this one: no room, no route, no such port; the peer asks again
+                size -= lengths[done]
+                done += 1
+            else:
+                done += taken
+                sent += taken
+        return sent, size
+
+
 class Datagrams:
     """A UDP socket and its protocol."""
 
-    def __init__(self, name: str, sock: socket.socket, protocol: UdpProtocol, tally: Tally, limiter: Limiter) -> None:
+    def __init__(self, name: str, sock: socket.socket, protocol: UdpProtocol, tally: Tally, limiter: Limiter,
+                 vector: Optional[MessageVector] = None) -> None:
         self.name, self.sock, self.protocol, self.tally, self.limiter = name, sock, protocol, tally, limiter
+        self.vector = vector if sock.family == socket.AF_INET else None
 
     def ready(self, mask: int, now: float) -> None:
-        receive, send, handle, allow = self.sock.recvfrom, self.sock.sendto, self.protocol.datagram, self.limiter.allow
-        received = bytes_in = sent = bytes_out = 0
-        for _ in range(DRAIN_DATAGRAMS):
-            try:
-                data, peer = receive(MAX_DATAGRAM_BYTES)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:         # Windows: an earlier answer met a closed port (ConnectionResetError)
-                continue
-            received += 1
-            bytes_in += len(data)
+        allow, handle, vector, tally = self.limiter.allow, self.protocol.datagram, self.vector, self.tally
+        received = vector.receive(self.sock) if vector else self.receive()
+        answers: Answers = []
+        for data, peer, name in received:
+            tally.bytes_in += len(data)
             if not allow(peer[0], now):
-                self.tally.limited += 1
+                tally.limited += 1
                 continue
             try:
                 replies = handle(data, peer, now)
@@ -5700,17 +5798,36 @@ class Datagrams:
                 self.failed(error, data, peer)
                 continue
             for reply, to in replies:
-                try:
-                    bytes_out += send(reply, to)
-                except OSError:     # no room, no route: the peer asks again
-                    self.tally.unsent += 1
-                else:
-                    sent += 1
-        tally = self.tally
-        tally.received += received
-        tally.bytes_in += bytes_in
-        tally.sent += sent
-        tally.bytes_out += bytes_out
+                answers.append((reply, name if to is peer else vector.name(to) if vector else to))
+        tally.received += len(received)
+        if answers:
+            sent, size = vector.send(self.sock, answers) if vector else self.send_all(answers)
+            tally.sent += sent
+            tally.bytes_out += size
+            tally.unsent += len(answers) - sent
+
+    def receive(self) -> Received:
+        """As in MessageVector, for any socket; peers are called what they are."""
+        received: Received = []
+        for _ in range(DRAIN_DATAGRAMS):
+            try:
+                data, peer = self.sock.recvfrom(MAX_DATAGRAM_BYTES)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:         # Windows: an earlier answer met a closed port (ConnectionResetError)
+                continue
+            received.append((data, peer, peer))
+        return received
+
+    def send_all(self, answers: Answers) -> Tuple[int, int]:
+        sent = size = 0
+        for data, peer in answers:
+            try:
+                size += self.sock.sendto(data, peer)
+            except OSError:         # no room, no route: the peer asks again
+                continue
+            sent += 1
+        return sent, size
 
     def failed(self, error: Exception, data: bytes, peer: Peer) -> None:
         """A packet that the protocol could not read, which is nothing special, or that it failed on, which is a fault."""
@@ -6270,6 +6387,7 @@ class MasterServer(Loop):
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
+        self.vector = MessageVector.make()
         self.listeners: List[Listener] = []
         self.tallies: Dict[str, Tally] = {}
         self.health: Dict[str, str] = {}
@@ -6297,7 +6415,8 @@ class MasterServer(Loop):
         self.timer_numbers = itertools.count()
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
-        self.events: List[Tuple[str, Server]] = []          # to be logged
+        self.events: List[Tuple[str, Server]] = []          # to be logged, and how many more there were
+        self.more_events = 0
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
@@ -6388,7 +6507,8 @@ class MasterServer(Loop):
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
-                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.rules.datagrams)
+                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.rules.datagrams,
+                                                                          self.vector)
             else:
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)
@@ -6642,16 +6762,21 @@ class MasterServer(Loop):
             log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
     def log_event(self, event: str, server: Server) -> None:
-        if event != "changed":
+        if event == "changed":
+            return
+        if len(self.events) < LOGGED_EVENTS:
             self.events.append((event, server))
+        else:
+            self.more_events += 1
 
     def log_events(self) -> None:
         """Who came and went in this second, one by one unless they are many."""
-        events, self.events = self.events, []
-        for event, server in events[:LOGGED_EVENTS]:
+        for event, server in self.events:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
-        if len(events) > LOGGED_EVENTS:
-            log.info("and %d more listed or gone in this second", len(events) - LOGGED_EVENTS)
+        if self.more_events:
+            log.info("and %d more listed or gone in this second", self.more_events)
+        self.events.clear()
+        self.more_events = 0
 
 
 def read_text_files(settings: Settings) -> None:

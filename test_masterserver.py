@@ -9,6 +9,8 @@ import ast
 import base64
 import collections
 import contextlib
+import ctypes
+import errno
 import glob
 import functools
 import gzip
@@ -48,7 +50,7 @@ import zlib
 from types import SimpleNamespace
 from unittest import mock
 from urllib.parse import parse_qs, urlsplit
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import masterserver as ms
 
@@ -361,7 +363,7 @@ class RegistryTest(unittest.TestCase):
     def test_servers_of_one_name_have_an_order_too(self) -> None:
         ranks = set()
         for port in (3, 1, 2):
-            ranks.add(self.hear(port, name="Iceball Server").rank)
+            ranks.add(ms.rank_of(self.hear(port, name="Iceball Server")))
         self.assertEqual(len(ranks), 3)             # or finding one of 10,000 means looking at all of them
         self.assertEqual([server.port for server in self.registry.in_order("iceball")], [1, 2, 3])
 
@@ -416,7 +418,7 @@ class RegistryTest(unittest.TestCase):
                 registry.hear(*server, "127.0.0.1", 0.0, 120.0, {"name": rng.choice("aBc"), "players": rng.randrange(3)})
             if rng.random() < 0.3:
                 for game in ("", "iceball", "aio"):
-                    self.assertEqual([s.rank for s in registry.in_order(game)], [s.rank for s in registry.servers(game)])
+                    self.assertEqual([ms.rank_of(s) for s in registry.in_order(game)], [ms.rank_of(s) for s in registry.servers(game)])
                     self.assertEqual(set(registry.in_order(game)), set(registry.servers(game)))
 
     def test_limits_are_exact(self) -> None:
@@ -460,6 +462,15 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual(len(self.registry.heard), ms.HEARD_SOURCES)
         self.assertNotIn(("203.0.113.9", "iceball", 1), self.registry.heard)
         self.assertIn(("203.0.113.10", "iceball", 1), self.registry.heard)
+
+    def test_a_flood_is_noted_only_in_part(self) -> None:
+        self.registry.note("203.0.113.1", "iceball", 1, "announced", 0.0)
+        for i in range(20000):
+            self.registry.note("198.51.100.1", "iceball", i, "announced", 0.5)
+        self.assertEqual(len(self.registry.heard), ms.HEARD_PER_S)
+        self.assertIn(("203.0.113.1", "iceball", 1), self.registry.heard)
+        self.registry.note("203.0.113.2", "iceball", 1, "announced", 1.0)
+        self.assertIn(("203.0.113.2", "iceball", 1), self.registry.heard)
 
 
 # --- Storage ---------------------------------------------------------------------------------------------------------
@@ -4480,6 +4491,94 @@ def stored_servers(database: str) -> int:
             return 0
 
 
+class DatagramsTest(unittest.TestCase):
+    """Both ways to read and answer datagrams, over real sockets: one system call each, and one for many."""
+
+    class Mirror(ms.UdpProtocol):
+        """As many answers as the first byte says, each as it came; without a byte it fails."""
+
+        def datagram(self, data: bytes, peer: ms.Peer, now: float) -> ms.Replies:
+            return [(data, (peer[0], peer[1]) if len(data) % 2 else peer)] * data[0]
+
+    def make(self, vector: Optional[ms.MessageVector]) -> ms.Datagrams:
+        sock = ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0)
+        self.addCleanup(sock.close)
+        return ms.Datagrams("mirror", sock, self.Mirror(), ms.Tally(), ms.Limiter((1e6, 1e6)), vector)
+
+    def ways(self) -> Iterable[ms.Datagrams]:
+        for vector in filter(None, (ms.MessageVector.make(), "portable")):
+            with self.subTest(way=vector):
+                yield self.make(None if vector == "portable" else vector)
+
+    @unittest.skipUnless(sys.platform == "linux" and sys.maxsize > 1 << 32 and sys.implementation.name == "cpython", "64-bit Linux has it")
+    def test_there_is_a_vector(self) -> None:
+        self.assertIsNotNone(ms.MessageVector.make())
+
+    def test_each_peer_gets_its_own_answers(self) -> None:
+        rng = random.Random(7)
+        for datagrams in self.ways():
+            place, wanted = datagrams.sock.getsockname(), {}
+            with contextlib.ExitStack() as stack:
+                games = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(30)]
+                for turn in range(3):
+                    for game in games:
+                        game.bind(("127.0.0.%d" % rng.randrange(1, 255), 0)) if turn == 0 else None
+                        game.settimeout(5)
+                        for _ in range(5):
+                            data = bytes([rng.choice((0, 1, 1, 2))]) + rng.getrandbits(8 * 1500).to_bytes(1500, "big")[:rng.choice((1, 85, 86, 1499))]
+                            game.sendto(data, place)
+                            wanted.setdefault(game, []).extend([data] * data[0])
+                    for _ in range(3):              # 150 datagrams are more than it reads at once
+                        datagrams.ready(selectors.EVENT_READ, 0.0)
+                for game, data in wanted.items():
+                    self.assertEqual(sorted(game.recv(4096) for _ in data), sorted(data))
+                    game.setblocking(False)
+                    self.assertRaises(BlockingIOError, game.recv, 4096)
+            tally = datagrams.tally
+            self.assertEqual((tally.received, tally.sent, tally.unsent, tally.malformed, tally.errors),
+                             (450, sum(map(len, wanted.values())), 0, 0, 0))
+            self.assertEqual(tally.bytes_out, sum(len(data) for answers in wanted.values() for data in answers))
+
+    def test_a_long_datagram_is_cut_and_an_empty_one_is_one(self) -> None:
+        for datagrams in self.ways():
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game, self.assertLogs("masterserver") as logs:
+                for data in (b"\1" * 5000, b"", b"\1x"):
+                    game.sendto(data, datagrams.sock.getsockname())
+                datagrams.ready(selectors.EVENT_READ, 0.0)
+                game.settimeout(5)
+                self.assertEqual((game.recv(8000), game.recv(8000)), (b"\1" * ms.MAX_DATAGRAM_BYTES, b"\1x"))
+            self.assertIn("IndexError", logs.output[0])             # of the mirror, which wants a byte
+            self.assertEqual((datagrams.tally.received, datagrams.tally.bytes_in, datagrams.tally.errors), (3, ms.MAX_DATAGRAM_BYTES + 2, 1))
+
+    def test_who_cannot_be_answered_keeps_nobody_else_waiting(self) -> None:
+        for datagrams in self.ways():
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game, \
+                    mock.patch.object(self.Mirror, "datagram", lambda self, data, peer, now: [
+                        (data, to) for to in (("127.0.0.1", 0), peer, ("255.255.255.255", 9), ("127.0.0.1", 0), peer, ("127.0.0.1", 0))]):
+                game.settimeout(5)
+                game.sendto(b"x" * 100, datagrams.sock.getsockname())
+                datagrams.ready(selectors.EVENT_READ, 0.0)
+                self.assertEqual([game.recv(1000) for _ in range(2)], [b"x" * 100] * 2)
+            self.assertEqual((datagrams.tally.sent, datagrams.tally.bytes_out, datagrams.tally.unsent), (2, 200, 4))
+
+    def test_more_answers_than_fit_at_once(self) -> None:
+        for datagrams in self.ways():
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game, \
+                    mock.patch.object(self.Mirror, "datagram", lambda self, data, peer, now: [(data * 10, peer)] * 8):
+                game.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+                for _ in range(20):                 # 160 answers, 2.4 MB
+                    game.sendto(b"x" * 1500, datagrams.sock.getsockname())
+                datagrams.ready(selectors.EVENT_READ, 0.0)
+                self.assertEqual(game.recv(60000), b"x" * 15000)
+            self.assertEqual((datagrams.tally.sent, datagrams.tally.bytes_out), (160, 160 * 15000))
+
+    def test_a_system_that_refuses_the_vector_gets_along_without(self) -> None:
+        refusing = SimpleNamespace(recvmmsg=lambda *arguments: ctypes.set_errno(errno.ENOSYS), sendmmsg=None)
+        for library in (refusing, SimpleNamespace()):
+            with mock.patch.object(ctypes, "CDLL", lambda *arguments, library=library, **more: library):
+                self.assertIsNone(ms.MessageVector.make())
+
+
 class LoopTest(unittest.TestCase):
     def test_an_iceball_server_is_listed_and_shown(self) -> None:
         with RunningServer() as server:
@@ -8256,6 +8355,7 @@ def serve_flooded(rate, seconds):
     server.bind()
     endpoint = next(source for source in server.endpoints if isinstance(source.protocol, ms.Iceball))
     flood = endpoint.sock = Flood(endpoint.sock, rate)
+    endpoint.vector = None                          # it reads past Flood
     select_really = server.selector.select
 
     def select_soon(timeout):
