@@ -817,6 +817,10 @@ class Rules:
         return next((pattern.pattern for pattern in self.refuse_names if pattern.search(name)), "")
 
 
+Rank = Tuple[int, bool, int, str, str, int]
+NO_DETAILS: Dict[str, str] = {}
+
+
 class Server:
     """One listed server. Identity is (game, address, port); the rest is what it told last.
 
@@ -834,29 +838,29 @@ class Server:
     port: int
     rank: Optional[Rank]
 
-    def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float) -> None:
+    def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, *, name: str = "", mode: str = "",
+                 map: str = "", version: str = "", description: str = "", players: int = 0, max_players: int = 0,
+                 playing: Optional[int] = None, flavor: int = 0, official: bool = False, verified: str = "self-reported",
+                 responding: bool = True, ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS,
+                 packet: bytes = b"") -> None:
         self.game, self.address, self.port, self.source = game, address, port, source
-        self.name = self.mode = self.map = self.version = self.description = ""
-        self.players = self.max_players = self.priority = self.flavor = 0
-        self.playing: Optional[int] = None          # in ships, on the field; None: the protocol does not say
-        self.official = self.unconfirmed = False
-        self.responding = True
-        self.verified = "self-reported"
-        self.ping_ms: Optional[float] = None
-        self.details: Dict[str, str] = NO_DETAILS
+        self.name, self.mode, self.map, self.version, self.description = name, mode, map, version, description
+        self.players, self.max_players, self.flavor = players, max_players, flavor
+        self.playing = playing                              # in ships, on the field; None: the protocol does not say
+        self.official, self.verified, self.responding, self.ping_ms, self.details = official, verified, responding, ping_ms, details
+        self.priority = 0
+        self.unconfirmed = False
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
         self.rank = None                                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None       # its part of each list, as rendered last
-        self.packet = b""                                   # the announcement heard last, for protocols that repeat it
+        self.packet = packet                                # the announcement heard last, for protocols that repeat it
 
     @property
     def key(self) -> Key:
         return self.game, self.address, self.port
 
 
-Rank = Tuple[int, bool, int, str, str, int]
-NO_DETAILS: Dict[str, str] = {}
 # What outlives a restart, in this order; what comes new comes last
 STORED: Dict[str, Any] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str, "flavor": int,
@@ -906,8 +910,8 @@ class Registry:
         self.sources: Dict[str, int] = {}
         self.total = 0
         self.generation = 0
-        # By game ("": all), called with listed, changed or gone
-        self.watchers: Dict[str, List[Callable[[str, Server], None]]] = collections.defaultdict(list)
+        self.watchers: Dict[str, Dict[str, List[Callable[[str, Server], None]]]] = {
+            event: collections.defaultdict(list) for event in ("listed", "changed", "gone")}        # by event and game ("": all)
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
@@ -920,6 +924,11 @@ class Registry:
         self.seen: List[Server] = []        # heard from, some of them more than once; a list, as a large set misses the processor's cache
         self.altered: Set[Server] = set()
         self.left: Set[Key] = set()         # some may be back
+
+    def watch(self, call: Callable[[str, Server], None], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
+        """Have `call(event, server)` called for a game, or for all."""
+        for event in events:
+            self.watchers[event][game].append(call)
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
@@ -955,8 +964,8 @@ class Registry:
         server = self.games[game].get((address, port))
         if server is None:
             self.admit(game, address, port, source, fields.get("name", ""), known)
-            server = Server(game, address, port, source, now, lifetime)
-            self.insert(server, fields)
+            server = Server(game, address, port, source, now, lifetime, **fields)
+            self.insert(server)
         else:
             self.admit_name(fields.get("name", ""))
             server.lifetime = lifetime
@@ -965,10 +974,8 @@ class Registry:
             self.update(server, fields)
         return server
 
-    def insert(self, server: Server, fields: Mapping[str, Any]) -> None:
+    def insert(self, server: Server) -> None:
         """A new server, admitted or restored, into every index."""
-        for name, value in fields.items():
-            setattr(server, name, value)
         if self.rules.official or self.rules.priority:
             self.mark(server)
         self.fit_players(server)
@@ -1050,9 +1057,10 @@ class Registry:
             self.altered.discard(server)
         else:
             self.altered.add(server)
-        for watcher in self.watchers[server.game]:
+        watchers = self.watchers[event]
+        for watcher in watchers[server.game]:
             watcher(event, server)
-        for watcher in self.watchers[""]:
+        for watcher in watchers[""]:
             watcher(event, server)
 
     def mark(self, server: Server) -> None:
@@ -1888,7 +1896,7 @@ def iceball_version_text(number: int) -> str:
     return "%d.%d%s%s%s" % (w, x, ".%d" % y if y else "", chr(96 + a) if a else "", "-%d" % z if z else "")
 
 
-@functools.lru_cache(maxsize=4096)              # modes and maps are few, and a server that changes tells its name again
+@functools.lru_cache(maxsize=4096)              # modes and maps are few
 def iceball_text(field: bytes) -> str:
     return decode_utf8(c_string(field))
 
@@ -1928,7 +1936,7 @@ class Iceball(UdpProtocol):
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
         self.reproaches = Limiter(ICEBALL_REPROACHES)
-        self.registry.watchers["iceball"].append(self.watch)
+        self.registry.watch(self.watch, "iceball", ["gone"])
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -2000,8 +2008,9 @@ class Iceball(UdpProtocol):
     def list_server(self, source: str, packet: bytes, now: float) -> None:
         """`packet`: an announcement whose source is proven."""
         _, _, version, port, players, max_players, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
-        fields = {"name": iceball_text(name), "mode": iceball_text(mode), "map": iceball_text(map), "version": iceball_version_text(version),
-                  "players": min(players, max_players), "max_players": max_players, "verified": "handshake"}
+        fields = {"name": decode_utf8(c_string(name)), "mode": iceball_text(mode), "map": iceball_text(map),
+                  "version": iceball_version_text(version), "players": players if players < max_players else max_players,
+                  "max_players": max_players, "verified": "handshake"}
         address = self.registry.rules.listed_address(source)
         before = self.listed.get((address, port))
         if before is not None:
@@ -2028,8 +2037,7 @@ class Iceball(UdpProtocol):
         return [(packet, peer)]
 
     def watch(self, event: str, server: Server) -> None:
-        if event == "gone":
-            self.known.pop(server.packet, None)
+        self.known.pop(server.packet, None)
 
 
 def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
@@ -2088,7 +2096,7 @@ class IceballDraft:
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
         self.guesses = Limiter(DRAFT_GUESSES)
-        self.registry.watchers["iceball"].append(self.watch)
+        self.registry.watch(self.watch, "iceball", ["gone"])
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         kind = data[0]
@@ -2189,8 +2197,7 @@ class IceballDraft:
             self.sessions.pop(peer, None)
 
     def watch(self, event: str, server: Server) -> None:
-        if event == "gone":
-            self.forget(server)
+        self.forget(server)
 
 
 def draft_message(port: int, peer: Peer) -> bytes:
@@ -2236,7 +2243,7 @@ class Hyperbol(TcpProtocol, Querier):
         self.rules = core.registry.rules
         self.lists = Rendered(self.registry, self.game, hyperbol_lists)
         core.announcers[self.game] = self.announce
-        self.registry.watchers[self.game].append(self.watch)
+        self.registry.watch(self.watch, self.game)
         for server in self.registry.servers(self.game):
             self.watch("listed", server)
         self.read(core.settings)
@@ -2556,7 +2563,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server]]] = {}
         self.names: Dict[Server, str] = {}                          # the way back
         self.known = Known(core, self, offset=1)
-        self.registry.watchers[self.game].append(self.watch)
+        self.registry.watch(self.watch, self.game)
         for server in self.registry.servers("subspace"):
             self.watch("listed", server)
         self.read(core.settings)
@@ -3522,7 +3529,7 @@ class Aio(TcpProtocol, Querier):
             make: Rendered(self.registry, "aio", make)
             for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
         self.rules = core.registry.rules
-        self.registry.watchers["aio"].append(self.watch)
+        self.registry.watch(self.watch, "aio", ["gone"])
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -3566,10 +3573,9 @@ class Aio(TcpProtocol, Querier):
         return server
 
     def watch(self, event: str, server: Server) -> None:
-        if event == "gone":
-            owner = self.owners.pop(server, None)
-            if owner is not None:
-                owner.own(None)
+        owner = self.owners.pop(server, None)
+        if owner is not None:
+            owner.own(None)
 
     # Lists and news
 
@@ -6146,7 +6152,7 @@ class Keeper:
             except Refused:
                 self.registry.left.add(server.key)
                 continue
-            self.registry.insert(server, {})
+            self.registry.insert(server)
             servers.append(server)
         self.recent = self.storage.recent(wall)
         self.registry.altered.clear()
@@ -6420,7 +6426,7 @@ class MasterServer(Loop):
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
-            self.registry.watchers[""].append(functools.partial(self.report, on_event))
+            self.registry.watch(functools.partial(self.report, on_event))
 
     # Sockets
 
@@ -6470,7 +6476,7 @@ class MasterServer(Loop):
             restored = []
         if restored:
             log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
-        self.registry.watchers[""].append(self.log_event)
+        self.registry.watch(self.log_event, events=("listed", "gone"))
 
     def free_ports(self, row: Row) -> int:
         """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
@@ -6762,8 +6768,6 @@ class MasterServer(Loop):
             log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
     def log_event(self, event: str, server: Server) -> None:
-        if event == "changed":
-            return
         if len(self.events) < LOGGED_EVENTS:
             self.events.append((event, server))
         else:

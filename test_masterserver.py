@@ -355,7 +355,7 @@ class RegistryTest(unittest.TestCase):
     def setUp(self) -> None:
         self.registry = make_core(limits__servers_per_source="3", limits__servers="5").registry
         self.events: List[Tuple[str, int]] = []
-        self.registry.watchers[""].append(lambda event, server: self.events.append((event, server.port)))
+        self.registry.watch(lambda event, server: self.events.append((event, server.port)))
 
     def hear(self, port: int, source: str = "203.0.113.9", now: float = 0.0, lifetime: float = 120.0, **fields: Any) -> ms.Server:
         return self.registry.hear("iceball", source, port, source, now, lifetime, fields)
@@ -1717,9 +1717,9 @@ class HyperbolTest(unittest.TestCase):
 
     def test_a_restored_server_is_polled_again(self) -> None:
         self.start()
-        server = ms.Server("hyperbol", "203.0.113.9", 27888, "203.0.113.9", 0.0, 60.0)
+        server = ms.Server("hyperbol", "203.0.113.9", 27888, "203.0.113.9", 0.0, 60.0, name="Restored")
         server.unconfirmed = True
-        self.registry.insert(server, {"name": "Restored"})
+        self.registry.insert(server)
         self.answers["203.0.113.9", 27888] = {}
         self.pass_time(2)
         self.assertEqual((server.name, server.unconfirmed, server.lifetime), ("Fun & Games", False, float("inf")))
@@ -2125,9 +2125,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
         for source in ("203.0.113.1", "203.0.113.2", "203.0.113.3"):
             world.zones[source, 25001] = asss
         for source in ("203.0.113.1", "203.0.113.3"):
-            zone = ms.Server("subspace", source, 25000, source, 0.0, 180.0)
+            zone = ms.Server("subspace", source, 25000, source, 0.0, 180.0, name="Chaos")
             zone.unconfirmed = True
-            world.registry.insert(zone, {"name": "Chaos"})
+            world.registry.insert(zone)
         world.run(2)
         world.announce(zone_announcement(name=b"CHAOS", password=b"cane"), "203.0.113.2")
         self.assertEqual(world.outcome("203.0.113.2")[0], "name")
@@ -2168,9 +2168,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
 
     def test_restored_zones_are_polled(self) -> None:
         world = SubSpaceWorld()
-        zone = ms.Server("subspace", "203.0.113.9", 25000, "203.0.113.9", 0.0, 180.0)
+        zone = ms.Server("subspace", "203.0.113.9", 25000, "203.0.113.9", 0.0, 180.0, name="Old")
         zone.unconfirmed = True
-        world.registry.insert(zone, {"name": "Old"})
+        world.registry.insert(zone)
         world.zones["203.0.113.9", 25001] = asss
         world.run(2)
         self.assertEqual((zone.unconfirmed, zone.players), (False, 6))
@@ -2628,9 +2628,9 @@ class AioTest(unittest.TestCase):
 
     def test_restored_servers_are_confirmed(self) -> None:
         aio = ms.Aio(make_core())
-        server = ms.Server("aio", "203.0.113.9", 27010, "203.0.113.9", 0.0, 60.0)
+        server = ms.Server("aio", "203.0.113.9", 27010, "203.0.113.9", 0.0, 60.0, name="My server")
         server.unconfirmed = True
-        aio.registry.insert(server, {"name": "My server"})
+        aio.registry.insert(server)
         aio.session("203.0.113.9", 1.0).receive(hexa("03000000 03 8269"), 1.0)
         aio.registry.expire(1000.0)
         self.assertEqual([(s.name, s.unconfirmed) for s in aio.registry.servers()], [("My server", False)])
@@ -5029,7 +5029,7 @@ class Fuzzer:
         if server is not None:
             self.expect(self.registry.admit, server.game, server.address, server.port, server.source, server.name, errors=ms.Refused)
             if self.registry.get(*server.key) is None and self.registry.total < 400:
-                self.registry.insert(server, {})
+                self.registry.insert(server)
                 json.dumps(ms.stored_row(server, 0.0))
 
     def fuzz_announcer(self) -> None:
@@ -5502,7 +5502,7 @@ class FaultsTest(unittest.TestCase):
         registry = make_core().registry
         for port in range(1, 6):
             registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 120.0, {})
-        registry.watchers[""].append(mock.Mock(side_effect=[ZeroDivisionError] + [None] * 9))
+        registry.watch(mock.Mock(side_effect=[ZeroDivisionError] + [None] * 9))
         self.assertRaises(ZeroDivisionError, registry.expire, 121.0)
         registry.expire(122.0)
         self.assertEqual(registry.servers(), [])
