@@ -106,7 +106,8 @@ UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,0
 RECV_BYTES = 65536                  # one read from a connection
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
-LINGER_LOOK_S = 0.1                 # how often it is looked whether the peer has closed, when nothing else wakes the loop
+LINGER_LOOK_S = 0.02                # how often it is looked whether the peer has closed; most have by then
+PLACE_S = 1.0                       # which connections are the idlest is known to so much
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
@@ -2345,11 +2346,12 @@ class HyperbolSession(Session):
 
     def __init__(self, hyperbol: Hyperbol, address: str) -> None:
         self.hyperbol, self.address = hyperbol, address
-        self.key = random.SystemRandom().getrandbits(32)
+        self.key = random.getrandbits(32)           # over TCP it proves nothing, so it need not be hard to guess
         self.request = b""
+        self.deadline = float("inf")
 
     def opened(self, now: float) -> bytes:
-        self.wake_at = now + HYPERBOL_REQUEST_S
+        self.deadline = now + HYPERBOL_REQUEST_S
         return self.hyperbol.greeting(self.key)
 
     def receive(self, data: bytes, now: float) -> bytes:
@@ -2363,8 +2365,7 @@ class HyperbolSession(Session):
         return self.hyperbol.entries(filter, now) if self.hyperbol.rules.requests.allow(self.address, now) else b""
 
     def tick(self, now: float) -> bytes:
-        if self.wake_at is not None and now >= self.wake_at:
-            self.done = True
+        self.done = self.done or now >= self.deadline
         return b""
 
 
@@ -5668,6 +5669,7 @@ WINDOWS = os.name == "nt"
 FREE_RUN_TRIES = 100                # of ports in a row; on a machine with half of its ports taken, one in four is free
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
 KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))     # a dead peer is found after two minutes
+STREAM = int(socket.SOCK_STREAM)
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -5859,26 +5861,29 @@ class Datagrams:
 class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
-    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "writing", "linger_until",
-                 "linger_bytes", "working", "eof", "source", "woken_at", "events")
+    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "placed_at", "writing",
+                 "linger_until", "linger_bytes", "looked_at", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
         self.out: Union[bytes, memoryview] = b""
-        self.out_since = self.progress_at = now
+        self.out_since = self.progress_at = self.placed_at = now
         self.events = 0                     # what the selector watches for
         self.writing = False                # room to write is waited for
         self.working = False                # the session's job is with the worker
         self.eof = False                    # the peer sends no more
         self.linger_until = 0.0             # not 0: our last byte is out, what comes is read away until then
         self.linger_bytes = LINGER_BYTES
+        self.looked_at = 0.0                # lingering: when that was done last
         self.woken_at: Optional[float] = None       # the timer that the session asked for last
 
     def ready(self, mask: int, now: float) -> None:
         if mask & selectors.EVENT_WRITE:
             self.write(now)
-        if mask & selectors.EVENT_READ and self.sock.fileno() >= 0:
+            if self.sock.fileno() < 0:
+                return
+        if mask & selectors.EVENT_READ:
             self.read(now)
 
     def read(self, now: float) -> None:
@@ -5908,39 +5913,41 @@ class Connection:
 
     def progressed(self, now: float) -> None:
         self.progress_at = now
-        self.loop.progressed(self)
+        if now - self.placed_at >= PLACE_S:
+            self.placed_at = now
+            self.loop.progressed(self)
 
     def call(self, method: Callable[..., bytes], *arguments: Any) -> None:
         """Let the session work, then write what it gives."""
-        now = arguments[-1]
+        now, session = arguments[-1], self.session
         try:
             data = method(*arguments)
         except Malformed as error:
             self.tally.malformed += 1
             log.debug("%s %s malformed: %s", self.address, self.name, error)
             data = b""
-            self.session.done = True
+            session.done = True
         except Exception:
             self.tally.errors += 1
             log.exception("%s %s: a connection ended in an error of the program", self.address, self.name)
             data = b""
-            self.session.done = True
+            session.done = True
         if data:
             if not self.out:
                 self.out_since = now
             self.out = bytes(self.out) + data if self.out else data
-        if self.session.job is not None and not self.working:
+        if session.job is not None and not self.working:
             self.working = True
             if self.loop.disk.jobs.qsize() < WORKER_JOBS:
-                self.loop.disk.submit(self.session.job, self.resumed)
+                self.loop.disk.submit(session.job, self.resumed)
                 if self.events:
                     self.watch()
             else:
                 self.resumed(RuntimeError("too many others wait"), now)
-        if self.session.wake_at is not None and self.session.wake_at != self.woken_at:
-            self.woken_at = self.session.wake_at
+        if session.wake_at is not None and session.wake_at != self.woken_at:
+            self.woken_at = session.wake_at
             self.loop.wake_at(self.woken_at, self)
-        if data or self.session.done or self.session.held:
+        if data or session.done or session.held:
             self.write(now)
 
     def resumed(self, result: Any, now: float) -> None:
@@ -6005,10 +6012,8 @@ class Connection:
         if self.eof:
             self.close(now)
             return
-        self.linger_until = now + LINGER_S
-        self.read(now)
-        if not self.events and self.sock.fileno() >= 0:
-            self.loop.linger(self)
+        self.linger_until, self.looked_at = now + LINGER_S, now
+        self.loop.linger(self)
 
     def tick(self, now: float) -> None:
         if self.linger_until:
@@ -6038,11 +6043,19 @@ class Acceptor:
     def __init__(self, loop: MasterServer, name: str, sock: socket.socket, protocol: TcpProtocol, tally: Tally) -> None:
         self.loop, self.name, self.sock, self.protocol, self.tally = loop, name, sock, protocol, tally
         self.paused_until = 0.0
+        self.family = int(sock.family)
+
+    def accept(self) -> Tuple[socket.socket, Peer]:
+        """sock.accept() in two thirds of its time: that one looks its family and type up among the enumerations each time."""
+        if not hasattr(self.sock, "_accept"):
+            return self.sock.accept()
+        descriptor, peer = self.sock._accept()
+        return socket.socket(self.family, STREAM, 0, descriptor), peer
 
     def ready(self, mask: int, now: float) -> None:
         for _ in range(DRAIN_ACCEPTS):
             try:
-                sock, peer = self.sock.accept()
+                sock, peer = self.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -6050,7 +6063,7 @@ class Acceptor:
                     self.pause(now, error)
                     return
                 continue            # the peer has gone already
-            if self.loop.health.pop("descriptors", None):
+            if self.loop.health and self.loop.health.pop("descriptors", None):
                 log.info("%s: connections are accepted again", self.name)
             try:
                 self.loop.accepted(self, sock, canonical(peer[0]), now)
@@ -6362,7 +6375,8 @@ class Loop:
             self.selector.unregister(connection.sock)
 
     def linger(self, connection: Connection) -> None:
-        """The connection waits for its peer to close, without the selector."""
+        """The connection waits for its peer to close."""
+        self.watch(connection, selectors.EVENT_READ)
 
     def wake(self) -> None:
         """Make select() return; from any thread."""
@@ -6415,7 +6429,7 @@ class MasterServer(Loop):
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
         self.lingering: collections.deque[Connection] = collections.deque()
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
-        self.connections_by_source: collections.Counter[str] = collections.Counter()
+        self.connections_by_source: Dict[str, int] = {}
         self.timers: List[Tuple[float, int, Connection]] = []
         super().__init__()
         self.timer_numbers = itertools.count()
@@ -6455,6 +6469,7 @@ class MasterServer(Loop):
                                 problems.append(str(error))
             if problems:
                 raise StartError("\n".join(problems))
+            self.measure_room()
             self.restore()
         except BaseException:
             self.close()
@@ -6528,39 +6543,43 @@ class MasterServer(Loop):
             return
         source = source_key(address)
         limited = (not rules.connections.allow(address, now)
-                   or self.connections_by_source[source] >= self.settings["limits.connections_open"] and not rules.connections.exempts(address))
-        most, refused_most = self.room()
+                   or self.connections_by_source.get(source, 0) >= self.most_of_source and not rules.connections.exempts(address))
         sock.setblocking(False)
         if limited:
             acceptor.tally.limited += 1
             session = acceptor.protocol.refusal(address, now)
-            if len(self.refused) >= refused_most:
+            if len(self.refused) >= self.most_refused:
                 next(iter(self.refused)).close(now)
         else:
             acceptor.tally.connections += 1
             session = acceptor.protocol.session(address, now)
-            if len(self.connections) >= most:
+            if len(self.connections) >= self.most:
                 self.make_room(now)
         connection = Connection(self, sock, address, session, acceptor.tally, acceptor.name, now)
         if limited:
             self.refused[connection] = None
         else:
             self.connections[connection] = None
-            self.connections_by_source[source] += 1
-        connection.call(session.opened, now)
-        if not acceptor.protocol.speaks_first and sock.fileno() >= 0:
+            self.connections_by_source[source] = self.connections_by_source.get(source, 0) + 1
+        if acceptor.protocol.speaks_first:
+            connection.call(session.opened, now)
+        else:
             connection.read(now)            # its request is usually here already, and often the whole exchange over at once
         if sock.fileno() >= 0 and not connection.linger_until:
             connection.watch()
 
     def linger(self, connection: Connection) -> None:
+        self.watch(connection, 0)
         self.lingering.append(connection)
 
     def look_at_lingering(self, now: float) -> None:
         """Those whose peer has closed are done; to have the selector tell would cost as much as the whole exchange."""
-        for _ in range(min(len(self.lingering), DRAIN_ACCEPTS)):
+        for _ in range(DRAIN_ACCEPTS):
+            if not self.lingering or now - self.lingering[0].looked_at < LINGER_LOOK_S:
+                break
             connection = self.lingering.popleft()
             if connection.sock.fileno() >= 0:
+                connection.looked_at = now
                 connection.read(now)
                 if connection.sock.fileno() >= 0:
                     self.lingering.append(connection)
@@ -6568,11 +6587,12 @@ class MasterServer(Loop):
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
 
-    def room(self) -> Tuple[int, int]:
+    def measure_room(self) -> None:
         """How many connections there may be, and how many refused ones beside them: as the ini says, and as descriptors allow."""
         free = max(2, self.descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
-        refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
-        return min(self.settings["limits.connections_total"], free - refused), refused
+        self.most_refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
+        self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
+        self.most_of_source = self.settings["limits.connections_open"]
 
     def progressed(self, connection: Connection) -> None:
         if connection in self.connections:
@@ -6590,9 +6610,11 @@ class MasterServer(Loop):
             del self.refused[connection]
             return
         self.connections.pop(connection, None)
-        self.connections_by_source[connection.source] -= 1
-        if self.connections_by_source[connection.source] <= 0:
-            del self.connections_by_source[connection.source]
+        left = self.connections_by_source.get(connection.source, 0) - 1
+        if left > 0:
+            self.connections_by_source[connection.source] = left
+        else:
+            self.connections_by_source.pop(connection.source, None)
 
     # Running
 
@@ -6600,18 +6622,24 @@ class MasterServer(Loop):
         """Serve until stop(); opens the listeners if bind() has not."""
         if not self.begin():
             return
-        next_tick = time.monotonic() + TICK_S
+        monotonic = time.monotonic
+        next_tick = monotonic() + TICK_S
         try:
             while not self.stopping:
-                wait = min(next_tick, self.timers[0][0] if self.timers else next_tick) - time.monotonic()
-                if self.lingering:
-                    wait = min(wait, LINGER_LOOK_S)
-                events = self.selector.select(max(0.0, wait))
-                now = turn = time.monotonic()
+                due = next_tick
+                if self.timers and self.timers[0][0] < due:
+                    due = self.timers[0][0]
+                if self.lingering and self.lingering[0].looked_at + LINGER_LOOK_S < due:
+                    due = self.lingering[0].looked_at + LINGER_LOOK_S
+                events = self.selector.select(max(0.0, due - monotonic()))
+                now = turn = monotonic()
                 for key, mask in events:
-                    self.guarded(key.data, mask, now)
-                    if time.monotonic() - turn >= TURN_S:
-                        now = turn = time.monotonic()
+                    try:
+                        key.data(mask, now)
+                    except Exception:
+                        self.fault(key.data, mask, now)
+                    if monotonic() - turn >= TURN_S:
+                        now = turn = monotonic()
                         for source in self.endpoints:
                             if isinstance(source, Datagrams):
                                 self.guarded(source.ready, selectors.EVENT_READ, now)
@@ -6624,7 +6652,7 @@ class MasterServer(Loop):
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
-                self.busy_s = max(self.busy_s, time.monotonic() - now)
+                self.busy_s = max(self.busy_s, monotonic() - now)
         finally:
             self.close()
 
@@ -6678,7 +6706,10 @@ class MasterServer(Loop):
         try:
             call(*arguments)
         except Exception:
-            log.exception("an error of the program in %s%s", call, arguments)
+            self.fault(call, *arguments)
+
+    def fault(self, call: Callable[..., None], *arguments: Any) -> None:
+        log.exception("an error of the program in %s%s", call, arguments)
 
     def stamp(self) -> Any:
         """What changes when the ini or a file that it names does."""
@@ -6718,6 +6749,7 @@ class MasterServer(Loop):
     def apply(self) -> None:
         """Let the live settings take effect."""
         settings = self.settings
+        self.measure_room()
         self.rules.read(settings)
         self.poller.read(settings)
         for protocol in self.protocols:

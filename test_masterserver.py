@@ -1614,7 +1614,7 @@ class HyperbolTest(unittest.TestCase):
             session.receive(bytes([greeting[4] ^ 1]) + greeting[5:8] + hexa("ff000000"), 0.0)
         slow = self.hyperbol.session("203.0.113.50", 10.0)
         greeting = slow.opened(10.0)
-        self.assertEqual(slow.wake_at, 15.0)
+        self.assertEqual(slow.deadline, 15.0)
         slow.receive(greeting[4:8], 14.0)
         self.assertEqual((slow.tick(14.9), slow.done), (b"", False))
         self.assertEqual((slow.tick(15.0), slow.done), (b"", True))
@@ -5278,6 +5278,8 @@ class SourceLimitsTest(unittest.TestCase):
 
     def test_total_closes_the_idlest_and_servers_last(self) -> None:
         with master(aio__port="0", limits__connections_total="8", limits__connections_open="100") as server, contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(ms, "PLACE_S", 0.0))
+
             def connect() -> socket.socket:
                 client = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, "aio")), 5))
                 self.assertEqual(client.recv(5), ms.AIO_CONNECTED)
