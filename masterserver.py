@@ -5906,16 +5906,17 @@ class Connection:
             if not self.out and not self.working and not self.session.held:
                 self.close(now)
             return
-        self.tally.received += 1
-        self.tally.bytes_in += len(data)
-        self.progressed(now)
-        self.call(self.session.receive, data, now)
-
-    def progressed(self, now: float) -> None:
+        tally = self.tally
+        tally.received += 1
+        tally.bytes_in += len(data)
         self.progress_at = now
         if now - self.placed_at >= PLACE_S:
-            self.placed_at = now
-            self.loop.progressed(self)
+            self.place(now)
+        self.call(self.session.receive, data, now)
+
+    def place(self, now: float) -> None:
+        self.placed_at = now
+        self.loop.placed(self)
 
     def call(self, method: Callable[..., bytes], *arguments: Any) -> None:
         """Let the session work, then write what it gives."""
@@ -5970,13 +5971,14 @@ class Connection:
             except OSError:
                 self.close(now)
                 return
-            self.progressed(now)
+            self.progress_at = now
             self.tally.bytes_out += sent
             if sent == len(self.out):
                 self.out = b""
                 self.tally.sent += 1
             else:
                 self.out = memoryview(self.out)[sent:]
+                self.place(now)
         if self.out:
             if not self.writing:
                 self.watch()
@@ -6317,8 +6319,8 @@ class Loop:
         """The connection is about to be closed."""
         raise NotImplementedError
 
-    def progressed(self, connection: Connection) -> None:
-        """Something went in or out."""
+    def placed(self, connection: Connection) -> None:
+        """The connection is not the idlest any more."""
 
     def wake_at(self, at: float, connection: Connection) -> None:
         """Tick the connection's session at this time too."""
@@ -6594,7 +6596,7 @@ class MasterServer(Loop):
         self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
         self.most_of_source = self.settings["limits.connections_open"]
 
-    def progressed(self, connection: Connection) -> None:
+    def placed(self, connection: Connection) -> None:
         if connection in self.connections:
             self.connections.move_to_end(connection)
 
