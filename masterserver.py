@@ -1129,18 +1129,20 @@ class Registry:
             self.heard.popitem(last=False)
 
 
+NOTHING: Dict[str, Any] = {}
+
+
 def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
     """Each server's part of the list `name`, rendered when the server has changed since."""
-    out = []
-    for server in servers:
+    def part(server: Server) -> Any:
         made = server.parts         # the event loop may take it away while the worker renders
         if made is None:
             made = server.parts = {}
-        part = made.get(name)
-        if part is None:
-            part = made[name] = render(server)
-        out.append(part)
-    return out
+        if name not in made:
+            made[name] = render(server)
+        return made[name]
+
+    return [(server.parts or NOTHING).get(name) or part(server) for server in servers]
 
 
 class Rendered:
@@ -3034,14 +3036,19 @@ def zone_list(servers: List[Server]) -> List[Tuple[int, bytes]]:
 
 
 def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[bytes]:
-    head = b"\0\x0a" + struct.pack("<I", 1 + sum(len(entry) for players, entry in edition if players >= minimum))
-    rest = b"\1"
-    for players, entry in edition:
-        rest += entry if players >= minimum else b""
-        while len(rest) > LINK_CHUNK_BYTES:
-            yield head + rest[:LINK_CHUNK_BYTES]
-            rest = rest[LINK_CHUNK_BYTES:]
-    yield head + rest
+    entries = [entry for players, entry in edition if players >= minimum]
+    head = b"\0\x0a" + struct.pack("<I", 1 + sum(map(len, entries)))
+    waiting, size = [b"\1"], 1
+    for entry in entries:
+        waiting.append(entry)
+        size += len(entry)
+        if size > LINK_CHUNK_BYTES:
+            rest = b"".join(waiting)
+            while len(rest) > LINK_CHUNK_BYTES:
+                yield head + rest[:LINK_CHUNK_BYTES]
+                rest = rest[LINK_CHUNK_BYTES:]
+            waiting, size = [rest], len(rest)
+    yield head + b"".join(waiting)
 
 
 def zone_entry(server: Server) -> bytes:
@@ -4420,7 +4427,7 @@ def plural(number: int, word: str) -> str:
     return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
 
 
-def server_row(server: Any, spark: Html, title: str) -> Tuple[str, str]:
+def server_row(server: Any, spark: Html, title: str) -> Tuple[bytes, bytes]:
     """One row of the list, about 570 bytes, in two pieces: the time that the server was last seen comes between (seen_cell), as
     it moves when nothing else does. `spark` is sparkline(...), `title` the game's."""
     escape = html.escape
@@ -4433,15 +4440,16 @@ def server_row(server: Any, spark: Html, title: str) -> Tuple[str, str]:
     if not server.players:
         state = ' class="empty"'
     quote = urllib.parse.quote
-    return ROW % (
+    before = ROW % (
         state, quote(server.game), quote(server.address), server.port, escape(server.name) or address, badges(server), escape(title),
-        escape(server.mode), escape(server.map), server.players, bar, spark, escape(server.version)), ROW_END % (
-        '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address) if server.game == "iceball" else address)
+        escape(server.mode), escape(server.map), server.players, bar, spark, escape(server.version))
+    after = ROW_END % ('<a href="iceball://%s" title="Start the game">%s</a>' % (address, address) if server.game == "iceball" else address)
+    return before.encode("utf-8"), after.encode("utf-8")
 
 
-def seen_cell(then: float, wall: float) -> str:
+def seen_cell(then: float, wall: float) -> bytes:
     """What stands between the two pieces of a row."""
-    return ' title="%sZ">%s' % (utc(then).isoformat()[:19], ago(wall - then))
+    return (' title="%sZ">%s' % (utc(then).isoformat()[:19], ago(wall - then))).encode("utf-8")
 
 
 def sparkline(values: Sequence[Optional[float]]) -> Html:
@@ -4477,11 +4485,14 @@ def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Htm
                 count="" if count is None else Html("<small>%s</small>" % format(count, ",")))
 
 
-def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: str, shown: int, total: int, players: int, look: Any,
-              name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> Html:
-    """The list. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: joined
-    server_row(), `shown` of them; total: how many servers match; players: on all of them; hint: what a game server
-    needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
+ROWS_HERE = "<rows>"                # no text has it, as texts are escaped
+
+
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: Iterable[bytes], shown: int, total: int, players: int, look: Any,
+              name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> bytes:
+    """The list as UTF-8. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: what
+    server_row() and seen_cell() give for `shown` servers, a megabyte that is copied only once; total: how many servers match; players:
+    on all of them; hint: what a game server needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
     if total > shown:
         status = "The first %s of %s. Search by name to find the others." % (
             format(shown, ","), plural(total, "server"))
@@ -4492,7 +4503,7 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: s
     nothing = not total and not name and not players_min
     number, word = plural(players, "player").split(" ")
     servers, servers_word = plural(total, "server").split(" ")
-    return fill(
+    page = fill(
         look.template or LIST_PAGE, title=look.title, head=head(look.title), foot=Html(FOOT),
         intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
         totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
@@ -4501,9 +4512,11 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: s
         search=fill(SEARCH, name=name, players_min=players_min or "",
                     game=fill(string.Template('<input type="hidden" name="game" value="$game">\n'), game=game)
                     if game else ""),
-        table=fill(TABLE, status=status, total=total, rows=Html(rows),
+        table=fill(TABLE, status=status, total=total, rows=Html(ROWS_HERE),
                    one_game=Html((' class="one-game"' if game else "") + (" hidden" if nothing else "")),
                    empty=fill(EMPTY, hint=hint, hidden="" if nothing else Html(" hidden"))))
+    before, *after = page.encode("utf-8").split(ROWS_HERE.encode())         # an operator's template may have it anywhere, or nowhere
+    return b"".join([before] + [piece for rest in after for piece in (*rows, rest)])
 
 
 def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Any, title: str = "") -> Html:
@@ -5231,13 +5244,11 @@ class Web(TcpProtocol):
     def servers_json_frame(self, servers: List[Server], now: float) -> bytes:
         epoch = self.epoch
         ends = SeenTimes(epoch)
-        out = [b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation)]
-        for server, part in zip(servers, parts(servers, "servers.json", lambda server: server_json(server, epoch))):
-            out += part, ends[int(server.last_seen)]
+        made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
+        out = [piece for server, part in zip(servers, made) for piece in (part, ends[server.last_seen // 1])]
         if servers:
             out[-1] = out[-1][:-2]          # no comma after the last
-        out.append(b"]}\n")
-        return b"".join(out)
+        return b"".join([b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation), *out, b"]}\n"])
 
     def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
         """The game asked for ("" for all), and the servers if a filter picks some of its list."""
@@ -5334,17 +5345,16 @@ class Web(TcpProtocol):
         counts = {id: len(listed) for id, listed in self.registry.games.items() if listed}
         seen = SeenCells(wall)
         shown = servers[:PAGE_ROWS]
-        rows: List[str] = []
-        for server, (before, after) in zip(shown, parts(shown, "row", lambda server: server_row(
-                server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))):
-            rows += (before, seen[int(server.last_seen + self.epoch)], after)
+        made = parts(shown, "row", lambda server: server_row(server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))
+        epoch = self.epoch
+        rows = [piece for server, (before, after) in zip(shown, made) for piece in (before, seen[(server.last_seen + epoch) // 1], after)]
         if name or players_min:
             players = sum(server.players for server in servers)
         else:
             players = sum(self.registry.census[id][1] for id in counts if game in ("", id))
-        return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, "".join(rows),
+        return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, rows,
                          len(shown), len(servers), players, self.look(), name, players_min, self.hint(game),
-                         sparkline(day_total(recent, [game] if game else counts))).encode("utf-8")
+                         sparkline(day_total(recent, [game] if game else counts)))
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
@@ -5553,26 +5563,26 @@ def contact_lines(listeners: Iterable[Any], host: str) -> List[Tuple[str, str]]:
     return [(name, line % {"host": host, "port": ports[name], "page": page}) for name, line in CONTACTS.items() if name in ports]
 
 
-class SeenTimes(Dict[int, bytes]):
-    """The end of a row of /servers.json, made once for all servers of the same second."""
+class SeenTimes(Dict[float, bytes]):
+    """The end of a row of /servers.json, made once for all servers of the same second (x // 1, in a quarter of int(x)'s time)."""
 
     def __init__(self, epoch: float) -> None:
         super().__init__()
         self.epoch = epoch
 
-    def __missing__(self, second: int) -> bytes:
+    def __missing__(self, second: float) -> bytes:
         end = self[second] = b"%d},\n" % (second + self.epoch)
         return end
 
 
-class SeenCells(Dict[int, str]):
+class SeenCells(Dict[float, bytes]):
     """The cell with the time a server was last seen, made once for all servers of the same second."""
 
     def __init__(self, wall: float) -> None:
         super().__init__()
         self.wall = wall
 
-    def __missing__(self, second: int) -> str:
+    def __missing__(self, second: float) -> bytes:
         cell = self[second] = seen_cell(second, self.wall)
         return cell
 
