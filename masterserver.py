@@ -6075,7 +6075,7 @@ class Acceptor:
                     self.pause(now, error)
                     return
                 continue            # the peer has gone already
-            if self.loop.health and self.loop.health.pop("descriptors", None):
+            if self.loop.health and self.loop.health.pop("descriptors", ""):
                 log.info("%s: connections are accepted again", self.name)
             try:
                 self.loop.accepted(self, sock, canonical(peer[0]), now)
@@ -6256,6 +6256,34 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
 
 
 FIELDS = json.JSONDecoder()         # json.loads() makes one each time; 10,000 rows are read at a start
+STORED_KINDS = [type(None) if name == "playing" else kind for name, kind in STORED.items()]
+STORED_KINDS_PLAYING = list(STORED.values())
+
+
+def is_sound(told: Mapping[str, Any]) -> bool:
+    """Of fields that have the right types: are they what clean() and clamp() would leave alone? Nearly always."""
+    texts = told["name"] + told["mode"] + told["map"] + told["version"] + told["description"]
+    return (texts.isascii() and texts.isprintable() and len(texts) <= TEXT_CHARACTERS and not told["details"]
+            and 0 <= told["players"] <= PLAYERS_MAX and 0 <= told["max_players"] <= PLAYERS_MAX and 0 <= told["flavor"] <= 255
+            and (told["playing"] is None or 0 <= told["playing"] <= PLAYERS_MAX))
+
+
+def mended(told: Mapping[str, Any]) -> Dict[str, Any]:
+    """The stored fields with the right types and sizes, whatever noise may have made of them."""
+    sound: Dict[str, Any] = {"source": ""}
+    for name, kind in STORED.items():
+        value = told.get(name)
+        if type(value) is not kind:
+            sound.setdefault(name, None if name == "playing" else kind())
+        elif kind is str:
+            sound[name] = clean(value, TEXT_CHARACTERS)
+        elif kind is dict:
+            sound[name] = {clean(key): clean(text, TEXT_CHARACTERS) for key, text in value.items() if isinstance(text, str)}
+        elif kind is int:
+            sound[name] = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
+        else:
+            sound[name] = value
+    return sound
 
 
 def restored_server(row: ListedRow, now: float, wall: float) -> Server:
@@ -6264,32 +6292,27 @@ def restored_server(row: ListedRow, now: float, wall: float) -> Server:
     game, address, port, expires, first_seen, last_seen, text = row
     if not is_unicast(address) or not 0 < port <= 65535 or not all(0 <= at < WALL_END for at in (expires, first_seen, last_seen)):
         raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
-    fields: Any
     try:
         fields, _ = FIELDS.raw_decode(text)
     except (ValueError, RecursionError):
         fields = []
     if type(fields) is not list:
         fields = []
-    server = Server(game, address, port, address, now, 0.0)
-    for (name, kind), value in zip(STORED.items(), fields):
-        if type(value) is not kind:
-            continue
-        if kind is str and value:
-            value = clean(value, TEXT_CHARACTERS)
-        elif kind is dict:
-            value = {clean(key): clean(told, TEXT_CHARACTERS) for key, told in value.items() if isinstance(told, str)}
-        elif kind is int:
-            value = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
-        setattr(server, name, value)
-    if server.source != address and not is_unicast(server.source):
-        server.source = address
-    if server.verified not in VERIFIED:
-        server.verified = "self-reported"
+    lasting = fields[len(STORED):] == [True]
+    told = dict(zip(STORED, fields))
+    kinds = list(map(type, fields[:len(STORED)]))
+    told["playing"] = told.get("playing")
+    if kinds != STORED_KINDS and kinds != STORED_KINDS_PLAYING or not is_sound(told):
+        told = mended(told)
+    source = told.pop("source")
+    if source != address and not is_unicast(source):
+        source = address
+    if told["verified"] not in VERIFIED:
+        told["verified"] = "self-reported"
+    server = Server(game, address, port, source, now, 0.0, **told)
     server.unconfirmed = True
     server.first_seen = now - max(0.0, wall - first_seen)
     server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
-    lasting = fields[len(STORED):] == [True]
     server.lifetime = now + RESTORED_S - server.last_seen if lasting else expires - last_seen
     return server
 
