@@ -5090,7 +5090,8 @@ class Web(TcpProtocol):
         self.memo: Dict[bytes, Tuple[bytes, bool]] = {}
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
-        self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
+        self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status; and beside them
+        self.remembered_requests = 0
         self.rules = core.registry.rules
         self.read(core.settings)
 
@@ -5130,10 +5131,11 @@ class Web(TcpProtocol):
             self.memo_bytes = 0
 
     def remembered(self, request: bytes, now: float) -> Optional[Tuple[bytes, bool]]:
-        self.turn(now)
+        if now - self.edition_at >= RENDER_S:
+            self.turn(now)
         found = self.memo.get(request)
-        if found:
-            self.requests["remembered", 200] += 1
+        if found is not None:
+            self.remembered_requests += 1
         return found
 
     def remember(self, request: bytes, response: bytes, close: bool) -> None:
@@ -5606,7 +5608,8 @@ def metrics_text(web: Web) -> str:
                                              ("playing", "Players in the game rather than watching."))):
         family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
     family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
-           [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
+           [({"route": route or "none", "status": status}, count) for (route, status), count in
+            [*web.requests.items(), (("remembered", 200), web.remembered_requests)] if count])
     family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
     family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():
@@ -6272,7 +6275,7 @@ def mended(told: Mapping[str, Any]) -> Dict[str, Any]:
     """The stored fields with the right types and sizes, whatever noise may have made of them."""
     sound: Dict[str, Any] = {"source": ""}
     for name, kind in STORED.items():
-        value = told.get(name)
+        value: Any = told.get(name)
         if type(value) is not kind:
             sound.setdefault(name, None if name == "playing" else kind())
         elif kind is str:
