@@ -145,7 +145,7 @@ GZIP_LEVEL = 6                      # within 5 % of level 9 on lists, at two thi
 RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
 RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in the worker
 RENDER_SERVER_S = 0.0001            # ten times what one server takes in it
-RENDER_STALE_S = 15.0               # and at least so often, for the times in it
+RENDER_STALE_S = 15.0               # and at least so often; the times in it are as old as that at the most
 CACHE_S = 5                         # what a cache in front may keep: the page refreshes every 5 s
 PAGE_ROWS = 2000                    # rows on one page; a search finds the others
 
@@ -818,7 +818,7 @@ class Rules:
         return next((pattern.pattern for pattern in self.refuse_names if pattern.search(name)), "")
 
 
-Rank = Tuple[int, bool, int, str, str, int]
+Rank = Tuple[int, bool, int, str, str, int, str]
 NO_DETAILS: Dict[str, str] = {}
 
 
@@ -870,35 +870,88 @@ STORED: Dict[str, Any] = {
 
 def rank_of(server: Server) -> Rank:
     """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
-    own; the address and port tell them apart, so that each is found in the list at once."""
+    own; what identifies them tells them apart, so that each is found in the list at once."""
     rank = server.rank
     if rank is None:
-        rank = server.rank = (-server.priority, not server.official, -server.players, server.name.casefold(), server.address, server.port)
+        rank = server.rank = (-server.priority, not server.official, -server.players, server.name.casefold(), server.address, server.port,
+                              server.game)
     return rank
 
 
+BLOCK_SERVERS = 128         # a list of 10,000 is 80 of them, and when one server changes two are made anew, in a tenth of a millisecond
+
+
+class Block:
+    """Some servers that follow each other in a list. Nobody changes it once others have seen it: where a server changes,
+    another block takes its place. So what was made of it holds, whichever thread made it."""
+
+    __slots__ = ("servers", "ranks", "made")
+
+    def __init__(self, servers: List[Server]) -> None:
+        self.servers = servers
+        self.ranks = list(map(rank_of, servers))
+        self.made: Dict[str, Tuple[Any, Any]] = {}
+
+    def part(self, name: str, make: Callable[[List[Server]], Any], stamp: Any = None) -> Any:
+        """What `make(servers)` gives, made once for as long as `stamp` is the same."""
+        found = self.made.get(name)
+        if found is None or found[0] != stamp:
+            found = self.made[name] = stamp, make(self.servers)
+        return found[1]
+
+
+Blocks = List[Block]
+
+
+def blocks(servers: Sequence[Server]) -> Blocks:
+    """Of servers in order."""
+    return [Block(list(servers[at:at + BLOCK_SERVERS])) for at in range(0, len(servers), BLOCK_SERVERS)]
+
+
 class Order:
-    """The servers of one list in the master's order. Whoever changes is taken out and put in again where it belongs: to sort 10,000
-    servers takes 5 ms even if they are in order, as each of them must be looked at."""
+    """The servers of one list in the master's order, in blocks. Whoever changes is taken out and put in again where it belongs: to sort
+    10,000 servers takes 5 ms even if they are in order, as each of them must be looked at."""
 
     def __init__(self, servers: List[Server]) -> None:
         """`servers` in order."""
-        self.servers = servers
-        self.ranks = [rank_of(server) for server in servers]
+        self.blocks = blocks(servers)
         self.moved: Dict[Server, Optional[Rank]] = {}           # who has changed since: the rank it has here, None if it is new
 
+    def worn(self) -> bool:
+        """So much has changed that to begin anew is quicker."""
+        servers = sum(len(block.servers) for block in self.blocks)
+        return len(self.moved) > servers // 8 or len(self.blocks) > 3 * (1 + servers // BLOCK_SERVERS)
+
     def mend(self, listed: Callable[[Server], bool]) -> None:
+        if not self.moved:
+            return
+        places = self.blocks or [Block([])]
+        firsts: List[Any] = [(), *(block.ranks[0] for block in places[1:])]         # () is less than every rank
+        changed: Dict[int, Block] = {}
+
+        def block_of(rank: Rank) -> Block:
+            place = bisect.bisect_right(firsts, rank) - 1
+            if place not in changed:
+                changed[place] = copied = Block([])
+                copied.servers, copied.ranks = list(places[place].servers), list(places[place].ranks)
+            return changed[place]
+
         for server, rank in self.moved.items():
             if rank is not None:
-                at = bisect.bisect_left(self.ranks, rank)
-                while self.servers[at] is not server:           # one of another game may have the same rank
-                    at += 1
-                del self.servers[at], self.ranks[at]
+                block = block_of(rank)
+                at = bisect.bisect_left(block.ranks, rank)
+                del block.servers[at], block.ranks[at]
             if listed(server):
-                at = bisect.bisect_right(self.ranks, rank_of(server))
-                self.servers.insert(at, server)
-                self.ranks.insert(at, rank_of(server))
+                rank = rank_of(server)
+                block = block_of(rank)
+                at = bisect.bisect_left(block.ranks, rank)
+                block.servers.insert(at, server)
+                block.ranks.insert(at, rank)
         self.moved.clear()
+        self.blocks = []
+        for place, block in enumerate(places):
+            block = changed.get(place, block)
+            self.blocks += [block] if 0 < len(block.servers) <= 2 * BLOCK_SERVERS else blocks(block.servers)
 
 
 class Registry:
@@ -1107,14 +1160,18 @@ class Registry:
         games = [self.games.get(game, {})] if game else list(self.games.values())
         return sorted((server for listed in games for server in list(listed.values())), key=rank_of)
 
-    def in_order(self, game: str = "") -> List[Server]:
-        """The same, shared and not to be changed, for the event loop alone: only who has changed is put in its place anew."""
+    def in_blocks(self, game: str = "") -> Blocks:
+        """The same in blocks, for the event loop alone: only who has changed is put in its place anew."""
         order = self.orders.get(game)
-        if order is None or len(order.moved) > len(order.servers) // 8:
+        if order is None or order.worn():
             order = self.orders[game] = Order(self.servers(game))
         else:
             order.mend(lambda server: self.get(*server.key) is server)
-        return order.servers
+        return order.blocks
+
+    def in_order(self, game: str = "") -> List[Server]:
+        """The same as servers(), sooner."""
+        return [server for block in self.in_blocks(game) for server in block.servers]
 
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
@@ -1145,11 +1202,18 @@ def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any])
     return [(server.parts or NOTHING).get(name) or part(server) for server in servers]
 
 
+def in_parts(name: str, render: Callable[[Server], bytes], separator: bytes = b"") -> Callable[[Iterable[Block]], List[bytes]]:
+    """For lists that are their servers' parts and nothing between but `separator`: the blocks of such a list, as bytes."""
+    def make(servers: List[Server]) -> bytes:
+        return separator.join(parts(servers, name, render))
+    return lambda blocks: [block.part(name, make) for block in blocks]
+
+
 class Rendered:
     """One game's list in one form, made anew when a server has changed: at most once in RENDER_S, a short list sooner, so that a tenth
     of the time goes into it at the most."""
 
-    def __init__(self, registry: Registry, game: str, make: Callable[[List[Server]], Any]) -> None:
+    def __init__(self, registry: Registry, game: str, make: Callable[[Blocks], Any]) -> None:
         self.registry, self.game, self.make = registry, game, make
         self.generation = -1
         self.made_at = float("-inf")
@@ -1158,7 +1222,7 @@ class Rendered:
     def get(self, now: float) -> Any:
         generation = self.registry.generation
         if generation != self.generation and now - self.made_at >= min(RENDER_S, RENDER_SERVER_S * len(self.registry.games.get(self.game, ()))):
-            self.made = self.make(self.registry.in_order(self.game))
+            self.made = self.make(self.registry.in_blocks(self.game))
             self.generation, self.made_at = generation, now
         return self.made
 
@@ -2371,8 +2435,13 @@ class HyperbolSession(Session):
         return b""
 
 
-def hyperbol_lists(servers: List[Server]) -> Tuple[bytes, bytes]:
+def hyperbol_lists(blocks: Blocks) -> Tuple[bytes, bytes]:
     """The official servers and all of them, 12 bytes each."""
+    made = [block.part("hyperbol", hyperbol_entries_of) for block in blocks]
+    return b"".join([official for official, _ in made]), b"".join([everything for _, everything in made])
+
+
+def hyperbol_entries_of(servers: List[Server]) -> Tuple[bytes, bytes]:
     shown = [server for server in servers if server.responding and ":" not in server.address]
     entries = parts(shown, "hyperbol", hyperbol_entry)
     return b"".join(entry for entry, server in zip(entries, shown) if server.flavor), b"".join(entries)
@@ -3029,14 +3098,22 @@ class SubSpaceList(UdpProtocol):
         return zone_chunks(self.zones.get(now), minimum)
 
 
-def zone_list(servers: List[Server]) -> List[Tuple[int, bytes]]:
-    """Players and list entry of each zone."""
+Zones = List[Tuple[bytes, List[Tuple[int, bytes]]]]         # by block: all its entries, and each with its zone's players
+
+
+def zone_list(blocks: Blocks) -> Zones:
+    return [block.part("subspace", zones_of) for block in blocks]
+
+
+def zones_of(servers: List[Server]) -> Tuple[bytes, List[Tuple[int, bytes]]]:
     zones = [server for server in servers if ":" not in server.address and server.responding]
-    return list(zip((server.players for server in zones), parts(zones, "subspace", zone_entry)))
+    entries = parts(zones, "subspace", zone_entry)
+    return b"".join(entries), list(zip([server.players for server in zones], entries))
 
 
-def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[bytes]:
-    entries = [entry for players, entry in edition if players >= minimum]
+def zone_chunks(zones: Zones, minimum: int) -> Iterator[bytes]:
+    entries = ([entry for _, block in zones for players, entry in block if players >= minimum] if minimum else
+               [whole for whole, _ in zones])
     head = b"\0\x0a" + struct.pack("<I", 1 + sum(map(len, entries)))
     waiting, size = [b"\1"], 1
     for entry in entries:
@@ -3044,9 +3121,10 @@ def zone_chunks(edition: List[Tuple[int, bytes]], minimum: int) -> Iterator[byte
         size += len(entry)
         if size > LINK_CHUNK_BYTES:
             rest = b"".join(waiting)
-            while len(rest) > LINK_CHUNK_BYTES:
-                yield head + rest[:LINK_CHUNK_BYTES]
-                rest = rest[LINK_CHUNK_BYTES:]
+            end = len(rest) - 1
+            for at in range(0, end - end % LINK_CHUNK_BYTES, LINK_CHUNK_BYTES):
+                yield head + rest[at:at + LINK_CHUNK_BYTES]
+            rest = rest[end - end % LINK_CHUNK_BYTES:]
             waiting, size = [rest], len(rest)
     yield head + b"".join(waiting)
 
@@ -3191,15 +3269,30 @@ def aio_text_part(server: Server) -> bytes:
 
 
 def aio_text_parts(servers: List[Server]) -> List[bytes]:
-    return parts(servers[:AIO_SERVERS], "aio text", aio_text_part) or [("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")]
+    return parts(servers, "aio text", aio_text_part)
 
 
-def aio_text_list(servers: List[Server]) -> bytes:
-    return b"%12#" + b"".join(aio_text_parts(servers)) + b"%"
+def aio_numbered(blocks: Blocks, name: str, make: Callable[[int, List[Server]], bytes]) -> List[bytes]:
+    """The blocks of a list that numbers its servers; `make(number of the first, servers)`."""
+    made, first = [], 0
+    for block in blocks:
+        if first + len(block.servers) > AIO_SERVERS:
+            break
+        made.append(block.part(name, functools.partial(make, first), first))
+        first += len(block.servers)
+    return made
 
 
-def aio_document_list(servers: List[Server]) -> bytes:
-    return b"%12#" + b"".join(b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers))) + b"%"
+def aio_text_list(blocks: Blocks) -> bytes:
+    return b"%12#" + (b"".join([block.part("aio text", lambda servers: b"".join(aio_text_parts(servers))) for block in blocks])
+                      or ("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")) + b"%"
+
+
+def aio_document_list(blocks: Blocks) -> bytes:
+    def make(first: int, servers: List[Server]) -> bytes:
+        return b"".join([b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers), first)])
+    return b"%12#" + (b"".join(aio_numbered(blocks, "aio document", make))
+                      or ("0#%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")) + b"%"
 
 
 def aio_binary_part(server: Server) -> bytes:
@@ -3207,19 +3300,20 @@ def aio_binary_part(server: Server) -> bytes:
                                 server.address.encode("ascii"), uintv(server.port))
 
 
-def aio_binary_list(servers: List[Server]) -> bytes:
-    entries = parts(servers[:AIO_SERVERS], "aio binary", aio_binary_part) or [
-        ("%s\0%s\0%s\0" % AIO_PLACEHOLDER[:3]).encode("ascii") + uintv(AIO_PLACEHOLDER[3])]
-    return b"\x0c" + b"".join(struct.pack("<H", index) + entry for index, entry in enumerate(entries))
+def aio_binary_list(blocks: Blocks) -> bytes:
+    def make(first: int, servers: List[Server]) -> bytes:
+        return b"".join([struct.pack("<H", index) + entry for index, entry in enumerate(parts(servers, "aio binary", aio_binary_part), first)])
+    return b"\x0c" + (b"".join(aio_numbered(blocks, "aio binary", make))
+                      or ("\0\0%s\0%s\0%s\0" % AIO_PLACEHOLDER[:3]).encode("ascii") + uintv(AIO_PLACEHOLDER[3]))
 
 
 def aio_framed_part(server: Server) -> bytes:
     return bytes((len(server.address),)) + server.address.encode("ascii") + struct.pack("<H", server.port)
 
 
-def aio_framed_list(servers: List[Server]) -> bytes:
-    entries = parts(servers[:AIO_SERVERS], "aio framed", aio_framed_part)
-    return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
+def aio_framed_list(blocks: Blocks) -> bytes:
+    made = aio_numbered(blocks, "aio framed", lambda first, servers: b"".join(parts(servers, "aio framed", aio_framed_part)))
+    return aio_frame(b"\2" + struct.pack("<H", sum(len(block.servers) for block in blocks[:len(made)])) + b"".join(made))
 
 
 class AioText:
@@ -3533,7 +3627,7 @@ class Aio(TcpProtocol, Querier):
         self.dialects = {name: spoken[name] for name in core.settings["aio.dialects"]}
         self.numbers = itertools.count()
         self.owners: Dict[Server, AioSession] = {}
-        self.lists: Dict[Callable[[List[Server]], bytes], Rendered] = {
+        self.lists: Dict[Callable[[Blocks], bytes], Rendered] = {
             make: Rendered(self.registry, "aio", make)
             for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
         self.rules = core.registry.rules
@@ -3587,7 +3681,7 @@ class Aio(TcpProtocol, Querier):
 
     # Lists and news
 
-    def list_for(self, make: Callable[[List[Server]], bytes], session: AioSession, now: float) -> bytes:
+    def list_for(self, make: Callable[[Blocks], bytes], session: AioSession, now: float) -> bytes:
         self.allow(session, now)
         made: bytes = self.lists[make].get(now)
         return made
@@ -5022,14 +5116,14 @@ class Rendering:
     """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker: what belongs together is
     replaced in one piece, as the event loop may be answering with it."""
 
-    def __init__(self, make: Callable[[List[Server], float], bytes]) -> None:
+    def __init__(self, make: Callable[[Blocks, float], bytes]) -> None:
         self.make = make
         self.edition = 0
         self.made = Made(b"", 0)            # the number moves only when the bytes do
 
-    def refresh(self, edition: int, servers: List[Server], now: float) -> None:
+    def refresh(self, edition: int, blocks: Blocks, now: float) -> None:
         if edition != self.edition:
-            body = self.make(servers, now)
+            body = self.make(blocks, now)
             if body != self.made.body or not self.made.number:
                 self.made = Made(body, self.made.number + 1)
             self.edition = edition
@@ -5209,9 +5303,9 @@ class Web(TcpProtocol):
         body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
         return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
-    def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[List[Server], float], bytes],
+    def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[Blocks, float], bytes],
                  rows: int = sys.maxsize) -> Union[Answer, Later]:
-        """The list `name` of a game, made by `make(servers, now)`, of which it takes `rows` at the most."""
+        """The list `name` of a game, made by `make(blocks, now)`, of which it takes `rows` at the most."""
         rendering = self.renderings.get((name, game))
         if rendering is None:
             rendering = self.renderings[name, game] = Rendering(make)
@@ -5222,15 +5316,15 @@ class Web(TcpProtocol):
             etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, made.number)
             return Answer(made.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, made=made)
         if rendering.edition != self.edition:
-            servers = self.registry.in_order(game)
-            if min(len(servers), rows) > RENDER_INLINE_SERVERS:
-                return Later(functools.partial(rendering.refresh, self.edition, list(servers), request.now), answer)
-            rendering.refresh(self.edition, servers, request.now)
+            blocks = self.registry.in_blocks(game)
+            if min(sum(len(block.servers) for block in blocks), rows) > RENDER_INLINE_SERVERS:
+                return Later(functools.partial(rendering.refresh, self.edition, blocks, request.now), answer)
+            rendering.refresh(self.edition, blocks, request.now)
         return answer(None)
 
     def master_json(self, request: Request) -> Union[Answer, Later]:
-        return self.rendered("master.json", "iceball", request, JSON_TYPE, lambda servers, now: self.master_json_frame(
-            parts(servers, "master.json", iceball_json)))
+        return self.rendered("master.json", "iceball", request, JSON_TYPE,
+                             lambda blocks, now: self.master_json_frame(in_parts("master.json", iceball_json, b",\n")(blocks)))
 
     def master_json_frame(self, servers: List[bytes]) -> bytes:
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
@@ -5241,16 +5335,19 @@ class Web(TcpProtocol):
         game, chosen = self.chosen(request)
         if chosen is None:
             return self.rendered("servers.json", game, request, JSON_TYPE, self.servers_json_frame)
-        return Answer(self.servers_json_frame(chosen, request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
+        return Answer(self.servers_json_frame(blocks(chosen), request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
 
-    def servers_json_frame(self, servers: List[Server], now: float) -> bytes:
+    def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
         ends = SeenTimes(epoch)
-        made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
-        out = [piece for server, part in zip(servers, made) for piece in (part, ends[server.last_seen // 1])]
-        if servers:
-            out[-1] = out[-1][:-2]          # no comma after the last
-        return b"".join([b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation), *out, b"]}\n"])
+
+        def make(servers: List[Server]) -> bytes:
+            made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
+            return b"".join([piece for server, part in zip(servers, made) for piece in (part, ends[server.last_seen // 1])])
+        rows = [block.part("servers.json", make, now // RENDER_STALE_S) for block in blocks]
+        if rows:
+            rows[-1] = rows[-1][:-2]        # no comma after the last
+        return b"".join([b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation), *rows, b"]}\n"])
 
     def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
         """The game asked for ("" for all), and the servers if a filter picks some of its list."""
@@ -5273,8 +5370,8 @@ class Web(TcpProtocol):
         game = request.query.get("game", "hyperbol")
         if game not in GAME_TITLES and game not in self.settings["games"]:
             raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-        return self.rendered("servers.xml", game, request, XML_TYPE, lambda servers, now: servers_xml(
-            parts(servers, "servers.xml", server_xml), self.epoch + now))
+        return self.rendered("servers.xml", game, request, XML_TYPE,
+                             lambda blocks, now: servers_xml(in_parts("servers.xml", server_xml)(blocks), self.epoch + now))
 
     def announce(self, request: Request) -> Answer:
         """An announcement by HTTP; the address is the connection's."""
@@ -5337,25 +5434,37 @@ class Web(TcpProtocol):
     def page(self, request: Request) -> Union[Answer, Later]:
         game, chosen = self.chosen(request)
         if chosen is None:
-            return self.rendered("page", game, request, HTML_TYPE, lambda servers, now: self.list_page(servers, game, now), PAGE_ROWS)
-        return Answer(self.list_page(chosen, game, request.now, request.query.get("name", ""), whole_number(request, "players_min", 0, PLAYERS_MAX)),
-                      HTML_TYPE, shared=True)
+            return self.rendered("page", game, request, HTML_TYPE, lambda blocks, now: self.list_page(blocks, game, now), PAGE_ROWS)
+        return Answer(self.list_page(blocks(chosen), game, request.now, request.query.get("name", ""),
+                                     whole_number(request, "players_min", 0, PLAYERS_MAX)), HTML_TYPE, shared=True)
 
-    def list_page(self, servers: List[Server], game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
+    def list_page(self, rows: Blocks, game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
         wall = now + self.epoch
-        titles, recent = self.titles(), self.core.recent()
+        titles, recent, epoch = self.titles(), self.core.recent(), self.epoch
         counts = {id: len(listed) for id, listed in self.registry.games.items() if listed}
         seen = SeenCells(wall)
-        shown = servers[:PAGE_ROWS]
-        made = parts(shown, "row", lambda server: server_row(server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))
-        epoch = self.epoch
-        rows = [piece for server, (before, after) in zip(shown, made) for piece in (before, seen[(server.last_seen + epoch) // 1], after)]
+
+        def make(servers: List[Server]) -> bytes:
+            made = parts(servers, "row", lambda server: server_row(
+                server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))
+            return b"".join([piece for server, (before, after) in zip(servers, made)
+                             for piece in (before, seen[(server.last_seen + epoch) // 1], after)])
+        total = sum(len(block.servers) for block in rows)
+        shown: List[bytes] = []
+        room = PAGE_ROWS
+        for block in rows:
+            if room < len(block.servers):
+                shown.append(make(block.servers[:room]))
+                room = 0
+                break
+            shown.append(block.part("row", make, now // RENDER_STALE_S))
+            room -= len(block.servers)
         if name or players_min:
-            players = sum(server.players for server in servers)
+            players = sum(server.players for block in rows for server in block.servers)
         else:
             players = sum(self.registry.census[id][1] for id in counts if game in ("", id))
-        return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, rows,
-                         len(shown), len(servers), players, self.look(), name, players_min, self.hint(game),
+        return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, shown,
+                         PAGE_ROWS - room, total, players, self.look(), name, players_min, self.hint(game),
                          sparkline(day_total(recent, [game] if game else counts)))
 
     def hint(self, game: str) -> Html:

@@ -407,19 +407,54 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual([s.port for s in self.registry.servers()], [3, 2, 1, 5, 4])
 
     def test_a_mended_order_is_the_sorted_one(self) -> None:
-        rng = random.Random(3)
+        for size in (1, 4, 128):
+            with self.subTest(size=size), mock.patch.object(ms, "BLOCK_SERVERS", size):
+                self.check_mended_order(random.Random(size))
+
+    def check_mended_order(self, rng: random.Random) -> None:
         registry = make_core().registry
-        for _ in range(3000):
+
+        def told(server: ms.Server) -> str:
+            return "%s %s %d %s" % (server.game, server.name, server.players, server.map)
+
+        for turn in range(3000):
             server = (rng.choice(("iceball", "aio")), "127.0.0.1", rng.randrange(1, 60))
             known = registry.get(*server)
             if known is not None and rng.random() < 0.3:
                 registry.remove(known)
             else:
-                registry.hear(*server, "127.0.0.1", 0.0, 120.0, {"name": rng.choice("aBc"), "players": rng.randrange(3)})
-            if rng.random() < 0.3:
+                registry.hear(*server, "127.0.0.1", 0.0, 120.0, {"name": rng.choice("aBc"), "players": rng.randrange(3), "map": rng.choice("xy")})
+            if rng.random() < (0.3 if turn < 2000 else 0.02):
                 for game in ("", "iceball", "aio"):
-                    self.assertEqual([ms.rank_of(s) for s in registry.in_order(game)], [ms.rank_of(s) for s in registry.servers(game)])
-                    self.assertEqual(set(registry.in_order(game)), set(registry.servers(game)))
+                    wanted, blocks = registry.servers(game), registry.in_blocks(game)
+                    self.assertEqual(registry.in_order(game), wanted)
+                    self.assertEqual([told(s) for s in wanted], [text for block in blocks for text in block.part("told", lambda servers: [
+                        told(server) for server in servers])], "what was made of a block is of its servers as they are")
+                    self.assertTrue(all(0 < len(block.servers) <= 2 * ms.BLOCK_SERVERS for block in blocks))
+
+    def test_a_change_leaves_the_other_blocks_as_they_are(self) -> None:
+        self.registry.rules.servers_per_source = 1000
+        for port in range(1, 1001):
+            self.hear(port, name="%04d" % port)
+        before = self.registry.in_blocks("iceball")
+        self.hear(500, name="0500", map="other")
+        after = self.registry.in_blocks("iceball")
+        self.assertEqual(len(before), 8)
+        self.assertEqual(sum(a is not b for a, b in zip(before, after)), 1)
+        self.hear(500, name="0500", map="other", players=1)
+        moved = self.registry.in_blocks("iceball")
+        self.assertEqual((sum(a is not b for a, b in zip(after, moved)), moved[0].servers[0].port), (2, 500))
+        for port in range(1, 990):              # a list that shrinks is not left in crumbs
+            self.registry.remove(self.registry.get("iceball", "203.0.113.9", port))
+            if port % 10 == 0:
+                self.registry.in_blocks("iceball")
+        self.assertLessEqual(len(self.registry.in_blocks("iceball")), 3)
+
+    def test_stamped_parts(self) -> None:
+        block, made = ms.Block([]), []
+        for stamp in (1, 1, 2, 2, None):
+            block.part("x", lambda servers: made.append(1), stamp)
+        self.assertEqual(len(made), 3)
 
     def test_limits_are_exact(self) -> None:
         for port in (1, 2, 3):
@@ -3970,7 +4005,7 @@ class WebTest(unittest.TestCase):
             packed = session.job()
             rendering = self.web.renderings["master.json", "iceball"]
             older = rendering.made
-            rendering.refresh(99, [self.list(1, name="Newer")], 5.0)         # as the worker does, at any moment
+            rendering.refresh(99, ms.blocks([self.list(1, name="Newer")]), 5.0)         # as the worker does, at any moment
             session.resume(packed, 5.0)
         self.assertIs(older.gzipped, packed)
         self.assertIsNone(rendering.made.gzipped)
@@ -4886,7 +4921,7 @@ class Fuzzer:
                 xml.dom.minidom.parseString(body)
         b"".join(self.list.chunks(0, self.now))
         for make in (ms.aio_text_list, ms.aio_document_list, ms.aio_binary_list, ms.aio_framed_list):
-            make(self.registry.in_order("aio"))
+            make(self.registry.in_blocks("aio"))
         self.hyperbol.entries(255, self.now)
 
     # One method an entry point
@@ -8076,7 +8111,7 @@ def bench_rendering(bench, name):
         lists[make.__name__] = lambda now, made=made: ([timed(lambda: made.get(now))], [])
     all_of_it, longest = [], []
     for turn in range(10):                          # the first makes every server's part
-        now = 100.0 * turn
+        now = float(turn)
         for game in games:
             registry.update(registry.get(game, "203.0.4.%d" % games.index(game), 27000), {"players": turn})
         taken = {}
