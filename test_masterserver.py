@@ -433,7 +433,7 @@ class RegistryTest(unittest.TestCase):
                     self.assertTrue(all(0 < len(block.servers) <= 2 * ms.BLOCK_SERVERS for block in blocks))
 
     def test_a_change_leaves_the_other_blocks_as_they_are(self) -> None:
-        self.registry.rules.servers_per_source = 1000
+        self.registry.rules.servers = self.registry.rules.servers_per_source = 1000
         for port in range(1, 1001):
             self.hear(port, name="%04d" % port)
         before = self.registry.in_blocks("iceball")
