@@ -8126,13 +8126,17 @@ def bench_rendering(bench, name):
 
 
 def bench_pypy(bench, name):
-    """an announcement of one of 10,000 listed servers, answered by the program on PyPy"""
+    """an announcement of one of 10,000 listed servers, answered by the program on PyPy; and a server listed by it"""
     pypy = shutil.which("pypy3")
     if not pypy or platform.python_implementation() == "PyPy":
         yield left_out(name, "this is PyPy" if pypy else "pypy3 is not installed: left out")
         return
     sides = race(bench.listed(10000, 4, python=pypy), bench.listed(10000, 4))
     yield throughput(name, "this Python", None, *sides)
+    servers = [bench.server(python=python) for python in (pypy, sys.executable)]
+    loads = [bench.part("load_handshake", port=server.port["iceball"], addresses=4) for server in servers]
+    loads[0].run(5000)                      # what PyPy has to see before it compiles it
+    yield throughput(name, "this, listing", None, *race(*(Side(server.pid, load, 4000) for server, load in zip(servers, loads))))
 
 
 BENCHMARKS = {name[len("bench_"):].replace("_", "-"): function for name, function in list(globals().items())
