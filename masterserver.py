@@ -104,6 +104,8 @@ MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a long
                                     # cache lines, so that those read together do not displace each other
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
 RECV_BYTES = 65536                  # one read from a connection
+PAGES_BYTES = 16384                 # from here on to copy an answer costs more than to have the kernel send its pages …
+PAGES_KEPT = 8                      # … of so many answers, each a descriptor; a second's lists that many ask for are fewer
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 LINGER_LOOK_S = 0.02                # how often it is looked whether the peer has closed; most have by then
@@ -112,7 +114,7 @@ OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long ha
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
-DESCRIPTORS_KEPT = 20               # for what is no connection: standard streams, selector, database and its logs, log, look-ups
+DESCRIPTORS_KEPT = 28               # for what is no connection: standard streams, selector, database and its logs, log, look-ups, pages
 REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
 WORKER_JOBS = 64                    # waiting for the disk, half a second's work; who comes then is told to come again
 FAULT_RATE = 1, 20                  # tracebacks in the log a second / at once: a fault that packets can cause must not fill the disk
@@ -5980,16 +5982,49 @@ class Datagrams:
         return True
 
 
+class Pages:
+    """A long answer that is sent more than once, as a file in memory: sendfile(2) sends its pages as they are. To copy them into others
+    that the reader's processor has just had takes twice as long. Linux, under CPython, which closes the file with its last user."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.descriptor = -1
+        self.made = False
+
+    def make(self) -> bool:
+        """Put them there, once; False: the system would not."""
+        if not self.made:
+            self.made = True
+            try:
+                self.descriptor = os.memfd_create("answer")
+                if os.write(self.descriptor, self.data) < len(self.data):
+                    self.close()
+            except OSError:
+                self.close()
+        return self.descriptor >= 0
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    __del__ = close
+
+
+HAS_PAGES = hasattr(os, "memfd_create") and hasattr(os, "sendfile") and sys.implementation.name == "cpython"
+
+
 class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
-    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "placed_at", "writing",
+    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "pages", "out_since", "progress_at", "placed_at", "writing",
                  "linger_until", "linger_bytes", "looked_at", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
         self.out: Union[bytes, memoryview] = b""
+        self.pages: Optional[Pages] = None          # where `out` lies as well, or the end of it
         self.out_since = self.progress_at = self.placed_at = now
         self.events = 0                     # what the selector watches for
         self.writing = False                # room to write is waited for
@@ -6056,9 +6091,12 @@ class Connection:
             data = b""
             session.done = True
         if data:
-            if not self.out:
-                self.out_since = now
-            self.out = bytes(self.out) + data if self.out else data
+            if self.out:
+                self.out, self.pages = bytes(self.out) + data, None
+            else:
+                self.out, self.out_since = data, now
+                if len(data) >= PAGES_BYTES:
+                    self.pages = self.loop.pages(data)
         if session.job is not None and not self.working:
             self.working = True
             if self.loop.disk.jobs.qsize() < WORKER_JOBS:
@@ -6087,7 +6125,10 @@ class Connection:
     def write(self, now: float) -> None:
         while self.out:
             try:
-                sent = self.sock.send(self.out)
+                if self.pages is None:
+                    sent = self.sock.send(self.out)
+                else:
+                    sent = os.sendfile(self.sock.fileno(), self.pages.descriptor, len(self.pages.data) - len(self.out), len(self.out))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -6096,7 +6137,7 @@ class Connection:
             self.progress_at = now
             self.tally.bytes_out += sent
             if sent == len(self.out):
-                self.out = b""
+                self.out, self.pages = b"", None
                 self.tally.sent += 1
             else:
                 self.out = memoryview(self.out)[sent:]
@@ -6467,6 +6508,10 @@ class Loop:
     def placed(self, connection: Connection) -> None:
         """The connection is not the idlest any more."""
 
+    def pages(self, data: bytes) -> Optional[Pages]:
+        """A long answer as pages, if it is worth it."""
+        return None
+
     def wake_at(self, at: float, connection: Connection) -> None:
         """Tick the connection's session at this time too."""
         raise NotImplementedError
@@ -6578,6 +6623,7 @@ class MasterServer(Loop):
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: Dict[str, int] = {}
         self.timers: List[Tuple[float, int, Connection]] = []
+        self.sent_lately: Dict[int, Pages] = {}     # long answers by id(), the oldest first; anew with each second
         super().__init__()
         self.timer_numbers = itertools.count()
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
@@ -6741,6 +6787,16 @@ class MasterServer(Loop):
         self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
         self.most_of_source = self.settings["limits.connections_open"]
 
+    def pages(self, data: bytes) -> Optional[Pages]:
+        known = self.sent_lately.get(id(data))
+        if known is not None:
+            return known if known.make() else None
+        if HAS_PAGES:
+            if len(self.sent_lately) >= PAGES_KEPT:
+                del self.sent_lately[next(iter(self.sent_lately))]
+            self.sent_lately[id(data)] = Pages(data)
+        return None
+
     def placed(self, connection: Connection) -> None:
         if connection in self.connections:
             self.connections.move_to_end(connection)
@@ -6812,6 +6868,7 @@ class MasterServer(Loop):
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
+        self.sent_lately.clear()
         self.guarded(self.registry.expire, now)
         self.log_events()
         if self.watchdog_s and now >= self.watchdog_at:

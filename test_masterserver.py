@@ -4536,6 +4536,56 @@ def stored_servers(database: str) -> int:
             return 0
 
 
+@unittest.skipUnless(ms.HAS_PAGES, "this system sends no pages")
+class PagesOfAnswersTest(unittest.TestCase):
+    """Long answers that go out more than once are sent as a file's pages; nobody can tell."""
+
+    def ask(self, server: ms.MasterServer, times: int, piece: int = 1 << 16) -> List[bytes]:
+        answers = []
+        for _ in range(times):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.settimeout(5)
+                client.connect(("127.0.0.1", port_of(server, "http")))
+                client.sendall(b"GET /master.json HTTP/1.0\r\n\r\n")
+                answers.append(b"".join(iter(lambda: client.recv(piece), b"")))
+        return answers
+
+    def test_the_same_bytes(self) -> None:
+        really = os.sendfile
+
+        def piece(sock: int, file: int, at: int, size: int) -> int:
+            return really(sock, file, at, min(size, 100_000))
+        with master(http__ports="0") as server, mock.patch.object(os, "sendfile", side_effect=piece) as sendfile, \
+                mock.patch.object(ms, "RENDER_S", 60.0), mock.patch.object(ms, "TICK_S", 60.0):
+            for port in range(1, 10):
+                server.registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 1e9, {"name": "x" * 400_000}, known=True)
+            first, second, third = self.ask(server, 3, 10_000)
+            self.assertGreater(len(first), 3_600_000)
+            self.assertEqual((first == second, second == third), (True, True))
+            self.assertGreater(len(sendfile.call_args_list), 2 * 36)
+            descriptors = [call[0][1] for call in sendfile.call_args_list]
+            self.assertEqual(len(set(descriptors)), 1, "one file for both")
+            server.sent_lately.clear()              # as every second
+            eventually(lambda: not server.connections and not server.lingering)
+            self.assertRaises(OSError, os.fstat, descriptors[0])
+
+    def test_a_system_that_has_no_room(self) -> None:
+        with master(http__ports="0") as server, mock.patch.object(os, "memfd_create", side_effect=OSError(errno.EMFILE, "")), \
+                mock.patch.object(ms, "PAGES_BYTES", 1):
+            self.assertEqual(len(set(self.ask(server, 4))), 1)
+        with master(http__ports="0") as server, mock.patch.object(os, "write", return_value=5), mock.patch.object(ms, "PAGES_BYTES", 1):
+            self.assertEqual(len(set(self.ask(server, 4))), 1)
+
+    def test_no_more_than_it_keeps(self) -> None:
+        with master(http__ports="0") as server:
+            answers = [bytes([number]) * ms.PAGES_BYTES for number in range(3 * ms.PAGES_KEPT)]
+            for answer in answers:
+                self.assertIsNone(server.pages(answer))
+                self.assertEqual(server.pages(answer).data, answer)
+            self.assertLessEqual(len(server.sent_lately), ms.PAGES_KEPT)
+
+
 class DatagramsTest(unittest.TestCase):
     """Both ways to read and answer datagrams, over real sockets: one system call each, and one for many."""
 
