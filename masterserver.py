@@ -698,7 +698,10 @@ class Limiter:
         self.table.clear()
 
     def exempts(self, address: str) -> bool:
-        return (self.table.get(address) or self.verdict(address)) == EXEMPT
+        verdict = self.table.get(address) or self.verdict(address)
+        if verdict == EXEMPT and len(self.table) < self.sources:
+            self.table[address] = verdict
+        return verdict == EXEMPT
 
     def allow(self, address: str, now: float, tokens: float = 1) -> bool:
         table = self.table
@@ -6318,11 +6321,9 @@ class Keeper:
         """List what was listed before the restart. Raises sqlite3.Error if the file can neither be read nor made."""
         self.storage.open(wall)
         servers = []
-        for row in self.storage.load(wall):
-            try:
-                server = restored_server(row, now, wall)
-            except Malformed as error:
-                log.warning("a server in the database cannot be read: %s", error)
+        for row, server in restored_servers(self.storage.load(wall), now, wall):
+            if server is None:
+                log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
             try:
@@ -6408,66 +6409,67 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
             json.dumps(fields, ensure_ascii=False))
 
 
-FIELDS = json.JSONDecoder()         # json.loads() makes one each time; 10,000 rows are read at a start
-STORED_KINDS = [type(None) if name == "playing" else kind for name, kind in STORED.items()]
-STORED_KINDS_PLAYING = list(STORED.values())
-
-
-def is_sound(told: Mapping[str, Any]) -> bool:
-    """Of fields that have the right types: are they what clean() and clamp() would leave alone? Nearly always."""
-    texts = told["name"] + told["mode"] + told["map"] + told["version"] + told["description"]
-    return (texts.isascii() and texts.isprintable() and len(texts) <= TEXT_CHARACTERS and not told["details"]
-            and 0 <= told["players"] <= PLAYERS_MAX and 0 <= told["max_players"] <= PLAYERS_MAX and 0 <= told["flavor"] <= 255
-            and (told["playing"] is None or 0 <= told["playing"] <= PLAYERS_MAX))
-
-
-def mended(told: Mapping[str, Any]) -> Dict[str, Any]:
-    """The stored fields with the right types and sizes, whatever noise may have made of them."""
-    sound: Dict[str, Any] = {"source": ""}
-    for name, kind in STORED.items():
-        value: Any = told.get(name)
-        if type(value) is not kind:
-            sound.setdefault(name, None if name == "playing" else kind())
-        elif kind is str:
-            sound[name] = clean(value, TEXT_CHARACTERS)
-        elif kind is dict:
-            sound[name] = {clean(key): clean(text, TEXT_CHARACTERS) for key, text in value.items() if isinstance(text, str)}
-        elif kind is int:
-            sound[name] = clamp(value, 255 if name == "flavor" else PLAYERS_MAX)
-        else:
-            sound[name] = value
-    return sound
-
-
-def restored_server(row: ListedRow, now: float, wall: float) -> Server:
-    """A listed server as it was, unconfirmed. Whatever noise may have made of its fields, they have the right types and
-    sizes; a row whose address or times are noise is Malformed."""
-    game, address, port, expires, first_seen, last_seen, text = row
-    if not is_unicast(address) or not 0 < port <= 65535 or not all(0 <= at < WALL_END for at in (expires, first_seen, last_seen)):
-        raise Malformed("%s port %d of %s, until %g" % (ascii(address[:40]), port, ascii(game[:32]), expires))
+def stored_fields(text: str) -> List[Any]:
+    """What stored_row() made a text of; as many values whatever the text is."""
     try:
-        fields, _ = FIELDS.raw_decode(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = []
-    if type(fields) is not list:
-        fields = []
-    lasting = fields[len(STORED):] == [True]
-    told = dict(zip(STORED, fields))
-    kinds = list(map(type, fields[:len(STORED)]))
-    told["playing"] = told.get("playing")
-    if kinds != STORED_KINDS and kinds != STORED_KINDS_PLAYING or not is_sound(told):
-        told = mended(told)
-    source = told.pop("source")
-    if source != address and not is_unicast(source):
-        source = address
-    if told["verified"] not in VERIFIED:
-        told["verified"] = "self-reported"
-    server = Server(game, address, port, source, now, 0.0, **told)
-    server.unconfirmed = True
-    server.first_seen = now - max(0.0, wall - first_seen)
-    server.last_seen = now - max(0.0, wall - last_seen)             # the clock may have been put back meanwhile
-    server.lifetime = now + RESTORED_S - server.last_seen if lasting else expires - last_seen
-    return server
+    return ((fields if type(fields) is list else []) + [None] * (len(STORED) + 1))[:len(STORED) + 1]
+
+
+def mended_field(name: str, value: Any) -> Any:
+    """A stored value with its right type and size, whatever noise may have made of it."""
+    kind = STORED[name]
+    if type(value) is not kind:
+        return None if name == "playing" else True if name == "responding" else kind()
+    if kind is str:
+        return clean(value, TEXT_CHARACTERS)
+    if kind is dict:
+        return {clean(key): clean(text, TEXT_CHARACTERS) for key, text in value.items() if isinstance(text, str)}
+    return clamp(value, 255 if name == "flavor" else PLAYERS_MAX) if kind is int else value
+
+
+def mended_column(name: str, values: Sequence[Any]) -> Sequence[Any]:
+    """The same field of many servers. At a start there may be 10,000, so they are looked at together, and one by one only if need be."""
+    kind, kinds = STORED[name], set(map(type, values))
+    if name == "playing" and kinds == {type(None)} or kind is bool and kinds == {bool} or kind is dict and kinds == {dict} and not any(values):
+        return values
+    if kind is str and kinds == {str}:
+        texts = "".join(values)
+        if texts.isascii() and texts.isprintable() and max(map(len, values)) <= TEXT_CHARACTERS:
+            return values
+    return [mended_field(name, value) for value in values]
+
+
+def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iterator[Tuple[ListedRow, Optional[Server]]]:
+    """The listed servers as they were, unconfirmed; None for a row whose address or times are noise."""
+    try:
+        stored = json.loads("[%s]" % ",".join([row[6] for row in rows]))
+    except (ValueError, RecursionError):
+        stored = []
+    if len(stored) != len(rows) or set(map(type, stored)) != {list} or set(map(len, stored)) != {len(STORED) + 1}:
+        stored = [stored_fields(row[6]) for row in rows]
+    columns = list(zip(*stored)) or [()] * (len(STORED) + 1)
+    sound = zip(*(mended_column(name, values) for name, values in zip(STORED, columns)))
+    for row, fields, lasting in zip(rows, sound, columns[-1]):
+        game, address, port, expires, first_seen, last_seen, _ = row
+        if not (is_unicast(address) and 0 < port <= 65535 and 0 <= expires < WALL_END and 0 <= first_seen < WALL_END
+                and 0 <= last_seen < WALL_END):
+            yield row, None
+            continue
+        told = dict(zip(STORED, fields))
+        source = told.pop("source")
+        if source != address and not is_unicast(source):
+            source = address
+        if told["verified"] not in VERIFIED:
+            told["verified"] = "self-reported"
+        server = Server(game, address, port, source, now, 0.0, **told)
+        server.unconfirmed = True
+        server.first_seen = now - max(0.0, wall - first_seen)
+        server.last_seen = now - max(0.0, wall - last_seen)         # the clock may have been put back meanwhile
+        server.lifetime = now + RESTORED_S - server.last_seen if lasting is True else expires - last_seen
+        yield row, server
 
 
 class Loop:

@@ -4455,8 +4455,30 @@ class KeeperTest(unittest.TestCase):
 
     def test_noise_in_the_fields(self) -> None:
         for text in ("", "[]", "null", "{}", "[", '[5, [], null, {}, "many", "9", "x", 0, 1.5, null, 1, []]', '[null]'):
-            server = ms.restored_server(("iceball", "203.0.113.9", 1, T0 + 100.0, T0, T0, text), 0.0, T0)
-            self.assertEqual((server.players, server.name, server.details, server.playing), (0, "", {}, None), text)
+            (_, server), = ms.restored_servers([("iceball", "203.0.113.9", 1, T0 + 100.0, T0, T0, text)], 0.0, T0)
+            self.assertEqual((server.players, server.name, server.details, server.playing, server.responding), (0, "", {}, None, True), text)
+
+    def test_noise_in_one_server_changes_no_other(self) -> None:
+        good = ['["S %d","ctf","m","1",%d,9,%s,"d",1,"query",true,%s,"203.0.113.9",%s]' % (
+            number, number, playing, details, lasting) for number, (playing, details, lasting) in enumerate(
+            [("null", "{}", "false"), ("3", "{}", "false"), ("null", '{"a":"b"}', "true")])]
+        good += ['["\u00dcber","ctf","m","1",1,9,null,"d",1,"query",true,{},"203.0.113.9",false]']
+        bad = ["", "[", "5", "[1],[2]", '["\x1b[0m\u202eX",1,2,3,-4,99999,true,7,999,"?",5,[],"nowhere",0]', '["x"', "[" * 5000, "NaN"]
+
+        def restored(texts: List[str]) -> List[Dict[str, Any]]:
+            rows = [("iceball", "203.0.113.9", 1 + number, T0 + 100.0, T0, T0, text) for number, text in enumerate(texts)]
+            return [{name: getattr(server, name) for name in (*ms.STORED, "lifetime")} for _, server in ms.restored_servers(rows, 0.0, T0)]
+        alone = [restored([text])[0] for text in good]
+        self.assertEqual([server["name"] for server in alone], ["S 0", "S 1", "S 2", "\u00dcber"])
+        self.assertEqual([server["playing"] for server in alone], [None, 3, None, None])
+        self.assertEqual([server["lifetime"] for server in alone], [100.0, 100.0, ms.RESTORED_S, 100.0])
+        self.assertEqual(restored(good), alone)
+        for text in bad:
+            self.assertEqual(restored([text, *good, text])[1:-1], alone, text[:40])
+        worst = restored(bad)[4]
+        self.assertEqual((worst["name"], worst["players"], worst["max_players"], worst["flavor"], worst["verified"], worst["source"]),
+                         ("X", 0, 65535, 255, "self-reported", "203.0.113.9"))
+        self.assertEqual(restored([]), [])
 
     def test_banned_meanwhile(self) -> None:
         registry, keeper = self.start(0.0, T0)
@@ -5120,7 +5142,7 @@ class Fuzzer:
         row = (chance.choice(("iceball", "subspace", "hyperbol", "aio", "mygame", "?", "")),
                chance.choice(("203.0.113.9", "2001:db8::1", "nowhere", "a:b", "", "0.0.0.0", "224.0.0.1")),
                chance.choice((1, 65535, 0, -5, 1 << 40)), number, T0, chance.choice((T0, number)), text.decode("utf-8", "replace"))
-        server = self.expect(ms.restored_server, row, self.now, T0)
+        (_, server), = self.expect(lambda: list(ms.restored_servers([row], self.now, T0)))
         if server is not None:
             self.expect(self.registry.admit, server.game, server.address, server.port, server.source, server.name, errors=ms.Refused)
             if self.registry.get(*server.key) is None and self.registry.total < 400:
