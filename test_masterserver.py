@@ -4463,7 +4463,7 @@ class KeeperTest(unittest.TestCase):
             number, number, playing, details, lasting) for number, (playing, details, lasting) in enumerate(
             [("null", "{}", "false"), ("3", "{}", "false"), ("null", '{"a":"b"}', "true")])]
         good += ['["\u00dcber","ctf","m","1",1,9,null,"d",1,"query",true,{},"203.0.113.9",false]']
-        bad = ["", "[", "5", "[1],[2]", '["\x1b[0m\u202eX",1,2,3,-4,99999,true,7,999,"?",5,[],"nowhere",0]', '["x"', "[" * 5000, "NaN"]
+        bad = ["", "[", "5", "[1],[2]", '["\\u001b[0m\\u202eX",1,2,3,-4,99999,true,7,999,"?",5,[],"nowhere",0]', '["x"', "[" * 5000, "NaN"]
 
         def restored(texts: List[str]) -> List[Dict[str, Any]]:
             rows = [("iceball", "203.0.113.9", 1 + number, T0 + 100.0, T0, T0, text) for number, text in enumerate(texts)]
