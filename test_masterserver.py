@@ -1429,18 +1429,25 @@ class IceballTest(unittest.TestCase):
             for _ in range(count):
                 number = rng.getrandbits(56)
                 peer = "%d.%d.%d.%d" % (1 + number % 223, number >> 8 & 255, number >> 16 & 255, number >> 24 & 255), 1
-                if limiter.allow(peer[0], 0.0):
-                    self.iceball.datagram(head + (number >> 40 | 1).to_bytes(2, "little") + tail, peer, 0.0)
+                now = next(times)
+                if limiter.allow(peer[0], now):
+                    self.iceball.datagram(head + (number >> 40 | 1).to_bytes(2, "little") + tail, peer, now)
 
-        tracemalloc.start()
-        flood(ms.LIMITER_SOURCES + ms.LIMITER_SOURCES // 2)     # until every bounded table is full
-        before = tracemalloc.get_traced_memory()[0]
+        times = (number / 10000 for number in itertools.count())
+        flood(5 * ms.LIMITER_SOURCES)                   # until every bounded table is full
+        counted = getattr(sys, "getallocatedblocks", int)           # PyPy cannot count
+        blocks = counted()
         flood(20000 if SLOW else 200000)
-        self.shake(CAPTURED)
-        flood(1000)
+        self.assertLess(counted() - blocks, 2000, "an object for every hundredth would be as many")
+        tracemalloc.start()                             # what has no block of its own, in a tenth of them, as tracing takes its time
+        flood(2 * ms.LIMITER_SOURCES)
+        before = tracemalloc.get_traced_memory()[0]
+        flood(20000 if not SLOW else 2000)
         grown = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
-        self.assertLess(grown, 1 << 20)                 # 200,000 announcements of even 10 bytes would be twice that; dicts have slack
+        self.assertLess(grown, 1 << 17, "a tenth of 1 MiB for a tenth of the announcements")
+        self.shake(CAPTURED, next(times))
+        flood(1000)
         self.assertEqual([s.name for s in self.registry.servers()], ["Iceball Server"])
 
 
