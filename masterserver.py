@@ -559,7 +559,8 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
     if raw.isascii():
-        return clean(raw.decode("ascii"), characters)
+        text = raw.decode("ascii")
+        return text.strip() if text.isprintable() and len(text) <= characters else clean(text, characters)
     return clean(codecs.getincrementaldecoder("utf-8")("replace").decode(raw), characters)
 
 
