@@ -1309,7 +1309,7 @@ def is_damage(error: Exception) -> bool:
 def typed(rows: Iterable[Tuple[Any, ...]], *kinds: type) -> List[Any]:
     """The rows, if their values are of these types: SQLite keeps anything in any column, and noise may look like it."""
     found = list(rows)
-    if any(tuple(map(type, row)) != kinds for row in found):
+    if any(set(map(type, column)) != {kind} for column, kind in zip(zip(*found), kinds)):
         raise sqlite3.DatabaseError("a value of the wrong type")
     return found
 
@@ -6410,6 +6410,9 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
             json.dumps(fields, ensure_ascii=False))
 
 
+STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a number counts players
+
+
 def stored_fields(text: str) -> List[Any]:
     """What stored_row() made a text of; as many values whatever the text is."""
     try:
@@ -6428,7 +6431,7 @@ def mended_field(name: str, value: Any) -> Any:
         return clean(value, TEXT_CHARACTERS)
     if kind is dict:
         return {clean(key): clean(text, TEXT_CHARACTERS) for key, text in value.items() if isinstance(text, str)}
-    return clamp(value, 255 if name == "flavor" else PLAYERS_MAX) if kind is int else value
+    return clamp(value, STORED_MOST.get(name, PLAYERS_MAX)) if kind is int else value
 
 
 def mended_column(name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -6440,6 +6443,8 @@ def mended_column(name: str, values: Sequence[Any]) -> Sequence[Any]:
         texts = "".join(values)
         if texts.isascii() and texts.isprintable() and max(map(len, values)) <= TEXT_CHARACTERS:
             return values
+    if kind is int and kinds == {int} and 0 <= min(values) and max(values) <= STORED_MOST.get(name, PLAYERS_MAX):
+        return values
     return [mended_field(name, value) for value in values]
 
 
