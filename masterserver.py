@@ -147,7 +147,8 @@ GZIP_LEVEL = 6                      # within 5 % of level 9 on lists, at two thi
 RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
 RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in the worker
 RENDER_SERVER_S = 0.0001            # ten times what one server takes in it
-RENDER_STALE_S = 15.0               # and at least so often; the times in it are as old as that at the most
+RENDER_STALE_S = 10.0               # and at least so often, for the times in it …
+RENDER_TIMES_S = 5.0                # … which are in parts that live so long: together they are 15 s old at the most
 CACHE_S = 5                         # what a cache in front may keep: the page refreshes every 5 s
 PAGE_ROWS = 2000                    # rows on one page; a search finds the others
 
@@ -874,13 +875,17 @@ STORED: Dict[str, Any] = {
     "verified": str, "responding": bool, "details": dict, "source": str}
 
 
-def rank_of(server: Server) -> Rank:
+def ranking(server: Server) -> Rank:
     """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
     own; what identifies them tells them apart, so that each is found in the list at once."""
+    return -server.priority, not server.official, -server.players, server.name.casefold(), server.address, server.port, server.game
+
+
+def rank_of(server: Server) -> Rank:
+    """The same, remembered; for the event loop alone, as what another thread made of a server that is changing would stay."""
     rank = server.rank
     if rank is None:
-        rank = server.rank = (-server.priority, not server.official, -server.players, server.name.casefold(), server.address, server.port,
-                              server.game)
+        rank = server.rank = ranking(server)
     return rank
 
 
@@ -1161,19 +1166,26 @@ class Registry:
                 if ending:
                     self.endings.setdefault(second, []).extend(ending)
 
-    def servers(self, game: str = "") -> List[Server]:
+    def servers(self, game: str = "", key: Callable[[Server], Rank] = ranking) -> List[Server]:
         """All servers, or those of a game, in the master's order; the list is the caller's. Safe from any thread."""
         games = [self.games.get(game, {})] if game else list(self.games.values())
-        return sorted((server for listed in games for server in list(listed.values())), key=rank_of)
+        return sorted((server for listed in games for server in list(listed.values())), key=key)
 
     def in_blocks(self, game: str = "") -> Blocks:
         """The same in blocks, for the event loop alone: only who has changed is put in its place anew."""
-        order = self.orders.get(game)
+        order = self.orders.pop(game, None)         # and not back again if a fault leaves it half mended
         if order is None or order.worn():
-            order = self.orders[game] = Order(self.servers(game))
+            order = Order(self.servers(game, rank_of))
         else:
             order.mend(lambda server: self.get(*server.key) is server)
+        self.orders[game] = order
         return order.blocks
+
+    def forget_parts(self) -> None:
+        """What was made of servers does not hold any more, though none has changed."""
+        self.orders.clear()
+        for server in self.servers():
+            server.parts = None
 
     def in_order(self, game: str = "") -> List[Server]:
         """The same as servers(), sooner."""
@@ -5205,6 +5217,7 @@ class Web(TcpProtocol):
         self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
         self.renderings.clear()
         self.edition_generation = -1
+        self.registry.forget_parts()                # titles stand in them
 
     def client(self, exchange: Exchange, peer: str) -> str:
         """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
@@ -5350,7 +5363,7 @@ class Web(TcpProtocol):
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
             return b"".join([piece for server, part in zip(servers, made) for piece in (part, ends[server.last_seen // 1])])
-        rows = [block.part("servers.json", make, now // RENDER_STALE_S) for block in blocks]
+        rows = [block.part("servers.json", make, now // RENDER_TIMES_S) for block in blocks]
         if rows:
             rows[-1] = rows[-1][:-2]        # no comma after the last
         return b"".join([b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation), *rows, b"]}\n"])
@@ -5463,7 +5476,7 @@ class Web(TcpProtocol):
                 shown.append(make(block.servers[:room]))
                 room = 0
                 break
-            shown.append(block.part("row", make, now // RENDER_STALE_S))
+            shown.append(block.part("row", make, now // RENDER_TIMES_S))
             room -= len(block.servers)
         if name or players_min:
             players = sum(server.players for block in rows for server in block.servers)
@@ -5929,12 +5942,10 @@ class Datagrams:
                 tally.limited += 1
                 continue
             try:
-                replies = handle(data, peer, now)
+                for reply, to in handle(data, peer, now):
+                    answers.append((reply, name if to is peer else vector.name(to) if vector else to))
             except Exception as error:
                 self.failed(error, data, peer)
-                continue
-            for reply, to in replies:
-                answers.append((reply, name if to is peer else vector.name(to) if vector else to))
         tally.received += len(received)
         if answers:
             sent, size = vector.send(self.sock, answers) if vector else self.send_all(answers)
@@ -5990,17 +6001,19 @@ class Pages:
     """A long answer that is sent more than once, as a file in memory: sendfile(2) sends its pages as they are. To copy them into others
     that the reader's processor has just had takes twice as long. Linux, under CPython, which closes the file with its last user."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, data: bytes, open_files: Set[int]) -> None:
+        """`open_files`: the descriptors of all of them; slow readers may hold one that nobody else wants any more."""
+        self.data, self.open_files = data, open_files
         self.descriptor = -1
         self.made = False
 
     def make(self) -> bool:
-        """Put them there, once; False: the system would not."""
-        if not self.made:
+        """Put them there, once; False: there are too many already, or the system would not."""
+        if not self.made and len(self.open_files) < PAGES_KEPT:
             self.made = True
             try:
                 self.descriptor = os.memfd_create("answer")
+                self.open_files.add(self.descriptor)
                 if os.write(self.descriptor, self.data) < len(self.data):
                     self.close()
             except OSError:
@@ -6009,6 +6022,7 @@ class Pages:
 
     def close(self) -> None:
         if self.descriptor >= 0:
+            self.open_files.discard(self.descriptor)
             os.close(self.descriptor)
             self.descriptor = -1
 
@@ -6443,7 +6457,7 @@ def mended_column(name: str, values: Sequence[Any]) -> Sequence[Any]:
         texts = "".join(values)
         if texts.isascii() and texts.isprintable() and max(map(len, values)) <= TEXT_CHARACTERS:
             return values
-    if kind is int and kinds == {int} and 0 <= min(values) and max(values) <= STORED_MOST.get(name, PLAYERS_MAX):
+    if kind is int and kinds == {int} and min(values) >= 0 and max(values) <= STORED_MOST.get(name, PLAYERS_MAX):
         return values
     return [mended_field(name, value) for value in values]
 
@@ -6631,6 +6645,7 @@ class MasterServer(Loop):
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: Dict[str, int] = {}
         self.timers: List[Tuple[float, int, Connection]] = []
+        self.page_files: Set[int] = set()
         self.sent_lately: Dict[int, Pages] = {}     # long answers by id(), the oldest first; anew with each second
         super().__init__()
         self.timer_numbers = itertools.count()
@@ -6802,7 +6817,7 @@ class MasterServer(Loop):
         if HAS_PAGES:
             if len(self.sent_lately) >= PAGES_KEPT:
                 del self.sent_lately[next(iter(self.sent_lately))]
-            self.sent_lately[id(data)] = Pages(data)
+            self.sent_lately[id(data)] = Pages(data, self.page_files)
         return None
 
     def placed(self, connection: Connection) -> None:
@@ -7001,6 +7016,7 @@ class MasterServer(Loop):
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
         for connection in list(self.connections) + list(self.refused):
             connection.close(now)
+        self.sent_lately.clear()
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()

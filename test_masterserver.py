@@ -450,6 +450,22 @@ class RegistryTest(unittest.TestCase):
                 self.registry.in_blocks("iceball")
         self.assertLessEqual(len(self.registry.in_blocks("iceball")), 3)
 
+    def test_an_order_that_could_not_be_mended_is_made_anew(self) -> None:
+        self.registry.rules.servers = self.registry.rules.servers_per_source = 1000
+        for port in range(1, 21):
+            self.hear(port, name="%04d" % port)
+        self.registry.in_blocks("iceball")
+        self.hear(2, name="Other")
+        with mock.patch.object(ms.Order, "mend", side_effect=IndexError):
+            self.assertRaises(IndexError, self.registry.in_blocks, "iceball")
+        self.assertEqual([server.port for server in self.registry.in_order("iceball")], [1, *range(3, 21), 2])
+
+    def test_other_threads_leave_no_ranks_behind(self) -> None:
+        """They may meet a server that is being changed."""
+        server = self.hear(1, name="a", players=1)
+        self.registry.servers()
+        self.assertIsNone(server.rank)
+
     def test_stamped_parts(self) -> None:
         block, made = ms.Block([]), []
         for stamp in (1, 1, 2, 2, None):
@@ -4003,6 +4019,21 @@ class WebTest(unittest.TestCase):
             answers = [split_response(session.resume(session.job(), 0.0))[2] for session in sessions]
         self.assertEqual((answers, made), ([b"packed"] * 3, [1]))
 
+    def test_times_are_15_s_old_at_the_most(self) -> None:
+        rng, now = random.Random(4), 0.0
+        for number in range(1, 200):
+            self.list(number, "203.0.113.%d" % number, name="%04d" % number)
+        watched = self.core.registry.get("iceball", "203.0.113.1", 1)
+        ages = []
+        while now < 300:
+            now += rng.choice((0.3, 1.1, 4.0))
+            self.core.registry.refresh(watched, now)
+            if rng.random() < 0.2:
+                self.list(199, "203.0.113.199", name="0199", players=rng.randrange(30))
+            told = json.loads(self.get("/servers.json", now=now)[2].decode())["servers"]
+            ages.append(now + self.web.epoch - next(server["last_seen"] for server in told if server["port"] == 1))
+        self.assertLessEqual(max(ages), 16.0)               # which are cut to whole seconds
+
     def test_what_was_compressed_of_an_older_list_is_not_kept_for_a_newer_one(self) -> None:
         with mock.patch.object(ms, "GZIP_INLINE_BYTES", 0):
             for port in range(1, 20):
@@ -4607,12 +4638,20 @@ class PagesOfAnswersTest(unittest.TestCase):
             self.assertEqual(len(set(self.ask(server, 4))), 1)
 
     def test_no_more_than_it_keeps(self) -> None:
-        with master(http__ports="0") as server:
+        with master(http__ports="0") as server, mock.patch.object(server, "tick", lambda now: None):
             answers = [bytes([number]) * ms.PAGES_BYTES for number in range(3 * ms.PAGES_KEPT)]
             for answer in answers:
                 self.assertIsNone(server.pages(answer))
                 self.assertEqual(server.pages(answer).data, answer)
             self.assertLessEqual(len(server.sent_lately), ms.PAGES_KEPT)
+            slow_readers = [server.pages(answer) for answer in answers[-ms.PAGES_KEPT:]]
+            server.sent_lately.clear()
+            self.assertEqual(len(server.page_files), ms.PAGES_KEPT)
+            self.assertEqual([server.pages(answers[0]) for _ in range(3)], [None] * 3, "slow readers hold as many as there may be")
+            slow_readers.clear()
+            self.assertIsNotNone(server.pages(answers[0]))
+            files = set(server.page_files)
+        self.assertEqual((len(files), server.page_files), (1, set()), "it ends with the server")
 
 
 class DatagramsTest(unittest.TestCase):
