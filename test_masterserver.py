@@ -4019,6 +4019,17 @@ class WebTest(unittest.TestCase):
             answers = [split_response(session.resume(session.job(), 0.0))[2] for session in sessions]
         self.assertEqual((answers, made), ([b"packed"] * 3, [1]))
 
+    def test_a_title_that_changes_is_shown_at_once(self) -> None:
+        core = make_core(games__mygame="First title")
+        web = ms.Web(core)
+        core.registry.hear("mygame", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e9, {"name": "S"})
+        request = b"GET / HTTP/1.0\r\n\r\n"
+        self.assertIn(b">First title<", drive(web.session("127.0.0.1", 0.0), request, 0.0))
+        core.settings.values["games"] = {"mygame": "Second title"}
+        web.read(core.settings)
+        page = drive(web.session("127.0.0.1", 2.0), request, 2.0)
+        self.assertEqual((page.count(b"First title"), page.count(b">Second title<") > 0), (0, True))
+
     def test_times_are_15_s_old_at_the_most(self) -> None:
         rng, now = random.Random(4), 0.0
         for number in range(1, 200):
