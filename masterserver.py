@@ -98,7 +98,7 @@ log = logging.getLogger("masterserver")
 # =====================================================================================================================
 
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
-DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1.3 ms
+DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
 MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a longer one is cut and found malformed. An odd number of
                                     # cache lines, so that those read together do not displace each other
@@ -109,7 +109,7 @@ PAGES_KEPT = 8                      # … of so many answers, each a descriptor;
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 LINGER_LOOK_S = 0.02                # how often it is looked whether the peer has closed; most have by then
-PLACE_S = 1.0                       # which connections are the idlest is known to so much
+PLACE_S = 1.0                       # which connection is the idlest is known to within so much
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
@@ -1680,7 +1680,7 @@ class TcpProtocol:
     """One TCP port: makes a session for each connection."""
 
     ipv4_only = False
-    speaks_first = True             # False: the client does, and the kernel may hold a connection back until it has
+    speaks_first = True             # False: the client does; opened() is not called, its first bytes are read at once
 
     def session(self, address: str, now: float) -> Session:
         raise NotImplementedError
@@ -5202,8 +5202,8 @@ class Web(TcpProtocol):
         self.memo: Dict[bytes, Tuple[bytes, bool]] = {}
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
-        self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status; and beside them
-        self.remembered_requests = 0
+        self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
+        self.remembered_requests = 0                # answered from memory, beside those
         self.rules = core.registry.rules
         self.read(core.settings)
 
