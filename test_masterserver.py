@@ -6164,7 +6164,8 @@ class MasterOf:
     def run(self) -> None:
         with self.sock.accept()[0] as sock:
             sock.sendall(self.greeting)
-            self.request = sock.recv(64)
+            with contextlib.suppress(ConnectionResetError):         # whoever does not like the greeting leaves at once
+                self.request = sock.recv(64)
             if self.request:
                 sock.sendall(self.listing)
 
