@@ -108,7 +108,7 @@ PAGES_BYTES = 16384                 # from here on to copy an answer costs more 
 PAGES_KEPT = 8                      # … of so many answers, each a descriptor; a second's lists that many ask for are fewer
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
-LINGER_LOOK_S = 0.02                # how often it is looked whether the peer has closed; most have by then
+LINGER_LOOK_S = 0.02                # most peers have closed by then, and cost the selector nothing
 PLACE_S = 1.0                       # which connection is the idlest is known to within so much
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
@@ -560,8 +560,7 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
     if raw.isascii():
-        text = raw.decode("ascii")
-        return text.strip() if text.isprintable() and len(text) <= characters else clean(text, characters)
+        return clean(raw.decode("ascii"), characters)
     return clean(codecs.getincrementaldecoder("utf-8")("replace").decode(raw), characters)
 
 
@@ -701,7 +700,7 @@ class Limiter:
 
     def exempts(self, address: str) -> bool:
         verdict = self.table.get(address) or self.verdict(address)
-        if verdict == EXEMPT and len(self.table) < self.sources:
+        if verdict == EXEMPT and len(self.table) < self.sources:        # asked for each of its servers at a start
             self.table[address] = verdict
         return verdict == EXEMPT
 
@@ -816,6 +815,8 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
+        if not self.bans and not self.blocks:
+            return ""
         for network, reason in list(self.bans.items()) + list(self.blocks.items()):
             if any(in_networks(address, (network,)) for address in addresses):
                 return reason or "no reason given"
@@ -848,15 +849,15 @@ class Server:
 
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, *, name: str = "", mode: str = "",
                  map: str = "", version: str = "", description: str = "", players: int = 0, max_players: int = 0,
-                 playing: Optional[int] = None, flavor: int = 0, official: bool = False, verified: str = "self-reported",
+                 playing: Optional[int] = None, flavor: int = 0, verified: str = "self-reported",
                  responding: bool = True, ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS,
                  packet: bytes = b"") -> None:
         self.game, self.address, self.port, self.source = game, address, port, source
         self.name, self.mode, self.map, self.version, self.description = name, mode, map, version, description
         self.players, self.max_players, self.flavor = players, max_players, flavor
         self.playing = playing                              # in ships, on the field; None: the protocol does not say
-        self.official, self.verified, self.responding, self.ping_ms, self.details = official, verified, responding, ping_ms, details
-        self.priority = 0
+        self.verified, self.responding, self.ping_ms, self.details = verified, responding, ping_ms, details
+        self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
@@ -914,8 +915,8 @@ class Block:
 Blocks = List[Block]
 
 
-def blocks(servers: Sequence[Server]) -> Blocks:
-    """Of servers in order."""
+def blocks_of(servers: Sequence[Server]) -> Blocks:
+    """`servers` in order."""
     return [Block(list(servers[at:at + BLOCK_SERVERS])) for at in range(0, len(servers), BLOCK_SERVERS)]
 
 
@@ -925,7 +926,7 @@ class Order:
 
     def __init__(self, servers: List[Server]) -> None:
         """`servers` in order."""
-        self.blocks = blocks(servers)
+        self.blocks = blocks_of(servers)
         self.moved: Dict[Server, Optional[Rank]] = {}           # who has changed since: the rank it has here, None if it is new
 
     def worn(self) -> bool:
@@ -940,7 +941,7 @@ class Order:
         firsts: List[Any] = [(), *(block.ranks[0] for block in places[1:])]         # () is less than every rank
         changed: Dict[int, Block] = {}
 
-        def block_of(rank: Rank) -> Block:
+        def own_block(rank: Rank) -> Block:
             place = bisect.bisect_right(firsts, rank) - 1
             if place not in changed:
                 changed[place] = copied = Block([])
@@ -949,12 +950,12 @@ class Order:
 
         for server, rank in self.moved.items():
             if rank is not None:
-                block = block_of(rank)
+                block = own_block(rank)
                 at = bisect.bisect_left(block.ranks, rank)
                 del block.servers[at], block.ranks[at]
             if listed(server):
                 rank = rank_of(server)
-                block = block_of(rank)
+                block = own_block(rank)
                 at = bisect.bisect_left(block.ranks, rank)
                 block.servers.insert(at, server)
                 block.ranks.insert(at, rank)
@@ -962,7 +963,7 @@ class Order:
         self.blocks = []
         for place, block in enumerate(places):
             block = changed.get(place, block)
-            self.blocks += [block] if 0 < len(block.servers) <= 2 * BLOCK_SERVERS else blocks(block.servers)
+            self.blocks += [block] if 0 < len(block.servers) <= 2 * BLOCK_SERVERS else blocks_of(block.servers)
 
 
 class Registry:
@@ -1004,19 +1005,18 @@ class Registry:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        rules = self.rules
-        if rules.bans or rules.blocks:
-            ban = rules.ban(source, address)
-            if ban:
-                raise Refused("banned", ban)
-        if rules.refuse_names:
+        ban = self.rules.ban(source, address)
+        if ban:
+            raise Refused("banned", ban)
+        if self.rules.refuse_names:
             self.admit_name(name)
         if known:
             return
-        if self.total >= rules.servers:
-            raise Refused("limit", "this master lists %d servers at the most" % rules.servers)
-        if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.datagrams.exempts(source):
-            raise Refused("limit", "%d servers of one address are listed at the most" % rules.servers_per_source)
+        if self.total >= self.rules.servers:
+            raise Refused("limit", "this master lists %d servers at the most" % self.rules.servers)
+        if (self.sources.get(source_key(source), 0) >= self.rules.servers_per_source
+                and not self.rules.datagrams.exempts(source)):
+            raise Refused("limit", "%d servers of one address are listed at the most" % self.rules.servers_per_source)
 
     def admit_name(self, name: str) -> None:
         pattern = self.rules.refused_name(name)
@@ -1026,7 +1026,7 @@ class Registry:
     def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
              fields: Mapping[str, Any], known: bool = False) -> Server:
         """List a server, or refresh it, with what it told; raises Refused. Fields are attributes of Server."""
-        server = self.games[game].get((address, port))
+        server = self.get(game, address, port)
         if server is None:
             self.admit(game, address, port, source, fields.get("name", ""), known)
             server = Server(game, address, port, source, now, lifetime, **fields)
@@ -1041,8 +1041,7 @@ class Registry:
 
     def insert(self, server: Server) -> None:
         """A new server, admitted or restored, into every index."""
-        if self.rules.official or self.rules.priority:
-            self.mark(server)
+        self.mark(server)
         self.fit_players(server)
         self.games[server.game][server.address, server.port] = server
         key = source_key(server.source)
@@ -1096,8 +1095,7 @@ class Registry:
         self.changed("gone", server)
 
     def fit_players(self, server: Server) -> None:
-        if not 0 <= server.players <= (server.max_players or PLAYERS_MAX):
-            server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
+        server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
         if server.playing is not None:
             server.playing = clamp(server.playing, server.players)
 
@@ -1112,10 +1110,9 @@ class Registry:
     def changed(self, event: str, server: Server) -> None:
         self.generation += 1
         server.parts = None
-        if self.orders:
-            for game in (server.game, ""):
-                if game in self.orders:
-                    self.orders[game].moved.setdefault(server, server.rank)
+        for game in (server.game, ""):
+            if game in self.orders:
+                self.orders[game].moved.setdefault(server, server.rank)
         server.rank = None
         if event == "gone":
             self.left.add(server.key)
@@ -1181,15 +1178,16 @@ class Registry:
         self.orders[game] = order
         return order.blocks
 
-    def forget_parts(self) -> None:
-        """What was made of servers does not hold any more, though none has changed."""
-        self.orders.clear()
-        for server in self.servers():
-            server.parts = None
-
     def in_order(self, game: str = "") -> List[Server]:
         """The same as servers(), sooner."""
         return [server for block in self.in_blocks(game) for server in block.servers]
+
+    def forget_parts(self) -> None:
+        """What was made of servers does not hold any more, though none has changed."""
+        self.orders.clear()
+        for listed in self.games.values():
+            for server in listed.values():
+                server.parts = None
 
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
@@ -1198,33 +1196,30 @@ class Registry:
         elif self.notes >= HEARD_PER_S:
             return
         self.notes += 1
-        self.heard[source, protocol, port] = now, outcome, detail
-        self.heard.move_to_end((source, protocol, port))
+        key = (source, protocol, port)
+        self.heard[key] = now, outcome, detail
+        self.heard.move_to_end(key)
         if len(self.heard) > HEARD_SOURCES:
             self.heard.popitem(last=False)
 
 
-NOTHING: Dict[str, Any] = {}
-
-
 def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
     """Each server's part of the list `name`, rendered when the server has changed since."""
-    def part(server: Server) -> Any:
+    out = []
+    for server in servers:
         made = server.parts         # the event loop may take it away while the worker renders
         if made is None:
             made = server.parts = {}
-        if name not in made:
-            made[name] = render(server)
-        return made[name]
+        part = made.get(name)
+        if part is None:
+            part = made[name] = render(server)
+        out.append(part)
+    return out
 
-    return [(server.parts or NOTHING).get(name) or part(server) for server in servers]
 
-
-def in_parts(name: str, render: Callable[[Server], bytes], separator: bytes = b"") -> Callable[[Iterable[Block]], List[bytes]]:
-    """For lists that are their servers' parts and nothing between but `separator`: the blocks of such a list, as bytes."""
-    def make(servers: List[Server]) -> bytes:
-        return separator.join(parts(servers, name, render))
-    return lambda blocks: [block.part(name, make) for block in blocks]
+def joined_parts(blocks: Blocks, name: str, render: Callable[[Server], bytes], separator: bytes = b"") -> List[bytes]:
+    """By block, the parts of its servers, for a list that has nothing but `separator` between them."""
+    return [block.part(name, lambda servers: separator.join(parts(servers, name, render))) for block in blocks]
 
 
 class Rendered:
@@ -2094,7 +2089,7 @@ class Iceball(UdpProtocol):
         """`packet`: an announcement whose source is proven."""
         _, _, version, port, players, max_players, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
         fields = {"name": decode_utf8(c_string(name)), "mode": iceball_text(mode), "map": iceball_text(map),
-                  "version": iceball_version_text(version), "players": players if players < max_players else max_players,
+                  "version": iceball_version_text(version), "players": min(players, max_players),
                   "max_players": max_players, "verified": "handshake"}
         address = self.registry.rules.listed_address(source)
         before = self.listed.get((address, port))
@@ -3116,35 +3111,28 @@ class SubSpaceList(UdpProtocol):
         return zone_chunks(self.zones.get(now), minimum)
 
 
-Zones = List[Tuple[bytes, List[Tuple[int, bytes]]]]         # by block: all its entries, and each with its zone's players
+Zones = List[List[Tuple[int, bytes]]]           # by block, each zone's players and list entry
 
 
 def zone_list(blocks: Blocks) -> Zones:
     return [block.part("subspace", zones_of) for block in blocks]
 
 
-def zones_of(servers: List[Server]) -> Tuple[bytes, List[Tuple[int, bytes]]]:
+def zones_of(servers: List[Server]) -> List[Tuple[int, bytes]]:
     zones = [server for server in servers if ":" not in server.address and server.responding]
-    entries = parts(zones, "subspace", zone_entry)
-    return b"".join(entries), list(zip([server.players for server in zones], entries))
+    return list(zip([server.players for server in zones], parts(zones, "subspace", zone_entry)))
 
 
 def zone_chunks(zones: Zones, minimum: int) -> Iterator[bytes]:
-    entries = ([entry for _, block in zones for players, entry in block if players >= minimum] if minimum else
-               [whole for whole, _ in zones])
+    entries = [entry for block in zones for players, entry in block if players >= minimum]
     head = b"\0\x0a" + struct.pack("<I", 1 + sum(map(len, entries)))
-    waiting, size = [b"\1"], 1
+    rest = b"\1"
     for entry in entries:
-        waiting.append(entry)
-        size += len(entry)
-        if size > LINK_CHUNK_BYTES:
-            rest = b"".join(waiting)
-            end = len(rest) - 1
-            for at in range(0, end - end % LINK_CHUNK_BYTES, LINK_CHUNK_BYTES):
-                yield head + rest[at:at + LINK_CHUNK_BYTES]
-            rest = rest[end - end % LINK_CHUNK_BYTES:]
-            waiting, size = [rest], len(rest)
-    yield head + b"".join(waiting)
+        rest += entry
+        while len(rest) > LINK_CHUNK_BYTES:
+            yield head + rest[:LINK_CHUNK_BYTES]
+            rest = rest[LINK_CHUNK_BYTES:]
+    yield head + rest
 
 
 def zone_entry(server: Server) -> bytes:
@@ -3286,10 +3274,6 @@ def aio_text_part(server: Server) -> bytes:
     return b"%s#%s#%s#%d#" % (name, aio_escape(server.description), server.address.encode("ascii"), server.port)
 
 
-def aio_text_parts(servers: List[Server]) -> List[bytes]:
-    return parts(servers, "aio text", aio_text_part)
-
-
 def aio_numbered(blocks: Blocks, name: str, make: Callable[[int, List[Server]], bytes]) -> List[bytes]:
     """The blocks of a list that numbers its servers; `make(number of the first, servers)`."""
     made, first = [], 0
@@ -3302,13 +3286,13 @@ def aio_numbered(blocks: Blocks, name: str, make: Callable[[int, List[Server]], 
 
 
 def aio_text_list(blocks: Blocks) -> bytes:
-    return b"%12#" + (b"".join([block.part("aio text", lambda servers: b"".join(aio_text_parts(servers))) for block in blocks])
+    return b"%12#" + (b"".join(joined_parts(blocks, "aio text", aio_text_part))
                       or ("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")) + b"%"
 
 
 def aio_document_list(blocks: Blocks) -> bytes:
     def make(first: int, servers: List[Server]) -> bytes:
-        return b"".join([b"%d#%s" % entry for entry in enumerate(aio_text_parts(servers), first)])
+        return b"".join([b"%d#%s" % entry for entry in enumerate(parts(servers, "aio text", aio_text_part), first)])
     return b"%12#" + (b"".join(aio_numbered(blocks, "aio document", make))
                       or ("0#%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")) + b"%"
 
@@ -5203,7 +5187,6 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
-        self.remembered_requests = 0                # answered from memory, beside those
         self.rules = core.registry.rules
         self.read(core.settings)
 
@@ -5244,11 +5227,10 @@ class Web(TcpProtocol):
             self.memo_bytes = 0
 
     def remembered(self, request: bytes, now: float) -> Optional[Tuple[bytes, bool]]:
-        if now - self.edition_at >= RENDER_S:
-            self.turn(now)
+        self.turn(now)
         found = self.memo.get(request)
-        if found is not None:
-            self.remembered_requests += 1
+        if found:
+            self.requests["remembered", 200] += 1
         return found
 
     def remember(self, request: bytes, response: bytes, close: bool) -> None:
@@ -5343,7 +5325,7 @@ class Web(TcpProtocol):
 
     def master_json(self, request: Request) -> Union[Answer, Later]:
         return self.rendered("master.json", "iceball", request, JSON_TYPE,
-                             lambda blocks, now: self.master_json_frame(in_parts("master.json", iceball_json, b",\n")(blocks)))
+                             lambda blocks, now: self.master_json_frame(joined_parts(blocks, "master.json", iceball_json, b",\n")))
 
     def master_json_frame(self, servers: List[bytes]) -> bytes:
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
@@ -5354,7 +5336,7 @@ class Web(TcpProtocol):
         game, chosen = self.chosen(request)
         if chosen is None:
             return self.rendered("servers.json", game, request, JSON_TYPE, self.servers_json_frame)
-        return Answer(self.servers_json_frame(blocks(chosen), request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
+        return Answer(self.servers_json_frame(blocks_of(chosen), request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
 
     def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
@@ -5390,7 +5372,7 @@ class Web(TcpProtocol):
         if game not in GAME_TITLES and game not in self.settings["games"]:
             raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
         return self.rendered("servers.xml", game, request, XML_TYPE,
-                             lambda blocks, now: servers_xml(in_parts("servers.xml", server_xml)(blocks), self.epoch + now))
+                             lambda blocks, now: servers_xml(joined_parts(blocks, "servers.xml", server_xml), self.epoch + now))
 
     def announce(self, request: Request) -> Answer:
         """An announcement by HTTP; the address is the connection's."""
@@ -5454,7 +5436,7 @@ class Web(TcpProtocol):
         game, chosen = self.chosen(request)
         if chosen is None:
             return self.rendered("page", game, request, HTML_TYPE, lambda blocks, now: self.list_page(blocks, game, now), PAGE_ROWS)
-        return Answer(self.list_page(blocks(chosen), game, request.now, request.query.get("name", ""),
+        return Answer(self.list_page(blocks_of(chosen), game, request.now, request.query.get("name", ""),
                                      whole_number(request, "players_min", 0, PLAYERS_MAX)), HTML_TYPE, shared=True)
 
     def list_page(self, rows: Blocks, game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
@@ -5736,8 +5718,7 @@ def metrics_text(web: Web) -> str:
                                              ("playing", "Players in the game rather than watching."))):
         family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
     family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
-           [({"route": route or "none", "status": status}, count) for (route, status), count in
-            [*web.requests.items(), (("remembered", 200), web.remembered_requests)] if count])
+           [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
     family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
     family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():
@@ -6036,7 +6017,7 @@ class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
     __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "pages", "out_since", "progress_at", "placed_at", "writing",
-                 "linger_until", "linger_bytes", "looked_at", "working", "eof", "source", "woken_at", "events")
+                 "linger_until", "linger_bytes", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
@@ -6050,7 +6031,6 @@ class Connection:
         self.eof = False                    # the peer sends no more
         self.linger_until = 0.0             # not 0: our last byte is out, what comes is read away until then
         self.linger_bytes = LINGER_BYTES
-        self.looked_at = 0.0                # lingering: when that was done last
         self.woken_at: Optional[float] = None       # the timer that the session asked for last
 
     def ready(self, mask: int, now: float) -> None:
@@ -6195,8 +6175,8 @@ class Connection:
         if self.eof:
             self.close(now)
             return
-        self.linger_until, self.looked_at = now + LINGER_S, now
-        self.loop.linger(self)
+        self.linger_until = now + LINGER_S
+        self.loop.linger(self, now)
 
     def tick(self, now: float) -> None:
         if self.linger_until:
@@ -6246,7 +6226,7 @@ class Acceptor:
                     self.pause(now, error)
                     return
                 continue            # the peer has gone already
-            if self.loop.health and self.loop.health.pop("descriptors", ""):
+            if self.loop.health.pop("descriptors", None):
                 log.info("%s: connections are accepted again", self.name)
             try:
                 self.loop.accepted(self, sock, canonical(peer[0]), now)
@@ -6425,6 +6405,7 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
 
 
 STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a number counts players
+STORED_DEFAULTS = {"playing": None, "responding": True}         # of the others "", 0, {}
 
 
 def stored_fields(text: str) -> List[Any]:
@@ -6440,7 +6421,7 @@ def mended_field(name: str, value: Any) -> Any:
     """A stored value with its right type and size, whatever noise may have made of it."""
     kind = STORED[name]
     if type(value) is not kind:
-        return None if name == "playing" else True if name == "responding" else kind()
+        return STORED_DEFAULTS.get(name, kind())
     if kind is str:
         return clean(value, TEXT_CHARACTERS)
     if kind is dict:
@@ -6450,16 +6431,16 @@ def mended_field(name: str, value: Any) -> Any:
 
 def mended_column(name: str, values: Sequence[Any]) -> Sequence[Any]:
     """The same field of many servers. At a start there may be 10,000, so they are looked at together, and one by one only if need be."""
-    kind, kinds = STORED[name], set(map(type, values))
-    if name == "playing" and kinds == {type(None)} or kind is bool and kinds == {bool} or kind is dict and kinds == {dict} and not any(values):
-        return values
-    if kind is str and kinds == {str}:
+    kind = STORED[name]
+    sound = set(map(type, values)) == {kind}
+    if sound and kind is str:
         texts = "".join(values)
-        if texts.isascii() and texts.isprintable() and max(map(len, values)) <= TEXT_CHARACTERS:
-            return values
-    if kind is int and kinds == {int} and min(values) >= 0 and max(values) <= STORED_MOST.get(name, PLAYERS_MAX):
-        return values
-    return [mended_field(name, value) for value in values]
+        sound = texts.isascii() and texts.isprintable() and max(map(len, values)) <= TEXT_CHARACTERS
+    elif sound and kind is int:
+        sound = min(values) >= 0 and max(values) <= STORED_MOST.get(name, PLAYERS_MAX)
+    elif sound and kind is dict:
+        sound = not any(values)
+    return values if sound else [mended_field(name, value) for value in values]
 
 
 def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iterator[Tuple[ListedRow, Optional[Server]]]:
@@ -6588,7 +6569,7 @@ class Loop:
         else:
             self.selector.unregister(connection.sock)
 
-    def linger(self, connection: Connection) -> None:
+    def linger(self, connection: Connection, now: float) -> None:
         """The connection waits for its peer to close."""
         self.watch(connection, selectors.EVENT_READ)
 
@@ -6641,9 +6622,9 @@ class MasterServer(Loop):
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
-        self.lingering: collections.deque[Connection] = collections.deque()
+        self.lingering: collections.deque[Tuple[float, Connection]] = collections.deque()         # and when each is looked at
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
-        self.connections_by_source: Dict[str, int] = {}
+        self.connections_by_source: collections.Counter[str] = collections.Counter()
         self.timers: List[Tuple[float, int, Connection]] = []
         self.page_files: Set[int] = set()
         self.sent_lately: Dict[int, Pages] = {}     # long answers by id(), the oldest first; anew with each second
@@ -6745,7 +6726,7 @@ class MasterServer(Loop):
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
                 source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.rules.datagrams,
-                                                                          self.vector)
+                                                                      self.vector)
             else:
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)
@@ -6759,7 +6740,7 @@ class MasterServer(Loop):
             return
         source = source_key(address)
         limited = (not rules.connections.allow(address, now)
-                   or self.connections_by_source.get(source, 0) >= self.most_of_source and not rules.connections.exempts(address))
+                   or self.connections_by_source[source] >= self.most_of_source and not rules.connections.exempts(address))
         sock.setblocking(False)
         if limited:
             acceptor.tally.limited += 1
@@ -6776,7 +6757,7 @@ class MasterServer(Loop):
             self.refused[connection] = None
         else:
             self.connections[connection] = None
-            self.connections_by_source[source] = self.connections_by_source.get(source, 0) + 1
+            self.connections_by_source[source] += 1
         if acceptor.protocol.speaks_first:
             connection.call(session.opened, now)
         else:
@@ -6784,21 +6765,18 @@ class MasterServer(Loop):
         if sock.fileno() >= 0 and not connection.linger_until:
             connection.watch()
 
-    def linger(self, connection: Connection) -> None:
+    def linger(self, connection: Connection, now: float) -> None:
         self.watch(connection, 0)
-        self.lingering.append(connection)
+        self.lingering.append((now + LINGER_LOOK_S, connection))
 
     def look_at_lingering(self, now: float) -> None:
         """Those whose peer has closed are done; to have the selector tell would cost as much as the whole exchange."""
-        for _ in range(DRAIN_ACCEPTS):
-            if not self.lingering or now - self.lingering[0].looked_at < LINGER_LOOK_S:
-                break
-            connection = self.lingering.popleft()
+        while self.lingering and self.lingering[0][0] <= now:
+            _, connection = self.lingering.popleft()
             if connection.sock.fileno() >= 0:
-                connection.looked_at = now
                 connection.read(now)
                 if connection.sock.fileno() >= 0:
-                    self.lingering.append(connection)
+                    self.watch(connection, selectors.EVENT_READ)
 
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
@@ -6836,11 +6814,9 @@ class MasterServer(Loop):
             del self.refused[connection]
             return
         self.connections.pop(connection, None)
-        left = self.connections_by_source.get(connection.source, 0) - 1
-        if left > 0:
-            self.connections_by_source[connection.source] = left
-        else:
-            self.connections_by_source.pop(connection.source, None)
+        self.connections_by_source[connection.source] -= 1
+        if self.connections_by_source[connection.source] <= 0:
+            del self.connections_by_source[connection.source]
 
     # Running
 
@@ -6848,24 +6824,16 @@ class MasterServer(Loop):
         """Serve until stop(); opens the listeners if bind() has not."""
         if not self.begin():
             return
-        monotonic = time.monotonic
-        next_tick = monotonic() + TICK_S
+        next_tick = time.monotonic() + TICK_S
         try:
             while not self.stopping:
-                due = next_tick
-                if self.timers and self.timers[0][0] < due:
-                    due = self.timers[0][0]
-                if self.lingering and self.lingering[0].looked_at + LINGER_LOOK_S < due:
-                    due = self.lingering[0].looked_at + LINGER_LOOK_S
-                events = self.selector.select(max(0.0, due - monotonic()))
-                now = turn = monotonic()
+                due = min([next_tick] + [waiting[0][0] for waiting in (self.timers, self.lingering) if waiting])
+                events = self.selector.select(max(0.0, due - time.monotonic()))
+                now = turn = time.monotonic()
                 for key, mask in events:
-                    try:
-                        key.data(mask, now)
-                    except Exception:
-                        self.fault(key.data, mask, now)
-                    if monotonic() - turn >= TURN_S:
-                        now = turn = monotonic()
+                    self.guarded(key.data, mask, now)
+                    if time.monotonic() - turn >= TURN_S:
+                        now = turn = time.monotonic()
                         for source in self.endpoints:
                             if isinstance(source, Datagrams):
                                 self.guarded(source.ready, selectors.EVENT_READ, now)
@@ -6878,7 +6846,7 @@ class MasterServer(Loop):
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self.tick(now)
-                self.busy_s = max(self.busy_s, monotonic() - now)
+                self.busy_s = max(self.busy_s, time.monotonic() - now)
         finally:
             self.close()
 
@@ -6933,10 +6901,7 @@ class MasterServer(Loop):
         try:
             call(*arguments)
         except Exception:
-            self.fault(call, *arguments)
-
-    def fault(self, call: Callable[..., None], *arguments: Any) -> None:
-        log.exception("an error of the program in %s%s", call, arguments)
+            log.exception("an error of the program in %s%s", call, arguments)
 
     def stamp(self) -> Any:
         """What changes when the ini or a file that it names does."""
