@@ -73,6 +73,7 @@ import threading
 import time
 import types
 import urllib.parse
+import weakref
 import zlib
 from datetime import datetime, timedelta, timezone
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
@@ -108,7 +109,7 @@ PAGES_BYTES = 16384                 # from here on to copy an answer costs more 
 PAGES_KEPT = 8                      # … of so many answers, each a descriptor; a second's lists that many ask for are fewer
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
-LINGER_LOOK_S = 0.02                # most peers have closed by then, and cost the selector nothing
+LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
 PLACE_S = 1.0                       # which connection is the idlest is known to within so much
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
@@ -677,6 +678,12 @@ class Cookie:
 EXEMPT, BLOCKED = float("-inf"), float("inf")
 
 
+class Lasting(bytes):
+    """An answer that is likely to be given again, as it is; whoever sends it may keep something with it."""
+
+    kept: Any = None
+
+
 class Limiter:
     """Token buckets by source in a bounded table.
 
@@ -1235,7 +1242,8 @@ class Rendered:
     def get(self, now: float) -> Any:
         generation = self.registry.generation
         if generation != self.generation and now - self.made_at >= min(RENDER_S, RENDER_SERVER_S * len(self.registry.games.get(self.game, ()))):
-            self.made = self.make(self.registry.in_blocks(self.game))
+            made = self.make(self.registry.in_blocks(self.game))
+            self.made = Lasting(made) if isinstance(made, bytes) else made
             self.generation, self.made_at = generation, now
         return self.made
 
@@ -2451,7 +2459,7 @@ class HyperbolSession(Session):
 def hyperbol_lists(blocks: Blocks) -> Tuple[bytes, bytes]:
     """The official servers and all of them, 12 bytes each."""
     made = [block.part("hyperbol", hyperbol_entries_of) for block in blocks]
-    return b"".join([official for official, _ in made]), b"".join([everything for _, everything in made])
+    return Lasting(b"".join([official for official, _ in made])), Lasting(b"".join([everything for _, everything in made]))
 
 
 def hyperbol_entries_of(servers: List[Server]) -> Tuple[bytes, bytes]:
@@ -5008,6 +5016,7 @@ class HttpSession(Session):
         response = exchange.response(answer)
         self.done = exchange.close_connection
         if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
+            response = Lasting(response)
             self.web.remember(self.request_bytes, response, self.done)
         return response
 
@@ -5183,7 +5192,7 @@ class Web(TcpProtocol):
         self.edition = 1
         self.edition_at = float("-inf")
         self.edition_generation = -1
-        self.memo: Dict[bytes, Tuple[bytes, bool]] = {}
+        self.memo: Dict[bytes, Tuple[Lasting, bool]] = {}
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
@@ -5226,14 +5235,15 @@ class Web(TcpProtocol):
             self.memo.clear()
             self.memo_bytes = 0
 
-    def remembered(self, request: bytes, now: float) -> Optional[Tuple[bytes, bool]]:
-        self.turn(now)
+    def remembered(self, request: bytes, now: float) -> Optional[Tuple[Lasting, bool]]:
+        if now - self.edition_at >= RENDER_S:
+            self.turn(now)
         found = self.memo.get(request)
         if found:
             self.requests["remembered", 200] += 1
         return found
 
-    def remember(self, request: bytes, response: bytes, close: bool) -> None:
+    def remember(self, request: bytes, response: Lasting, close: bool) -> None:
         if len(request) > HTTP_MEMO_REQUEST_BYTES:
             return
         self.memo_bytes += len(request) + len(response)
@@ -5913,7 +5923,7 @@ class Datagrams:
         self.name, self.sock, self.protocol, self.tally, self.limiter = name, sock, protocol, tally, limiter
         self.vector = vector if sock.family == socket.AF_INET else None
 
-    def ready(self, mask: int, now: float) -> None:
+    def ready(self, now: float) -> None:
         allow, handle, vector, tally = self.limiter.allow, self.protocol.datagram, self.vector, self.tally
         received = vector.receive(self.sock) if vector else self.receive()
         answers: Answers = []
@@ -5979,31 +5989,31 @@ class Datagrams:
 
 
 class Pages:
-    """A long answer that is sent more than once, as a file in memory: sendfile(2) sends its pages as they are. To copy them into others
-    that the reader's processor has just had takes twice as long. Linux, under CPython, which closes the file with its last user."""
+    """A long answer as a file in memory, of which sendfile(2) sends the pages as they are: to copy 37 kB into others takes a tenth longer,
+    to copy 370 kB twice as long. Linux, under CPython, which closes the file with its last user."""
 
-    def __init__(self, data: bytes, open_files: Set[int]) -> None:
-        """`open_files`: the descriptors of all of them; slow readers may hold one that nobody else wants any more."""
-        self.data, self.open_files = data, open_files
+    def __init__(self, held: weakref.WeakSet[Pages]) -> None:
+        """`held`: all of them; slow readers may keep one that nobody else wants any more."""
+        self.held = held
         self.descriptor = -1
-        self.made = False
+        self.refused = False
 
-    def make(self) -> bool:
-        """Put them there, once; False: there are too many already, or the system would not."""
-        if not self.made and len(self.open_files) < PAGES_KEPT:
-            self.made = True
+    def hold(self, data: bytes) -> bool:
+        """Put it there, once; False: there are too many already, or the system would not."""
+        if self.descriptor < 0 and not self.refused and len(self.held) < PAGES_KEPT:
             try:
                 self.descriptor = os.memfd_create("answer")
-                self.open_files.add(self.descriptor)
-                if os.write(self.descriptor, self.data) < len(self.data):
-                    self.close()
+                self.held.add(self)
+                self.refused = os.write(self.descriptor, data) < len(data)
             except OSError:
+                self.refused = True
+            if self.refused:
                 self.close()
         return self.descriptor >= 0
 
     def close(self) -> None:
         if self.descriptor >= 0:
-            self.open_files.discard(self.descriptor)
+            self.held.discard(self)
             os.close(self.descriptor)
             self.descriptor = -1
 
@@ -6016,8 +6026,8 @@ HAS_PAGES = hasattr(os, "memfd_create") and hasattr(os, "sendfile") and sys.impl
 class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
-    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "pages", "out_since", "progress_at", "placed_at", "writing",
-                 "linger_until", "linger_bytes", "working", "eof", "source", "woken_at", "events")
+    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "pages", "pages_end", "out_since", "progress_at", "placed_at",
+                 "writing", "linger_until", "linger_bytes", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
@@ -6032,14 +6042,6 @@ class Connection:
         self.linger_until = 0.0             # not 0: our last byte is out, what comes is read away until then
         self.linger_bytes = LINGER_BYTES
         self.woken_at: Optional[float] = None       # the timer that the session asked for last
-
-    def ready(self, mask: int, now: float) -> None:
-        if mask & selectors.EVENT_WRITE:
-            self.write(now)
-            if self.sock.fileno() < 0:
-                return
-        if mask & selectors.EVENT_READ:
-            self.read(now)
 
     def read(self, now: float) -> None:
         try:
@@ -6064,37 +6066,47 @@ class Connection:
         tally = self.tally
         tally.received += 1
         tally.bytes_in += len(data)
-        self.progress_at = now
         if now - self.placed_at >= PLACE_S:
             self.place(now)
-        self.call(self.session.receive, data, now)
+        try:
+            answer = self.session.receive(data, now)
+        except Exception as error:
+            answer = self.failed(error)
+        self.give(answer, now)
 
     def place(self, now: float) -> None:
         self.placed_at = now
         self.loop.placed(self)
 
     def call(self, method: Callable[..., bytes], *arguments: Any) -> None:
-        """Let the session work, then write what it gives."""
-        now, session = arguments[-1], self.session
+        """Let the session work; the last argument is the time."""
         try:
-            data = method(*arguments)
-        except Malformed as error:
+            answer = method(*arguments)
+        except Exception as error:
+            answer = self.failed(error)
+        self.give(answer, arguments[-1])
+
+    def failed(self, error: Exception) -> bytes:
+        """The session could not read what came, which is nothing special, or it failed on it, which is a fault. Either ends it."""
+        if isinstance(error, Malformed):
             self.tally.malformed += 1
             log.debug("%s %s malformed: %s", self.address, self.name, error)
-            data = b""
-            session.done = True
-        except Exception:
+        else:
             self.tally.errors += 1
-            log.exception("%s %s: a connection ended in an error of the program", self.address, self.name)
-            data = b""
-            session.done = True
+            log.error("%s %s: a connection ended in an error of the program", self.address, self.name, exc_info=error)
+        self.session.done = True
+        return b""
+
+    def give(self, data: bytes, now: float) -> None:
+        """Write what the session gives, and see to what else it wants."""
+        session = self.session
         if data:
             if self.out:
                 self.out, self.pages = bytes(self.out) + data, None
             else:
                 self.out, self.out_since = data, now
-                if len(data) >= PAGES_BYTES:
-                    self.pages = self.loop.pages(data)
+                if type(data) is Lasting and len(data) >= PAGES_BYTES:
+                    self.pages, self.pages_end = self.loop.pages(data), len(data)
         if session.job is not None and not self.working:
             self.working = True
             if self.loop.disk.jobs.qsize() < WORKER_JOBS:
@@ -6126,7 +6138,7 @@ class Connection:
                 if self.pages is None:
                     sent = self.sock.send(self.out)
                 else:
-                    sent = os.sendfile(self.sock.fileno(), self.pages.descriptor, len(self.pages.data) - len(self.out), len(self.out))
+                    sent = os.sendfile(self.sock.fileno(), self.pages.descriptor, self.pages_end - len(self.out), len(self.out))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -6215,7 +6227,7 @@ class Acceptor:
         descriptor, peer = self.sock._accept()
         return socket.socket(self.family, STREAM, 0, descriptor), peer
 
-    def ready(self, mask: int, now: float) -> None:
+    def ready(self, now: float) -> None:
         for _ in range(DRAIN_ACCEPTS):
             try:
                 sock, peer = self.accept()
@@ -6511,7 +6523,7 @@ class Loop:
     def placed(self, connection: Connection) -> None:
         """The connection is not the idlest any more."""
 
-    def pages(self, data: bytes) -> Optional[Pages]:
+    def pages(self, answer: Lasting) -> Optional[Pages]:
         """A long answer as pages, if it is worth it."""
         return None
 
@@ -6558,14 +6570,15 @@ class Loop:
         self.stop()
 
     def watch(self, connection: Connection, events: int) -> None:
-        """Have the selector watch a connection for these events, 0 for none."""
+        """Have the selector watch a connection for one kind of event, 0 for none."""
         before, connection.events = connection.events, events
         if before == events:
             return
+        ready = connection.write if events == selectors.EVENT_WRITE else connection.read
         if not before:
-            self.selector.register(connection.sock, events, connection.ready)
+            self.selector.register(connection.sock, events, ready)
         elif events:
-            self.selector.modify(connection.sock, events, connection.ready)
+            self.selector.modify(connection.sock, events, ready)
         else:
             self.selector.unregister(connection.sock)
 
@@ -6624,10 +6637,9 @@ class MasterServer(Loop):
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
         self.lingering: collections.deque[Tuple[float, Connection]] = collections.deque()         # and when each is looked at
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
-        self.connections_by_source: collections.Counter[str] = collections.Counter()
+        self.connections_by_source: Dict[str, int] = {}
         self.timers: List[Tuple[float, int, Connection]] = []
-        self.page_files: Set[int] = set()
-        self.sent_lately: Dict[int, Pages] = {}     # long answers by id(), the oldest first; anew with each second
+        self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()
         super().__init__()
         self.timer_numbers = itertools.count()
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
@@ -6739,8 +6751,9 @@ class MasterServer(Loop):
             sock.close()
             return
         source = source_key(address)
+        others = self.connections_by_source.get(source, 0)
         limited = (not rules.connections.allow(address, now)
-                   or self.connections_by_source[source] >= self.most_of_source and not rules.connections.exempts(address))
+                   or others >= self.most_of_source and not rules.connections.exempts(address))
         sock.setblocking(False)
         if limited:
             acceptor.tally.limited += 1
@@ -6757,7 +6770,7 @@ class MasterServer(Loop):
             self.refused[connection] = None
         else:
             self.connections[connection] = None
-            self.connections_by_source[source] += 1
+            self.connections_by_source[source] = self.connections_by_source.get(source, 0) + 1
         if acceptor.protocol.speaks_first:
             connection.call(session.opened, now)
         else:
@@ -6788,14 +6801,12 @@ class MasterServer(Loop):
         self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
         self.most_of_source = self.settings["limits.connections_open"]
 
-    def pages(self, data: bytes) -> Optional[Pages]:
-        known = self.sent_lately.get(id(data))
-        if known is not None:
-            return known if known.make() else None
-        if HAS_PAGES:
-            if len(self.sent_lately) >= PAGES_KEPT:
-                del self.sent_lately[next(iter(self.sent_lately))]
-            self.sent_lately[id(data)] = Pages(data, self.page_files)
+    def pages(self, answer: Lasting) -> Optional[Pages]:
+        pages: Optional[Pages] = answer.kept
+        if pages is not None:
+            return pages if pages.descriptor >= 0 or pages.hold(answer) else None
+        if HAS_PAGES:                   # from the second time on; many are sent but once
+            answer.kept = Pages(self.held_pages)
         return None
 
     def placed(self, connection: Connection) -> None:
@@ -6814,9 +6825,11 @@ class MasterServer(Loop):
             del self.refused[connection]
             return
         self.connections.pop(connection, None)
-        self.connections_by_source[connection.source] -= 1
-        if self.connections_by_source[connection.source] <= 0:
-            del self.connections_by_source[connection.source]
+        others = self.connections_by_source.get(connection.source, 0) - 1
+        if others > 0:
+            self.connections_by_source[connection.source] = others
+        else:
+            self.connections_by_source.pop(connection.source, None)
 
     # Running
 
@@ -6830,13 +6843,13 @@ class MasterServer(Loop):
                 due = min([next_tick] + [waiting[0][0] for waiting in (self.timers, self.lingering) if waiting])
                 events = self.selector.select(max(0.0, due - time.monotonic()))
                 now = turn = time.monotonic()
-                for key, mask in events:
-                    self.guarded(key.data, mask, now)
+                for key, _ in events:
+                    self.guarded(key.data, now)
                     if time.monotonic() - turn >= TURN_S:
                         now = turn = time.monotonic()
                         for source in self.endpoints:
                             if isinstance(source, Datagrams):
-                                self.guarded(source.ready, selectors.EVENT_READ, now)
+                                self.guarded(source.ready, now)
                 if self.lingering:
                     self.guarded(self.look_at_lingering, now)
                 while self.timers and self.timers[0][0] <= now:
@@ -6859,7 +6872,6 @@ class MasterServer(Loop):
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
-        self.sent_lately.clear()
         self.guarded(self.registry.expire, now)
         self.log_events()
         if self.watchdog_s and now >= self.watchdog_at:
@@ -6950,7 +6962,7 @@ class MasterServer(Loop):
         if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(settings["server.log_level"].upper())
 
-    def woken(self, mask: int, now: float) -> None:
+    def woken(self, now: float) -> None:
         try:
             self.wake_in.recv(4096)
         except OSError:
@@ -6981,7 +6993,8 @@ class MasterServer(Loop):
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
         for connection in list(self.connections) + list(self.refused):
             connection.close(now)
-        self.sent_lately.clear()
+        for pages in list(self.held_pages):
+            pages.close()
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()
@@ -7750,8 +7763,8 @@ class Announcement(Loop):
                 if now >= next_tick:
                     next_tick = now + TICK_S
                 due = min([next_tick] + [link.announcer.due for link in self.links if not link.busy])
-                for key, mask in self.selector.select(max(0.0, due - time.monotonic())):
-                    key.data(mask, time.monotonic())
+                for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
+                    key.data(time.monotonic())
         finally:
             self.close()
 
@@ -7769,7 +7782,7 @@ class Announcement(Loop):
                 link.connection.tick(now)
         elif link.connecting is not None:
             if now >= link.deadline:
-                self.connected(link, 0, now)
+                self.connected(link, now, errno.ETIMEDOUT)
         elif announcer.due <= now and not link.resolving:
             if now >= link.resolve_at:
                 link.resolving = True
@@ -7807,15 +7820,16 @@ class Announcement(Loop):
         self.selector.register(sock, selectors.EVENT_WRITE, functools.partial(self.connected, link))
         status = sock.connect_ex((address, port))
         if status not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-            self.connected(link, 0, now, status)
+            self.connected(link, now, status)
 
-    def connected(self, link: Link, mask: int, now: float, status: int = errno.ETIMEDOUT) -> None:
-        """The attempt has ended; with mask 0: badly, for the reason in `status`."""
+    def connected(self, link: Link, now: float, status: Optional[int] = None) -> None:
+        """The attempt has ended: as the socket says, or badly, for the reason in `status`."""
         sock, link.connecting = link.connecting, None
         assert sock is not None
         self.selector.unregister(sock)
         try:
-            status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if mask else status
+            if status is None:
+                status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if status:
                 raise OSError(status, os.strerror(status))
             self.server.address = canonical(sock.getsockname()[0])
@@ -7840,7 +7854,7 @@ class Announcement(Loop):
             if link.connection is connection:
                 link.connection = None
 
-    def woken(self, mask: int, now: float) -> None:
+    def woken(self, now: float) -> None:
         try:
             self.wake_in.recv(4096)
         except OSError:
