@@ -6890,12 +6890,8 @@ class MasterServer(Loop):
             self.registry.seen, self.registry.altered, self.registry.left = [], set(), set()
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
             self.ini_looked_at = now
-            stamp = self.stamp()
-            self.reload_asked = self.reload_asked or stamp != self.ini_stamp
-            self.ini_stamp = stamp
-        if self.reload_asked:
-            self.reload_asked = False
-            self.guarded(self.reload)
+            if self.stamp() != self.ini_stamp:
+                self.guarded(self.reload)
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6928,6 +6924,7 @@ class MasterServer(Loop):
 
     def reload(self) -> None:
         """Read the settings again. With any error the old ones stay in force, whole."""
+        self.ini_stamp = self.stamp()
         if self.read_again is None:
             return
         self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
@@ -6969,6 +6966,9 @@ class MasterServer(Loop):
             pass
         self.disk.deliver(now)
         self.names.deliver(now)
+        if self.reload_asked:               # by a signal, which wakes
+            self.reload_asked = False
+            self.reload()
 
     def resolve(self, host: str, done: Callable[[str, float], None]) -> None:
         """Look a host name up in a thread of its own; a lookup can take half a minute."""

@@ -3605,6 +3605,9 @@ class BrowserTest(unittest.TestCase):
                                                for server in self.site.servers))
 
     def test_live_update_keeps_focus_and_scroll(self):
+        hurry = self.browser.call("Page.addScriptToEvaluateOnNewDocument", source="""
+            const interval = setInterval; window.setInterval = (call, time) => interval(call, time / 5)""")
+        self.addCleanup(self.browser.call, "Page.removeScriptToEvaluateOnNewDocument", **hurry)
         self.open()
         # Far down, with the focus on a link in a row whose name changes
         self.js("window.mark = document.querySelectorAll('tbody tr')[40]; mark.querySelector('a').focus(); 0")
@@ -4571,6 +4574,27 @@ class ReloadTest(unittest.TestCase):
                 self.assertTrue(server.logged(b"[iceball] timeout has changed; that takes a restart"))
                 self.write(server, "[bans]\n127.0.0.1 = me\n")
                 eventually(lambda: b"Iceball Server" not in fetch(server.port("http"), "/master.json")[2])
+
+    def test_a_change_is_read_once(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "masterserver.ini")
+
+            def write(text: str) -> None:
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(text)
+            write("")
+            read = mock.Mock(side_effect=lambda: ms.Settings.load(path))
+            server = ms.MasterServer(ms.Settings.load(path), reload=read)
+            self.addCleanup(server.stop)
+            server.tick(100.0)
+            write("[bans]\n203.0.113.9 = cheats\n")
+            server.reload()                 # asked for, before the loop looks at the file itself
+            server.tick(110.0)
+            self.assertEqual(read.call_count, 1)
+            write("")
+            server.tick(120.0)
+            server.tick(130.0)
+            self.assertEqual(read.call_count, 2)
 
     def write(self, server: RunningServer, text: str) -> None:
         with open(server.config, "w", encoding="utf-8") as file:
@@ -5656,6 +5680,7 @@ class FaultsTest(unittest.TestCase):
                     self.addCleanup(setattr, *place, getattr(*place)) if place[0] is ms.AioSession else None
                     setattr(*place, fail)
                 server.reload_asked = True
+                server.wake()
                 with contextlib.closing(GameServer(port_of(server, "iceball"))) as game:
                     game.sock.send(CAPTURED)
                     for name in ("hyperbol", "aio"):
