@@ -1901,7 +1901,6 @@ class Core(NamedTuple):
     listeners: Sequence[Any] = ()           # with .protocol and .port
     gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
     recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict         # the last day's hourly player counts
-    # (path, bytes, done): done(the first bytes of the file, or an OSError, now) follows later
 
 
 RESOLVE_S = 600.0                   # host names in the ini are looked up anew: dynamic addresses change daily
@@ -5831,8 +5830,8 @@ Answers = List[Tuple[bytes, Any]]               # data, and what the peer is cal
 class MessageVector:
     """Many datagrams in one system call each way: recvmmsg(2) and sendmmsg(2) of 64-bit Linux, by ctypes, with buffers made once.
 
-    For IPv4 sockets. It takes away half of what Python adds to a datagram that is read and answered. Peers are called by their
-    `struct sockaddr_in`, 16 bytes, as it came and as it goes out again.
+    For IPv4 sockets. An announcement of a listed server costs a tenth to a fifth less than by recvfrom() and sendto(). Peers are called by
+    their `struct sockaddr_in`, 16 bytes, as it came and as it goes out again.
     """
 
     HEADER = struct.Struct("@PI4xPNPNi4xI4x")   # struct mmsghdr: name, its length, vector, its length, control, its length, flags, bytes
