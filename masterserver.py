@@ -204,7 +204,8 @@ def read_port_before(text: str) -> Optional[int]:
 
 def read_list(read: Callable[[str], Any], separator: str = ",") -> Callable[[str], Tuple[Any, ...]]:
     def read_all(text: str) -> Tuple[Any, ...]:
-        return tuple(read(part.strip()) for part in text.split(separator) if part.strip())
+        values = [read(part.strip()) for part in text.split(separator) if part.strip()]
+        return tuple(value for number, value in enumerate(values) if not value or value not in values[:number])     # port 0 is a new one each time
     return read_all
 
 
@@ -4853,8 +4854,11 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if (any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
                 or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
-        if self.request_version >= "HTTP/1.1" and "Host" not in self.headers:
-            raise HttpError(400, "HTTP/1.1 asks for a Host header.")
+        hosts = len(self.headers.get_all("Host", []))
+        if hosts > 1 or not hosts and self.request_version >= "HTTP/1.1":
+            raise HttpError(400, "HTTP/1.1 asks for one Host header.")
+        if re.search(r"(^|,)\s*close\s*(,|$)", self.headers.get("Connection", ""), re.IGNORECASE):     # Perl's clients say "TE, close"
+            self.close_connection = True
         if self.command not in METHODS_KNOWN:
             raise HttpError(501, "The method %s is not known." % self.command[:32])
         if "Transfer-Encoding" in self.headers:
@@ -5025,7 +5029,7 @@ class HttpSession(Session):
         self.deadline = now + HTTP_IDLE_S
         try:
             if isinstance(result, Exception):
-                raise HttpError(503, "The history cannot be read just now: %s." % result)
+                raise HttpError(503, "The answer cannot be made just now: %s." % result)
             answer = self.web.finish(self.waiting, self.then(result))
         except HttpError as error:
             return self.refuse(error)
@@ -5260,13 +5264,14 @@ class Web(TcpProtocol):
             parsed = urllib.parse.urlsplit(exchange.path)
         except ValueError:
             return self.error(HttpError(400, "The path cannot be read."))
-        route = ROUTES.get(parsed.path)
-        name = parsed.path if route else "other"
+        path = parsed.path or "/"               # of http://host, as clients of a proxy ask
+        route = ROUTES.get(path)
+        name = path if route else "other"
         try:
             if limited or not self.rules.requests.allow(address, now):
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
             if route is None:
-                raise HttpError(404, "There is no page %s here." % parsed.path[:100])
+                raise HttpError(404, "There is no page %s here." % path[:100])
             if exchange.command not in route.methods:
                 raise HttpError(405, "%s takes %s." % (name, ", ".join(route.methods)), (("Allow", ", ".join(route.methods)),))
             if exchange.command == "OPTIONS":
@@ -5275,12 +5280,12 @@ class Web(TcpProtocol):
                     ("Access-Control-Allow-Methods", ", ".join(route.methods)), ("Access-Control-Max-Age", "86400")))
             else:
                 query = dict(urllib.parse.parse_qsl(parsed.query, keep_blank_values=True, errors="replace", max_num_fields=50))
-                answer = self.finish(exchange, route.answer(self, Request(parsed.path, query, body, exchange, address, now)))
+                answer = self.finish(exchange, route.answer(self, Request(path, query, body, exchange, address, now)))
         except HttpError as error:
             answer = self.error(error, "text/html" in exchange.headers.get("Accept", ""))
-            if parsed.path == "/announce":
+            if path == "/announce":
                 answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
-            if parsed.path == "/master.json" and error.status == 429:
+            if path == "/master.json" and error.status == 429:
                 answer = answer._replace(body=self.master_json_frame([]), type=JSON_TYPE)
         except ValueError as error:
             answer = self.error(HttpError(400, "The query cannot be read: %s." % error))

@@ -167,6 +167,10 @@ def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
 # --- Settings --------------------------------------------------------------------------------------------------------
 
 class SettingsTest(unittest.TestCase):
+    def test_what_stands_twice_counts_once(self) -> None:
+        settings = ms.Settings({"http.ports": "8080, 8081, 8080, 0, 0", "server.bind": "127.0.0.1, ::1, 127.0.0.1"})
+        self.assertEqual((settings["http.ports"], settings["server.bind"]), ((8080, 8081, 0, 0), ("127.0.0.1", "::1")))
+
     def load(self, text: str, *overrides: str) -> ms.Settings:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "some.ini")
@@ -4001,11 +4005,17 @@ class WebTest(unittest.TestCase):
     def test_keep_alive_and_versions(self) -> None:
         for request, done in ((ICEBALL_REQUEST, False), (b"GET / HTTP/1.0\r\n\r\n", True),
                               (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", False),
-                              (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", True)):
+                              (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", True),
+                              (b"GET http://x HTTP/1.1\r\nHost: x\r\nTE: deflate\r\nConnection: TE, close\r\n\r\n", True)):
             for _ in range(2):                          # the second time from memory
                 session, data = self.exchange(request)
                 self.assertEqual(session.done, done, request)
                 self.assertEqual(split_response(data)[1]["Connection"], "close" if done else "keep-alive")
+
+    def test_whose_host(self) -> None:
+        for version, hosts, status in (("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 2, 400)):
+            request = "GET http://x/master.json HTTP/%s\r\n%s\r\n" % (version, "Host: x\r\n" * hosts)
+            self.assertEqual(split_response(self.exchange(request.encode())[1])[0], status, request)
 
     def test_every_answer_has_a_head(self) -> None:
         for version in ("0.9", "0.5", "00.9"):
