@@ -3779,14 +3779,14 @@ class BrowserTest(unittest.TestCase):
         best = {}
         for column in range(8):
             times = self.js("""(() => { const times = [];
-                for (let turn = 0; turn < 3; turn++) {
+                for (let turn = 0; turn < 2; turn++) {
                   const start = performance.now();
                   document.querySelectorAll('th button')[%d].click();
                   document.body.offsetHeight;                       // the layout is part of it
                   times.push(performance.now() - start);
                 }
                 return times })()""" % column)
-            best[column] = min(times[:2])
+            best[column] = min(times)
         self.assertLess(sorted(best.values())[4], 200, "ms a column: %s" % best)
 
     def test_screenshots(self):
@@ -4592,16 +4592,16 @@ class ReloadTest(unittest.TestCase):
             def write(text: str) -> None:
                 with open(path, "w", encoding="utf-8") as file:
                     file.write(text)
-            write("")
+            write("[server]\ndatabase =\n")
             read = mock.Mock(side_effect=lambda: ms.Settings.load(path))
             server = ms.MasterServer(ms.Settings.load(path), reload=read)
             self.addCleanup(server.stop)
             server.tick(100.0)
-            write("[bans]\n203.0.113.9 = cheats\n")
+            write("[server]\ndatabase =\n[bans]\n203.0.113.9 = cheats\n")
             server.reload()                 # asked for, before the loop looks at the file itself
             server.tick(110.0)
             self.assertEqual(read.call_count, 1)
-            write("")
+            write("[server]\ndatabase =\n")
             server.tick(120.0)
             server.tick(130.0)
             self.assertEqual(read.call_count, 2)
@@ -5578,6 +5578,7 @@ class SlowPeersTest(unittest.TestCase):
                 client.sendall(b"GET /robots.txt HTTP/1.1\r\nHost: x\r\n\r\n" * 99 + b"GET / HTTP/1.0\r\n\r\n")
                 self.assertEqual(read_all(client).count(b"HTTP/1.1 200"), 100)
 
+    @mock.patch.object(ms, "TICK_S", 0.1)
     def test_300_slow_connections(self) -> None:
         with master(http__ports="0", aio__port="0", hyperbol__port="0", iceball__port="0", limits__exempt="127.0.0.0/8") as server, \
                 contextlib.ExitStack() as stack:
@@ -5675,6 +5676,7 @@ class DescriptorsTest(unittest.TestCase):
 class FaultsTest(unittest.TestCase):
     """The program's own errors end the packet, connection or step they happen in, and nothing else."""
 
+    @mock.patch.object(ms, "TICK_S", 0.1)
     def test_every_place(self) -> None:
         def fail(*arguments: Any) -> Any:
             raise ZeroDivisionError("a fault")
@@ -5698,7 +5700,7 @@ class FaultsTest(unittest.TestCase):
                             client.sendall(b"12#%")
                             with contextlib.suppress(ConnectionError):
                                 read_all(client)
-                    time.sleep(1.2)                                     # a tick
+                    time.sleep(0.3)                                     # a tick
                     iceball.datagram = good
                     game.announce()
                     self.assertEqual(fetch(port_of(server, "http"), "/healthz")[0], 200)
@@ -6991,6 +6993,7 @@ LOOPBACK = {"server.bind": "127.0.0.1", "server.public_address": "203.0.113.5", 
 class Announcing(unittest.TestCase):
     """With real sockets, in this process and as a command."""
 
+    @mock.patch.object(ms, "TICK_S", 0.1)
     def test_as_a_class(self) -> None:
         with self.assertLogs("masterserver") as logs, ms.MasterServer(LOOPBACK) as master, tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "players")
