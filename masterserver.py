@@ -3544,7 +3544,7 @@ class AioSession(Session):
                 break
             out.append(answer)
             self.since = self.message_at = now
-        return b"".join(out)
+        return out[0] if len(out) == 1 else b"".join(out)
 
     def publish(self, name: bytes, description: bytes, claim: bytes, port: int, now: float) -> bool:
         """List what a text or binary server tells of itself; these dialects have no words for a refusal."""
@@ -4836,6 +4836,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     default_request_version = "HTTP/1.0"
     request_version = "HTTP/1.1"
     command = "GET"
+    route = "other"             # its key in ROUTES, for the counters
 
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers with the empty line; raises HttpError. Without one: for an answer to no request."""
@@ -4963,6 +4964,8 @@ class HttpSession(Session):
         if self.done:
             return b""
         if not self.buffer and self.exchange is None:
+            if not data:                        # a long answer has gone out at last: idle from here on
+                self.deadline = now + HTTP_IDLE_S
             data = data.lstrip(b"\r\n")         # a blank line is no sign of a request
             if data and not self.limited:
                 self.deadline = now + HTTP_HEAD_S
@@ -4989,7 +4992,7 @@ class HttpSession(Session):
     def step(self, now: float) -> Optional[bytes]:
         """Read one request and answer it; None: it is not whole yet, or its answer comes later."""
         if self.exchange is None:
-            self.buffer = self.buffer.lstrip(b"\r\n")
+            self.buffer, self.request_bytes = self.buffer.lstrip(b"\r\n"), b""
             if not self.buffer:
                 return None
             end = self.head_end()
@@ -5032,10 +5035,11 @@ class HttpSession(Session):
                 raise HttpError(503, "The answer cannot be made just now: %s." % result)
             answer = self.web.finish(self.waiting, self.then(result))
         except HttpError as error:
-            return self.refuse(error)
+            answer = self.web.refused(error, self.waiting)
         if isinstance(answer, Later):
             self.job, self.then = answer.job, answer.then
             return b""
+        self.web.count(self.waiting.route, answer.status)
         return self.respond(self.waiting, answer) + self.work(now)
 
     def head_end(self) -> Optional[int]:
@@ -5055,9 +5059,12 @@ class HttpSession(Session):
 
     def refuse(self, error: HttpError) -> bytes:
         """An error after which the connection ends: what follows in it cannot be trusted to be a request."""
+        exchange = Exchange()
+        if (self.request_bytes or self.buffer).startswith(b"HEAD "):
+            exchange.command = "HEAD"
         self.done = True
         self.buffer, self.exchange = b"", None
-        return Exchange().response(self.web.error(error))
+        return exchange.response(self.web.error(error))
 
     def tick(self, now: float) -> bytes:
         if now < self.deadline or self.job or self.done:
@@ -5134,6 +5141,7 @@ class Rendering:
         self.make = make
         self.edition = 0
         self.made = Made(b"", 0)            # the number moves only when the bytes do
+        self.tag = "%x" % random.getrandbits(32)            # and starts over with the program and with other settings
 
     def refresh(self, edition: int, blocks: Blocks, now: float) -> None:
         if edition != self.edition:
@@ -5189,7 +5197,6 @@ class Web(TcpProtocol):
         self.poller = core.poller
         self.announcers = core.announcers
         self.epoch = 0.0            # wall clock minus monotonic clock, told by the event loop
-        self.start_tag = "%x" % random.SystemRandom().getrandbits(32)       # numbers in ETags start over with the program
         # All lists change together, from one edition to the next: when a server has changed, but at most once in RENDER_S,
         # and after RENDER_STALE_S anyway. What is remembered is of this edition.
         self.edition = 1
@@ -5247,7 +5254,7 @@ class Web(TcpProtocol):
         return found
 
     def remember(self, request: bytes, response: Lasting, close: bool) -> None:
-        if len(request) > HTTP_MEMO_REQUEST_BYTES:
+        if len(request) > HTTP_MEMO_REQUEST_BYTES or request in self.memo:
             return
         self.memo_bytes += len(request) + len(response)
         if self.memo_bytes > HTTP_MEMO_BYTES:
@@ -5266,14 +5273,15 @@ class Web(TcpProtocol):
             return self.error(HttpError(400, "The path cannot be read."))
         path = parsed.path or "/"               # of http://host, as clients of a proxy ask
         route = ROUTES.get(path)
-        name = path if route else "other"
+        if route is not None:
+            exchange.route = path
         try:
             if limited or not self.rules.requests.allow(address, now):
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
             if route is None:
                 raise HttpError(404, "There is no page %s here." % path[:100])
             if exchange.command not in route.methods:
-                raise HttpError(405, "%s takes %s." % (name, ", ".join(route.methods)), (("Allow", ", ".join(route.methods)),))
+                raise HttpError(405, "%s takes %s." % (path, ", ".join(route.methods)), (("Allow", ", ".join(route.methods)),))
             if exchange.command == "OPTIONS":
                 answer: Union[Answer, Later] = Answer(b"", headers=(
                     ("Allow", ", ".join(route.methods)), ("Access-Control-Allow-Origin", "*"),
@@ -5282,14 +5290,20 @@ class Web(TcpProtocol):
                 query = dict(urllib.parse.parse_qsl(parsed.query, keep_blank_values=True, errors="replace", max_num_fields=50))
                 answer = self.finish(exchange, route.answer(self, Request(path, query, body, exchange, address, now)))
         except HttpError as error:
-            answer = self.error(error, "text/html" in exchange.headers.get("Accept", ""))
-            if path == "/announce":
-                answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
-            if path == "/master.json" and error.status == 429:
-                answer = answer._replace(body=self.master_json_frame([]), type=JSON_TYPE)
+            answer = self.refused(error, exchange)
         except ValueError as error:
             answer = self.error(HttpError(400, "The query cannot be read: %s." % error))
-        self.count(name, answer.status if isinstance(answer, Answer) else 200)
+        if isinstance(answer, Answer):
+            self.count(exchange.route, answer.status)
+        return answer
+
+    def refused(self, error: HttpError, exchange: Exchange) -> Answer:
+        """An error as whoever asked reads it."""
+        answer = self.error(error, "text/html" in exchange.headers.get("Accept", ""))
+        if exchange.route == "/announce":
+            answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
+        if exchange.route == "/master.json" and error.status == 429:
+            answer = answer._replace(body=self.master_json_frame([]), type=JSON_TYPE)
         return answer
 
     def finish(self, exchange: Exchange, answer: Union[Answer, Later]) -> Union[Answer, Later]:
@@ -5328,7 +5342,7 @@ class Web(TcpProtocol):
 
         def answer(done: Any) -> Answer:
             made = rendering.made
-            etag = '"%s-%s-%s-%d"' % (self.start_tag, name, game, made.number)
+            etag = '"%s-%s-%s-%d"' % (rendering.tag, name, game, made.number)
             return Answer(made.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, made=made)
         if rendering.edition != self.edition:
             blocks = self.registry.in_blocks(game)
@@ -6136,6 +6150,10 @@ class Connection:
             else:
                 self.watch()
 
+    def writable(self, now: float) -> None:
+        if self.sock.fileno() >= 0:         # else it was closed, to make room, after the selector had seen it
+            self.write(now)
+
     def write(self, now: float) -> None:
         while self.out:
             try:
@@ -6164,7 +6182,7 @@ class Connection:
             self.writing = False
             if not self.session.done:
                 self.call(self.session.receive, b"", now)       # what was held back while the output was full
-                if self.writing or self.sock.fileno() < 0:
+                if self.writing or self.linger_until or self.sock.fileno() < 0:
                     return
             self.watch()
         if self.linger_until:
@@ -6578,7 +6596,7 @@ class Loop:
         before, connection.events = connection.events, events
         if before == events:
             return
-        ready = connection.write if events == selectors.EVENT_WRITE else connection.read
+        ready = connection.writable if events == selectors.EVENT_WRITE else connection.read
         if not before:
             self.selector.register(connection.sock, events, ready)
         elif events:
@@ -6633,6 +6651,7 @@ class MasterServer(Loop):
         self.descriptors = descriptor_limit()
         self.reload_asked = False
         self.ini_stamp = self.stamp()
+        self.ini_trouble = ""               # why it was not taken over
         self.ini_looked_at = 0.0
         self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
@@ -6894,8 +6913,8 @@ class MasterServer(Loop):
             self.registry.seen, self.registry.altered, self.registry.left = [], set(), set()
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
             self.ini_looked_at = now
-            if self.stamp() != self.ini_stamp:
-                self.guarded(self.reload)
+            if self.ini_trouble or self.stamp() != self.ini_stamp:          # what the ini names and is missing may have come
+                self.guarded(self.reload, self.stamp() != self.ini_stamp)
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
         """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
@@ -6915,41 +6934,51 @@ class MasterServer(Loop):
         except Exception:
             log.exception("an error of the program in %s%s", call, arguments)
 
-    def stamp(self) -> Any:
-        """What changes when the ini or a file that it names does."""
-        stamps = []
+    def stamp(self) -> Dict[str, Tuple[int, ...]]:
+        """By file, the ini and those that it names, what changes when the file does."""
+        stamps: Dict[str, Tuple[int, ...]] = {}
         for path in [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]:
             try:
                 found = os.stat(path)
-                stamps.append((path, found.st_mtime_ns, found.st_size, found.st_ino))
+                stamps[path] = found.st_mtime_ns, found.st_size, found.st_ino
             except OSError:
-                stamps.append((path, 0, 0, 0))
+                stamps[path] = ()
         return stamps
 
-    def reload(self) -> None:
-        """Read the settings again. With any error the old ones stay in force, whole."""
-        self.ini_stamp = self.stamp()
+    def reload(self, asked: bool = True) -> None:
+        """Read the settings again. With any error the old ones stay in force, whole. `asked`: by somebody, or by a change; else it is one
+        more try, and worth a word only if what is wrong is something else now."""
+        before = self.ini_stamp = self.stamp()
+        told, self.ini_trouble = self.ini_trouble, ""
         if self.read_again is None:
             return
-        self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
+        if asked:
+            self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
             new = self.read_again()
             if self.settings.path and not new.path:
                 raise SettingsError("%s: it is gone" % self.settings.path)
+            read_text_files(new)
         except SettingsError as error:
-            log.error("the old settings stay in force: %s", error)
+            self.ini_trouble = str(error)
+            if asked or self.ini_trouble != told:
+                log.error("the old settings stay in force: %s", error)
         else:
             different = self.settings.different(new)
             for row in different:
                 if row.live:
                     self.settings.values[row.name] = new.values[row.name]
-                    self.settings.texts[row.name] = new.texts.get(row.name, "")
+                    self.settings.texts.pop(row.name, None)
+                    if row.name in new.texts:
+                        self.settings.texts[row.name] = new.texts[row.name]
                 else:
                     log.warning("[%s] %s has changed; that takes a restart", row.section, row.key)
             if any(row.live for row in different):
                 self.apply()
+            self.ini_stamp = {path: before.get(path, stamp) for path, stamp in self.stamp().items()}
             log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
-        self.tell("READY=1")
+        if asked:
+            self.tell("READY=1")
 
     def apply(self) -> None:
         """Let the live settings take effect."""
@@ -8278,9 +8307,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
     overrides = arguments.set + ["server.log_level=debug"] * arguments.verbose
-    settings = Settings.load(arguments.config or beside, overrides, missing_ok=not arguments.config)
-    read_text_files(settings)
-    return settings
+    return Settings.load(arguments.config or beside, overrides, missing_ok=not arguments.config)
 
 
 def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
@@ -8448,6 +8475,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
 
 
 def command_check(settings: Settings) -> int:
+    read_text_files(settings)
     errors, warnings = check(settings)
     print("The settings are good." if not errors else "The settings can be read, but it cannot start:")
     for text in errors:

@@ -2584,6 +2584,14 @@ class AioTest(unittest.TestCase):
                 session = aio_ready().session("185.12.59.68", 0.0)
                 self.assertEqual(session.receive(data[:at], 0.0) + session.receive(data[at:], 0.1) + session.tick(0.35), answer, title)
 
+    def test_a_list_is_given_as_it_is(self) -> None:
+        """So the event loop can tell that it has sent the same before."""
+        aio = aio_ready()
+        for request in (b"\x0c", hexa("01000000 02")):
+            lists = [aio.session("185.12.59.68", 0.0).receive(request, 0.0) for _ in range(2)]
+            self.assertIs(type(lists[0]), ms.Lasting)
+            self.assertIs(lists[0], lists[1])
+
     def test_published_in_one_dialect_and_listed_in_all(self) -> None:
         for data, name, description in ((b"13#best AIO server#100% fun#27010#%\n", b"best AIO server", b"100% fun"),
                                         (b"13#best AIO server#100<percent> fun#10.0.0.1#27010#%", b"best AIO server", b"100% fun"),
@@ -4043,6 +4051,57 @@ class WebTest(unittest.TestCase):
         page = drive(web.session("127.0.0.1", 2.0), request, 2.0)
         self.assertEqual((page.count(b"First title"), page.count(b">Second title<") > 0), (0, True))
 
+    def test_a_tag_is_never_that_of_an_older_list(self) -> None:
+        """The numbers in ETags start over with a reload, and a reader who knows the list from before gets the new one."""
+        self.list(name="S")
+        before = self.get("/master.json")
+        self.core.settings.values["iceball.version"] += 1
+        self.web.read(self.core.settings)
+        after = self.get("/master.json", "If-None-Match: " + before[1]["ETag"], now=2.0)
+        self.assertEqual(after[0], 200)
+        self.assertNotEqual(after[2], before[2])
+        self.assertEqual(self.get("/master.json", "If-None-Match: " + after[1]["ETag"], now=2.0)[0], 304)
+
+    def test_idle_begins_when_the_answer_has_gone_out(self) -> None:
+        session = self.web.session("127.0.0.1", 0.0)
+        session.receive(ICEBALL_REQUEST, 0.0)
+        session.receive(b"", 50.0)                  # the event loop: a slow reader has the last of it
+        for now, done in ((50.0 + ms.HTTP_IDLE_S - 0.1, False), (50.0 + ms.HTTP_IDLE_S, True)):
+            session.tick(now)
+            self.assertEqual(session.done, done)
+
+    def test_what_is_asked_again_is_remembered_once(self) -> None:
+        for _ in range(3):
+            session = self.web.session("127.0.0.1", 0.0)
+            self.assertTrue(feed(session, ICEBALL_REQUEST, 50))
+            self.assertEqual(self.web.memo_bytes, sum(len(request) + len(answer) for request, (answer, _) in self.web.memo.items()))
+        self.assertEqual(len(self.web.memo), 1)
+
+    def test_a_head_alone(self) -> None:
+        """Whatever goes wrong, the answer to HEAD has no body."""
+        for request, status in ((b"HEAD /nosuch HTTP/1.0\r\n\r\n", 404), (b"HEAD / HTTP/2.0\r\n\r\n", 505), (b"HEAD / HTTP/1.1\r\n\r\n", 400),
+                                (b"HEAD / HTTP/1.0\r\nX: " + b"x" * ms.HTTP_HEAD_BYTES + b"\r\n\r\n", 431)):
+            head, _, body = self.exchange(request)[1].partition(b"\r\n\r\n")
+            self.assertEqual((head.split()[1], body), (b"%d" % status, b""), request[:20])
+        session, data = self.exchange(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n")
+        self.assertTrue(data.rpartition(b"\r\n\r\n")[2], "of the one before")
+
+    def test_an_error_that_comes_later(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            storage = ms.Storage(os.path.join(folder, "master.db"))
+            storage.open(0.0)
+            self.web = ms.Web(self.core._replace(storage=storage))
+            for method, accept, kind in (("GET", "text/html", "text/html"), ("HEAD", "*/*", "text/plain")):
+                session, data = self.exchange(b"%s /server?game=iceball&address=203.0.113.9&port=5 HTTP/1.1\r\nHost: x\r\nAccept: %s\r\n\r\n" % (
+                    method.encode(), accept.encode()) + ICEBALL_REQUEST)
+                head, _, rest = data.partition(b"\r\n\r\n")
+                self.assertRegex(head.decode(), "(?s)^HTTP/1.1 404 .*Content-Type: " + kind)
+                self.assertEqual(rest.startswith(b"HTTP/1.1 200 OK"), method == "HEAD", rest[:100])
+                self.assertIn(b'"iceball_version"', rest, "and the connection goes on")
+            self.assertEqual(self.web.requests["/server", 404], 2)
+            self.assertEqual(self.web.requests["/server", 200], 0)
+            storage.close()
+
     def test_times_are_15_s_old_at_the_most(self) -> None:
         rng, now = random.Random(4), 0.0
         for number in range(1, 200):
@@ -4606,6 +4665,44 @@ class ReloadTest(unittest.TestCase):
             server.tick(130.0)
             self.assertEqual(read.call_count, 2)
 
+    def test_what_the_ini_names(self) -> None:
+        """A text file that comes later, or goes, or changes, is read once, and so is the ini that names it."""
+        with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver") as logged:
+            path, news = os.path.join(folder, "masterserver.ini"), os.path.join(folder, "news.txt")
+
+            def write(file_name: str, text: str) -> None:
+                with open(file_name, "w", encoding="utf-8") as file:
+                    file.write("[server]\ndatabase =\n" + text if file_name == path else text)
+
+            def said() -> List[str]:
+                """What three looks at the files bring into the log."""
+                for _ in range(3):
+                    server.tick(server.ini_looked_at + ms.RELOAD_LOOK_S)
+                begin, told[0] = told[0], len(logged.records)
+                return [record.getMessage() for record in logged.records[begin:]]
+            told = [0]
+            write(path, "")
+            server = ms.MasterServer(ms.Settings.load(path), reload=lambda: ms.Settings.load(path))
+            self.addCleanup(server.stop)
+            self.assertEqual(said(), [])
+            write(path, "[http]\ntitle = Mine\n[aio]\nnews_file = news.txt\n")
+            refused, = said()
+            self.assertRegex(refused, "^the old settings stay in force: .*news.txt")
+            write(news, "Party")
+            self.assertEqual(said(), ["settings read again; changed: http.title, aio.news_file"])
+            server.reload()
+            self.assertEqual(said(), ["settings read again; changed: nothing"])
+            write(news, "Party at nine")
+            self.assertEqual(said(), ["settings read again; changed: aio.news_file"])
+            write(path, "")
+            self.assertEqual(said(), ["settings read again; changed: http.title, aio.news_file"])
+            write(news, "Another party")
+            self.assertEqual(said(), [])
+            write(path, "[nonsense]\n")
+            self.assertEqual(len(said()), 1)
+            server.reload()
+            self.assertEqual(len(said()), 1, "who asks is told again")
+
     def write(self, server: RunningServer, text: str) -> None:
         with open(server.config, "w", encoding="utf-8") as file:
             file.write(text)
@@ -4831,6 +4928,7 @@ class LoopTest(unittest.TestCase):
         wrong = run_program("--set", "iceball.prot=1", "--check")
         self.assertEqual((wrong.returncode, wrong.stdout), (2, ""))
         self.assertIn("did you mean port", wrong.stderr)
+        self.assertIn("nowhere.html", run_program("--set", "http.template=nowhere.html", "--check").stderr)
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "Windows ends a process by any signal")
     def test_an_impatient_ctrl_c_changes_nothing(self) -> None:
@@ -5518,6 +5616,42 @@ class SourceLimitsTest(unittest.TestCase):
 
 
 class SlowPeersTest(unittest.TestCase):
+    def test_nothing_is_asked_of_a_connection_that_was_closed(self) -> None:
+        """Not even if the selector had seen before that it can be written to."""
+        class Held(ms.Session):
+            held = True
+
+            def receive(self, data: bytes, now: float) -> bytes:
+                raise AssertionError("asked")
+        server = ms.MasterServer(LOOPBACK)
+        self.addCleanup(server.stop)
+        ours, theirs = socket.socketpair()
+        self.addCleanup(theirs.close)
+        connection = ms.Connection(server, ours, "127.0.0.1", Held(), ms.Tally(), "held", 0.0)
+        connection.watch()
+        (key, _), = server.selector.select(1.0)
+        connection.close(0.0)
+        key.data(0.0)
+        self.assertEqual(connection.tally.errors, 0)
+
+    def test_who_lingers_is_not_watched_as_well(self) -> None:
+        class Last(ms.Session):
+            held = True
+
+            def receive(self, data: bytes, now: float) -> bytes:
+                self.held, self.done = False, True
+                return b"the last"
+        server = ms.MasterServer(LOOPBACK)
+        self.addCleanup(server.stop)
+        ours, theirs = socket.socketpair()
+        self.addCleanup(theirs.close)
+        connection = ms.Connection(server, ours, "127.0.0.1", Last(), ms.Tally(), "last", 0.0)
+        connection.watch()
+        (key, _), = server.selector.select(1.0)
+        key.data(0.0)
+        self.assertEqual((theirs.recv(100), connection.events, len(server.lingering)), (b"the last", 0, 1))
+        connection.close(0.0)
+
     def while_the_worker_is_busy(self, requests: bytes) -> Tuple[int, bytes]:
         """Send /history.json and `requests` and end; the bytes held of them meanwhile, and all answers."""
         go_on = threading.Event()
