@@ -8363,8 +8363,8 @@ def bench_start(bench, name):
     server.close()
     with open(PROGRAM, encoding="utf-8") as file:
         text = file.read()
-    imports = "\n".join(ast.get_source_segment(text, node) for node in ast.parse(text).body
-                        if isinstance(node, (ast.Import, ast.ImportFrom)))
+    nodes = [inner for node in ast.parse(text).body for inner in (node.body if isinstance(node, ast.Try) else [node])]
+    imports = "\n".join(ast.get_source_segment(text, node) for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
     rounds = []
     for _ in range(7):
         began = time.perf_counter()
