@@ -6176,7 +6176,7 @@ class Connection:
             self.writing = False
             if not self.session.done:
                 self.call(self.session.receive, b"", now)       # what was held back while the output was full
-                if self.writing or self.linger_until or self.sock.fileno() < 0:
+                if self.writing or self.sock.fileno() < 0:
                     return
             self.watch()
         if self.linger_until:
@@ -6796,11 +6796,13 @@ class MasterServer(Loop):
             connection.watch()
 
     def linger(self, connection: Connection, now: float) -> None:
-        self.watch(connection, 0)
-        self.lingering.append((now + LINGER_LOOK_S, connection))
+        if connection.events:
+            super().linger(connection, now)
+        else:
+            self.lingering.append((now + LINGER_LOOK_S, connection))
 
     def look_at_lingering(self, now: float) -> None:
-        """Those whose peer has closed are done; to have the selector tell would cost as much as the whole exchange."""
+        """Whoever was over at once, often, and is not watched: if the peer has closed, the selector need not know of it at all."""
         while self.lingering and self.lingering[0][0] <= now:
             _, connection = self.lingering.popleft()
             if connection.sock.fileno() >= 0:
