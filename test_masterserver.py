@@ -5615,6 +5615,41 @@ class SourceLimitsTest(unittest.TestCase):
             self.assertIn(reason, body)
 
 
+@unittest.skipUnless(hasattr(select, "epoll"), "this system has no epoll")
+class SelectorTest(unittest.TestCase):
+    """Ours and the one of the standard library say the same, step by step."""
+
+    def test_beside_the_standard_one(self) -> None:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        ours, theirs = ms.EpollSelector(), selectors.DefaultSelector()
+        self.addCleanup(lambda: [thing.close() for thing in (near, far, ours, theirs)])
+
+        def fill() -> None:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    near.send(bytes(65536))
+
+        def drain() -> None:
+            far.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    far.recv(1 << 20)
+        read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
+        for step in (lambda s: s.register(near, read, "reads"), lambda s: far.send(b"x"), lambda s: near.recv(10) if s is theirs else None,
+                     lambda s: s.modify(near, write, "writes"), lambda s: fill(), lambda s: drain(), lambda s: s.modify(near, read, "reads"),
+                     lambda s: s.get_key(near), lambda s: s.unregister(near), lambda s: s.register(near, write), lambda s: far.close()):
+            told = [step(selector) for selector in (ours, theirs)]
+            if isinstance(told[0], selectors.SelectorKey):
+                self.assertEqual(*told)
+            self.assertEqual(ours.select(0), theirs.select(0))
+            self.assertEqual(*([*selector.get_map().values()] for selector in (ours, theirs)))
+        self.assertEqual([key.fileobj for key, _ in ours.select()], [near])
+        ours.unregister(near)
+        self.assertEqual(ours.select(0.01), [])
+        self.assertRaises(KeyError, ours.unregister, near)
+
+
 class SlowPeersTest(unittest.TestCase):
     def test_nothing_is_asked_of_a_connection_that_was_closed(self) -> None:
         """Not even if the selector had seen before that it can be written to."""
@@ -8721,11 +8756,12 @@ def serve_flooded(rate, seconds):
     flood = endpoint.sock = Flood(endpoint.sock, rate)
     endpoint.vector = None                          # it reads past Flood
     select_really = server.selector.select
+    key = next(key for key in server.selector.get_map().values() if key.fd == flood.fileno())
 
     def select_soon(timeout):
         events = select_really(0 if flood.fill() else min(timeout, 0.001))
-        if flood.fill() and not any(key.fd == flood.fileno() for key, _ in events):
-            events.append((server.selector.get_key(flood.fileno()), selectors.EVENT_READ))
+        if flood.fill() and (key, selectors.EVENT_READ) not in events:
+            events.append((key, selectors.EVENT_READ))
         return events
     server.selector.select = select_soon
     signal.signal(signal.SIGUSR1, lambda number, frame: flood.begin())
