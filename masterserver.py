@@ -6521,7 +6521,8 @@ class EpollSelector(selectors.BaseSelector):
         return key
 
     def select(self, timeout: Optional[float] = None) -> List[Tuple[selectors.SelectorKey, int]]:
-        ready = [self.keys[fd] for fd, _ in self.epoll.poll(timeout, max(1, len(self.keys)))]
+        wait = -1.0 if timeout is None else max(0.0, timeout)
+        ready = [self.keys[fd] for fd, _ in self.epoll.poll(wait, max(1, len(self.keys)))]
         return [(key, key.events) for key in ready]
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
