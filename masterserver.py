@@ -6502,8 +6502,8 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
 
 
 class EpollSelector(selectors.BaseSelector):
-    """epoll(7) for sockets that are each watched for one kind of event. The selectors' own allows for more, which costs a short answer
-    from memory 4 %, and one that has a connection to itself 5 %."""
+    """epoll(7) for sockets that are each watched for one kind of event. The module's own allows for more; without that an answer that
+    is remembered costs 4 % less, and a Hyperbol list 5 %."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()

@@ -5651,6 +5651,17 @@ class SelectorTest(unittest.TestCase):
 
 
 class SlowPeersTest(unittest.TestCase):
+    def held_back(self, session: ms.Session) -> Tuple[ms.Connection, socket.socket, Callable[[float], None]]:
+        """A connection that waits until it can write, its peer, and what the selector calls as it can."""
+        server = ms.MasterServer(LOOPBACK)
+        self.addCleanup(server.stop)
+        ours, theirs = socket.socketpair()
+        self.addCleanup(theirs.close)
+        connection = ms.Connection(server, ours, "127.0.0.1", session, ms.Tally(), "held", 0.0)
+        connection.watch()
+        (key, _), = server.selector.select(1.0)
+        return connection, theirs, key.data
+
     def test_nothing_is_asked_of_a_connection_that_was_closed(self) -> None:
         """Not even if the selector had seen before that it can be written to."""
         class Held(ms.Session):
@@ -5658,15 +5669,9 @@ class SlowPeersTest(unittest.TestCase):
 
             def receive(self, data: bytes, now: float) -> bytes:
                 raise AssertionError("asked")
-        server = ms.MasterServer(LOOPBACK)
-        self.addCleanup(server.stop)
-        ours, theirs = socket.socketpair()
-        self.addCleanup(theirs.close)
-        connection = ms.Connection(server, ours, "127.0.0.1", Held(), ms.Tally(), "held", 0.0)
-        connection.watch()
-        (key, _), = server.selector.select(1.0)
+        connection, _, writable = self.held_back(Held())
         connection.close(0.0)
-        key.data(0.0)
+        writable(0.0)
         self.assertEqual(connection.tally.errors, 0)
 
     def test_who_was_watched_lingers_in_the_selector(self) -> None:
@@ -5676,15 +5681,9 @@ class SlowPeersTest(unittest.TestCase):
             def receive(self, data: bytes, now: float) -> bytes:
                 self.held, self.done = False, True
                 return b"the last"
-        server = ms.MasterServer(LOOPBACK)
-        self.addCleanup(server.stop)
-        ours, theirs = socket.socketpair()
-        self.addCleanup(theirs.close)
-        connection = ms.Connection(server, ours, "127.0.0.1", Last(), ms.Tally(), "last", 0.0)
-        connection.watch()
-        (key, _), = server.selector.select(1.0)
-        key.data(0.0)
-        self.assertEqual((theirs.recv(100), connection.events, len(server.lingering)), (b"the last", selectors.EVENT_READ, 0))
+        connection, peer, writable = self.held_back(Last())
+        writable(0.0)
+        self.assertEqual((peer.recv(100), connection.events, len(connection.loop.lingering)), (b"the last", selectors.EVENT_READ, 0))
         connection.close(0.0)
 
     def while_the_worker_is_busy(self, requests: bytes) -> Tuple[int, bytes]:
