@@ -849,7 +849,7 @@ class Server:
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
                  "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details",
-                 "source", "first_seen", "last_seen", "lifetime", "rank", "parts", "packet")
+                 "source", "first_seen", "last_seen", "lifetime", "rank", "parts", "packet", "batch")
 
     game: str
     address: str
@@ -872,6 +872,7 @@ class Server:
         self.lifetime = lifetime
         self.rank = None                                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None       # its part of each list, as rendered last
+        self.batch = 0                                      # that tells storage of its last change
         self.packet = packet                                # the announcement heard last, for protocols that repeat it
 
     @property
@@ -995,10 +996,9 @@ class Registry:
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
         self.notes, self.notes_end = 0, float("-inf")       # in this second, and when it ends
-        # What storage has not been told yet
-        self.seen: List[Server] = []        # heard from, some of them more than once; a list, as a large set misses the processor's cache
-        self.altered: Set[Server] = set()
-        self.left: Set[Key] = set()         # some may be back
+        # What storage has not been told yet: who has left, of whom some may be back, and those who bear this number
+        self.left: Set[Key] = set()
+        self.batch = 1
 
     def watch(self, call: Callable[[str, Server], None], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
         """Have `call(event, server)` called for a game, or for all."""
@@ -1063,7 +1063,6 @@ class Registry:
     def refresh(self, server: Server, now: float) -> None:
         """The server was heard from."""
         server.last_seen = now
-        self.seen.append(server)
         if server.unconfirmed:
             server.unconfirmed = False
             self.schedule(server)           # its lifetime may be shorter than the one it was restored with
@@ -1087,7 +1086,7 @@ class Registry:
             server.source = source
             key = source_key(source)
             self.sources[key] = self.sources.get(key, 0) + 1
-            self.altered.add(server)
+            server.batch = self.batch
 
     def uncount_source(self, server: Server) -> None:
         key = source_key(server.source)
@@ -1125,9 +1124,8 @@ class Registry:
         server.rank = None
         if event == "gone":
             self.left.add(server.key)
-            self.altered.discard(server)
         else:
-            self.altered.add(server)
+            server.batch = self.batch
         watchers = self.watchers[event]
         for watcher in watchers[server.game]:
             watcher(event, server)
@@ -1176,6 +1174,18 @@ class Registry:
         """All servers, or those of a game, in the master's order; the list is the caller's. Safe from any thread."""
         games = [self.games.get(game, {})] if game else list(self.games.values())
         return sorted((server for listed in games for server in list(listed.values())), key=key)
+
+    def news(self, batch: int, then: float) -> Tuple[List[Server], List[Server]]:
+        """For storage: who has changed since `batch` began, and who else was heard from `then` on. Safe from any thread. To look at all
+        of them once a second costs less than to take down each that is heard."""
+        altered, heard = [], []
+        for listed in list(self.games.values()):
+            for server in list(listed.values()):
+                if server.batch >= batch:
+                    altered.append(server)
+                elif server.last_seen >= then:
+                    heard.append(server)
+        return altered, heard
 
     def in_blocks(self, game: str = "") -> Blocks:
         """The same in blocks, for the event loop alone: only who has changed is put in its place anew."""
@@ -2037,7 +2047,6 @@ class Iceball(UdpProtocol):
         server = self.known.get(data + peer[0].encode())
         if server is not None:                      # nothing has changed: the common case by far
             server.last_seen = now
-            self.registry.seen.append(server)
             return [(self.thanks, peer)]
         head = data[:4]
         if head == b"1CEB":
@@ -6357,7 +6366,7 @@ class Keeper:
             self.registry.insert(server)
             servers.append(server)
         self.recent = self.storage.recent(wall)
-        self.registry.altered.clear()
+        self.registry.batch += 1
         self.renewed = self.storage.renewed
         if self.storage.set_aside:
             log.warning("the database was damaged; it is now %s, and a new one has begun", self.storage.set_aside)
@@ -6367,27 +6376,26 @@ class Keeper:
         """Hand over what has changed, and once a minute the player counts."""
         if self.busy or now - self.saved_at < SAVE_S:
             return
-        self.saved_at = now
+        since, self.saved_at = self.saved_at, now
         registry = self.registry
         stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that was put right since
         self.epoch = wall - now
-        if self.whole or stepped:
-            registry.altered.update(registry.in_order())
-        seen, altered, left = registry.seen, registry.altered, registry.left
-        registry.seen, registry.altered, registry.left = [], set(), set()
+        batch = 0 if self.whole or stepped else registry.batch
+        registry.batch += 1
+        left, registry.left = registry.left, set()
         players = registry.servers() if wall // 60 != self.minute else None
         self.minute = wall // 60
-        if seen or altered or left or players is not None:
-            self.busy = True
-            self.worker.submit(functools.partial(self.write, seen, altered, left, players, wall - now, wall),
-                               functools.partial(self.written, left))
+        self.busy = True
+        self.worker.submit(functools.partial(self.write, batch, since, left, players, wall - now, wall),
+                           functools.partial(self.written, left))
 
-    def write(self, seen: List[Server], altered: Set[Server], left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
+    def write(self, batch: int, since: float, left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
               ) -> Optional[Dict[Key, List[Optional[int]]]]:
         """In the worker. A server that changes meanwhile is in the next batch again."""
+        altered, heard = self.registry.news(batch, since)
         self.storage.save([stored_row(server, epoch) for server in altered],
                           [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key)
-                           for server in set(seen) - altered],
+                           for server in heard],
                           list(left))
         if players is None:
             return None
@@ -6418,8 +6426,7 @@ class Keeper:
         try:
             if not self.busy:
                 registry = self.registry
-                altered = set(registry.in_order()) if self.whole else registry.altered
-                self.write(registry.seen, altered, registry.left, None, wall - now, wall)
+                self.write(0 if self.whole else registry.batch, self.saved_at, registry.left, None, wall - now, wall)
         except sqlite3.Error as error:
             log.error("the list could not be kept at the end: %s", error)
         self.storage.close()
@@ -6942,7 +6949,7 @@ class MasterServer(Loop):
         if self.keeper:
             self.guarded(self.keeper.tick, now, now + epoch)
         else:
-            self.registry.seen, self.registry.altered, self.registry.left = [], set(), set()
+            self.registry.left.clear()
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
             self.ini_looked_at = now
             if self.ini_trouble or self.stamp() != self.ini_stamp:          # what the ini names and is missing may have come
