@@ -556,7 +556,8 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
         text = BREAKS.sub(" ", text)
         text = INVISIBLE.sub("", text)
         text = STACKED.sub(r"\1", text)
-    return text.strip()[:characters].strip()
+    text = text.strip()
+    return text if len(text) <= characters else text[:characters].strip()
 
 
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
@@ -645,7 +646,7 @@ def ipv4_bytes(address: str) -> bytes:
 class Cookie:
     """A keyed MAC with a lifetime, so that a handshake needs no memory: what comes back proves that it went out.
 
-    `make` gives COOKIE_MAC_BYTES over the message in the window of `now`; `good` accepts this window's and the previous one's.
+    `key`: 16 bytes. `make` gives COOKIE_MAC_BYTES over the message in the window of `now`; `good` accepts those of this window and the one before.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -656,8 +657,9 @@ class Cookie:
     def turn(self, now: float) -> None:
         window = int(now // COOKIE_WINDOW_S)
         self.ends = (window + 1.0) * COOKIE_WINDOW_S
+        # BLAKE2's own keyed mode is the same with the key padded to a block, which would be a second one to compress each time
         self.previous, self.current = (
-            hashlib.blake2b(b"%d" % number, key=self.key, digest_size=COOKIE_MAC_BYTES) for number in (window - 1, window))
+            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=COOKIE_MAC_BYTES) for number in (window - 1, window))
 
     def make(self, message: bytes, now: float) -> bytes:
         if now >= self.ends:
@@ -824,8 +826,6 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
-        if not self.bans and not self.blocks:
-            return ""
         for network, reason in list(self.bans.items()) + list(self.blocks.items()):
             if any(in_networks(address, (network,)) for address in addresses):
                 return reason or "no reason given"
@@ -856,24 +856,26 @@ class Server:
     port: int
     rank: Optional[Rank]
 
-    def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, *, name: str = "", mode: str = "",
-                 map: str = "", version: str = "", description: str = "", players: int = 0, max_players: int = 0,
-                 playing: Optional[int] = None, flavor: int = 0, verified: str = "self-reported",
-                 responding: bool = True, ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS,
-                 packet: bytes = b"") -> None:
-        self.game, self.address, self.port, self.source = game, address, port, source
-        self.name, self.mode, self.map, self.version, self.description = name, mode, map, version, description
-        self.players, self.max_players, self.flavor = players, max_players, flavor
+    def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, name: str = "", mode: str = "",
+                 map: str = "", version: str = "", players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
+                 description: str = "", playing: Optional[int] = None, flavor: int = 0, responding: bool = True,
+                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, packet: bytes = b"") -> None:
+        self.game, self.address, self.port = game, address, port           # in twos and threes, as more would make a tuple each time
+        self.source, self.verified = source, verified
+        self.name, self.description = name, description
+        self.mode, self.map, self.version = mode, map, version
+        self.players, self.max_players = players, max_players
         self.playing = playing                              # in ships, on the field; None: the protocol does not say
-        self.verified, self.responding, self.ping_ms, self.details = verified, responding, ping_ms, details
+        self.flavor, self.details = flavor, details
+        self.responding, self.ping_ms = responding, ping_ms
         self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
         self.rank = None                                    # as rank_of made it last; None after a change
-        self.parts: Optional[Dict[str, Any]] = None       # its part of each list, as rendered last
-        self.batch = 0                                      # that tells storage of its last change
+        self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as rendered last
         self.packet = packet                                # the announcement heard last, for protocols that repeat it
+        self.batch = 0                                      # that tells storage of its last change
 
     @property
     def key(self) -> Key:
@@ -1014,18 +1016,18 @@ class Registry:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        ban = self.rules.ban(source, address)
+        rules = self.rules
+        ban = rules.ban(source, address) if rules.bans or rules.blocks else ""
         if ban:
             raise Refused("banned", ban)
-        if self.rules.refuse_names:
+        if rules.refuse_names:
             self.admit_name(name)
         if known:
             return
-        if self.total >= self.rules.servers:
-            raise Refused("limit", "this master lists %d servers at the most" % self.rules.servers)
-        if (self.sources.get(source_key(source), 0) >= self.rules.servers_per_source
-                and not self.rules.datagrams.exempts(source)):
-            raise Refused("limit", "%d servers of one address are listed at the most" % self.rules.servers_per_source)
+        if self.total >= rules.servers:
+            raise Refused("limit", "this master lists %d servers at the most" % rules.servers)
+        if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.datagrams.exempts(source):
+            raise Refused("limit", "%d servers of one address are listed at the most" % rules.servers_per_source)
 
     def admit_name(self, name: str) -> None:
         pattern = self.rules.refused_name(name)
@@ -1035,7 +1037,7 @@ class Registry:
     def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
              fields: Mapping[str, Any], known: bool = False) -> Server:
         """List a server, or refresh it, with what it told; raises Refused. Fields are attributes of Server."""
-        server = self.get(game, address, port)
+        server = self.games[game].get((address, port))
         if server is None:
             self.admit(game, address, port, source, fields.get("name", ""), known)
             server = Server(game, address, port, source, now, lifetime, **fields)
@@ -1050,13 +1052,13 @@ class Registry:
 
     def insert(self, server: Server) -> None:
         """A new server, admitted or restored, into every index."""
-        self.mark(server)
-        self.fit_players(server)
+        if self.rules.official or self.rules.priority:
+            self.mark(server)
         self.games[server.game][server.address, server.port] = server
-        key = source_key(server.source)
-        self.sources[key] = self.sources.get(key, 0) + 1
+        source = source_key(server.source)
+        self.sources[source] = self.sources.get(source, 0) + 1
         self.total += 1
-        self.count(server, 1)
+        self.count_in(server)
         self.schedule(server)
         self.changed("listed", server)
 
@@ -1073,11 +1075,10 @@ class Registry:
         different = [(name, value) for name, value in fields.items() if getattr(server, name) != value]
         if not different:
             return
-        self.count(server, -1)
+        self.count_out(server)
         for name, value in different:
             setattr(server, name, value)
-        self.fit_players(server)
-        self.count(server, 1)
+        self.count_in(server)
         self.changed("changed", server)
 
     def move_source(self, server: Server, source: str) -> None:
@@ -1097,30 +1098,40 @@ class Registry:
     def remove(self, server: Server) -> None:
         if self.games[server.game].pop((server.address, server.port), None) is not server:
             return
-        self.count(server, -1)
+        self.count_out(server)
         self.uncount_source(server)
         self.total -= 1
         self.changed("gone", server)
 
-    def fit_players(self, server: Server) -> None:
-        server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
-        if server.playing is not None:
-            server.playing = clamp(server.playing, server.players)
+    def count_in(self, server: Server) -> None:
+        """Its players, as many as can be, are there from now on; unless it is named in the ini and not there: nobody plays on it."""
+        players, most, playing = server.players, server.max_players or PLAYERS_MAX, server.playing
+        if not 0 <= players <= most:
+            players = server.players = clamp(players, most)
+        if playing is None:
+            playing = players
+        elif not 0 <= playing <= players:
+            playing = server.playing = clamp(playing, players)
+        if server.responding:
+            census = self.census[server.game]
+            census[0] += 1
+            census[1] += players
+            census[2] += playing
 
-    def count(self, server: Server, sign: int) -> None:
-        if not server.responding:           # named in the ini and not there: nobody plays on it
-            return
-        census = self.census[server.game]
-        census[0] += sign
-        census[1] += sign * server.players
-        census[2] += sign * (server.players if server.playing is None else server.playing)
+    def count_out(self, server: Server) -> None:
+        if server.responding:
+            census = self.census[server.game]
+            census[0] -= 1
+            census[1] -= server.players
+            census[2] -= server.players if server.playing is None else server.playing
 
     def changed(self, event: str, server: Server) -> None:
         self.generation += 1
         server.parts = None
-        for game in (server.game, ""):
-            if game in self.orders:
-                self.orders[game].moved.setdefault(server, server.rank)
+        if self.orders:                     # somebody reads
+            for game in (server.game, ""):
+                if game in self.orders:
+                    self.orders[game].moved.setdefault(server, server.rank)
         server.rank = None
         if event == "gone":
             self.left.add(server.key)
@@ -1150,8 +1161,13 @@ class Registry:
 
     def schedule(self, server: Server) -> None:
         ends = server.last_seen + server.lifetime
-        if ends != float("inf"):
-            self.endings.setdefault(int(ends), []).append(server)
+        if ends == math.inf:
+            return
+        second = int(ends)
+        if second in self.endings:
+            self.endings[second].append(server)
+        else:
+            self.endings[second] = [server]
 
     def expire(self, now: float) -> None:
         """Drop every server that was silent for its lifetime; called once a second."""
@@ -2105,21 +2121,27 @@ class Iceball(UdpProtocol):
 
     def list_server(self, source: str, packet: bytes, now: float) -> None:
         """`packet`: an announcement whose source is proven."""
-        _, _, version, port, players, max_players, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
-        fields = {"name": decode_utf8(c_string(name)), "mode": iceball_text(mode), "map": iceball_text(map),
-                  "version": iceball_version_text(version), "players": min(players, max_players),
-                  "max_players": max_players, "verified": "handshake"}
-        address = self.registry.rules.listed_address(source)
-        before = self.listed.get((address, port))
-        if before is not None:
-            self.known.pop(before.packet, None)
+        _, _, number, port, players, max_players, name_field, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
+        name, mode, map, version = decode_utf8(c_string(name_field)), iceball_text(mode), iceball_text(map), iceball_version_text(number)
+        if players > max_players:
+            players = max_players
+        registry = self.registry
+        address = registry.rules.listed_address(source)
+        server = self.listed.get((address, port))
         try:
-            server = self.registry.hear("iceball", address, port, source, now, self.timeout, fields)
+            if server is None:
+                registry.admit("iceball", address, port, source, name)
+                server = Server("iceball", address, port, source, now, self.timeout, name, mode, map, version, players, max_players, "handshake")
+                registry.insert(server)
+                registry.note(source, "iceball", port, "listed", now)
+            else:
+                self.known.pop(server.packet, None)
+                registry.hear("iceball", address, port, source, now, self.timeout, {
+                    "name": name, "mode": mode, "map": map, "version": version, "players": players,
+                    "max_players": max_players, "verified": "handshake"})
         except Refused as refused:
-            self.registry.note(source, "iceball", port, refused.outcome, now, str(refused))
+            registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        if before is None:
-            self.registry.note(source, "iceball", port, "listed", now)
         server.packet = packet + source.encode()
         self.known[server.packet] = server
 
