@@ -6368,7 +6368,7 @@ class Keeper:
         self.renewed = 0
         self.saved_at = self.minute = 0.0
         self.told_at = float("-inf")        # when the log was told of trouble
-        self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch
+        self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch; the first one after a start is whole
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
     def restore(self, now: float, wall: float) -> List[Server]:
@@ -6388,7 +6388,6 @@ class Keeper:
             self.registry.insert(server)
             servers.append(server)
         self.recent = self.storage.recent(wall)
-        self.registry.batch += 1
         self.renewed = self.storage.renewed
         if self.storage.set_aside:
             log.warning("the database was damaged; it is now %s, and a new one has begun", self.storage.set_aside)

@@ -387,6 +387,23 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual((self.registry.total, self.registry.sources, self.registry.endings), (0, {}, {}))
         self.assertEqual(self.registry.census["iceball"], [0, 0, 0])
 
+    def test_census(self) -> None:
+        """Servers, players, and those of them that play: no more than there is room for, and none where nobody answers."""
+        for told, counted in (({"players": 3}, [1, 3, 3]), ({"players": 70000}, [1, 65535, 65535]), ({"players": -1}, [1, 0, 0]),
+                              ({"players": 9, "max_players": 8}, [1, 8, 8]), ({"players": 5, "max_players": 8, "playing": 2}, [1, 5, 2]),
+                              ({"players": 9, "max_players": 8, "playing": 9}, [1, 8, 8]), ({"players": 5, "playing": -1}, [1, 5, 0]),
+                              ({"players": 5, "responding": False}, [0, 0, 0])):
+            registry = make_core().registry
+            registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, told)             # new,
+            self.assertEqual(registry.census["iceball"], counted, told)
+            registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 1.0, 120.0, {
+                "players": 1, "max_players": 0, "playing": None, "responding": True})
+            self.assertEqual(registry.census["iceball"], [1, 1, 1])
+            registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 2.0, 120.0, told)             # changed,
+            self.assertEqual(registry.census["iceball"], counted, told)
+            registry.remove(registry.servers()[0])                                                  # and gone
+            self.assertEqual(registry.census["iceball"], [0, 0, 0])
+
     def test_expiry_at_fractions_of_a_second(self) -> None:
         self.hear(1, now=0.7)
         self.hear(2, now=0.2)
@@ -4607,6 +4624,37 @@ class KeeperTest(unittest.TestCase):
         keeper.tick(2.0, T0 + 2)
         keeper.storage.close()
         self.assertEqual(self.start(0.0, T0 + 5, **{"bans__203.0.113.0/24": "fakes"})[0].servers(), [])
+
+    def test_a_batch_is_what_is_new(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        for port in (1, 2, 3):
+            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 120.0, {"name": "S"})
+        one, two, _ = registry.servers()
+        with mock.patch.object(keeper.storage, "save", wraps=keeper.storage.save) as save:
+            def saved() -> Tuple[List[int], List[int], List[int]]:
+                """The ports of the rows, of those only heard from, and of those gone."""
+                rows, seen, gone = save.call_args[0]
+                return sorted(row[2] for row in rows), sorted(row[4] for row in seen), sorted(key[2] for key in gone)
+            keeper.tick(2.0, T0 + 2)
+            self.assertEqual(saved(), ([1, 2, 3], [], []))
+            registry.refresh(one, 2.0)
+            registry.hear("iceball", "203.0.113.9", 4, "203.0.113.9", 3.0, 120.0, {"name": "S"})
+            keeper.tick(4.0, T0 + 4)
+            self.assertEqual(saved(), ([4], [1], []))
+            keeper.tick(6.0, T0 + 6)
+            self.assertEqual(saved(), ([], [], []))
+            registry.refresh(two, 7.0)
+            registry.update(two, {"players": 1})
+            registry.move_source(one, "203.0.113.10")
+            registry.remove(registry.servers()[-1])
+            keeper.tick(8.0, T0 + 8)
+            self.assertEqual(saved(), ([1, 2], [], [4]))
+            keeper.tick(10.0, T0 + 100)             # the clock was put right
+            self.assertEqual(saved(), ([1, 2, 3], [], []))
+            registry.update(two, {"players": 2})
+            registry.refresh(one, 11.0)
+            keeper.close(11.0, T0 + 101)
+            self.assertEqual(saved(), ([2], [1], []))
 
     def test_trouble_is_told_once_and_mended(self) -> None:
         registry, keeper = self.start(0.0, T0)
