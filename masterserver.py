@@ -6148,7 +6148,7 @@ class Connection:
                 self.out, self.pages = bytes(self.out) + data, None
             else:
                 self.out, self.out_since = data, now
-                if type(data) is Lasting and len(data) >= PAGES_BYTES:
+                if type(data) is Lasting:
                     self.pages, self.pages_end = data.kept or self.loop.pages(data), len(data)
         if session.job is not None and not self.working:
             self.working = True
@@ -6180,41 +6180,40 @@ class Connection:
             self.write(now)
 
     def write(self, now: float) -> None:
-        while self.out:
+        out, session = self.out, self.session
+        if out:
             try:
                 if self.pages is None:
-                    sent = self.sock.send(self.out)
+                    sent = self.sock.send(out)
                 else:
-                    sent = os.sendfile(self.sock.fileno(), self.pages.descriptor, self.pages_end - len(self.out), len(self.out))
+                    sent = os.sendfile(self.sock.fileno(), self.pages.descriptor, self.pages_end - len(out), len(out))
             except (BlockingIOError, InterruptedError):
-                break
+                sent = 0
             except OSError:
                 self.close(now)
                 return
-            self.progress_at = now
             self.tally.bytes_out += sent
-            if sent == len(self.out):
-                self.out, self.pages = b"", None
-                self.tally.sent += 1
-            else:
-                self.out = memoryview(self.out)[sent:]
-                self.place(now)
-        if self.out:
-            if not self.writing:
-                self.watch()
-            return
+            if sent < len(out):
+                if sent:
+                    self.progress_at = now
+                    self.out = memoryview(out)[sent:]
+                    self.place(now)
+                if not self.writing:
+                    self.watch()
+                return
+            self.tally.sent += 1
+            self.out, self.pages = b"", None
         if self.writing:                # a later round of the loop than the one in which this was to be written
             self.writing = False
-            if not self.session.done:
-                self.call(self.session.receive, b"", now)       # what was held back while the output was full
+            if not session.done:
+                self.call(session.receive, b"", now)        # what was held back while the output was full
                 if self.writing or self.sock.fileno() < 0:
                     return
             self.watch()
-        if self.linger_until:
-            return
-        if self.session.done:
-            self.finish(now)
-        elif self.session.held:
+        if session.done:
+            if not self.linger_until:
+                self.finish(now)
+        elif session.held:
             self.watch()
         elif self.eof and not self.working:
             self.close(now)
@@ -6535,26 +6534,25 @@ class EpollSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
-        self.keys: Dict[int, selectors.SelectorKey] = {}
+        self.watched: Dict[int, Tuple[selectors.SelectorKey, int]] = {}         # as select() gives them
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        fd = fileobj.fileno()
-        self.epoll.register(fd, select.EPOLLIN if events == selectors.EVENT_READ else select.EPOLLOUT)
-        key = self.keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
+        key = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)
+        self.epoll.register(key.fd, select.EPOLLIN if events == selectors.EVENT_READ else select.EPOLLOUT)
+        self.watched[key.fd] = key, events
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        key = self.keys.pop(fileobj.fileno())
+        key, _ = self.watched.pop(fileobj.fileno())
         self.epoll.unregister(key.fd)
         return key
 
     def select(self, timeout: Optional[float] = None) -> List[Tuple[selectors.SelectorKey, int]]:
-        wait = -1.0 if timeout is None else max(0.0, timeout)
-        ready = [self.keys[fd] for fd, _ in self.epoll.poll(wait, max(1, len(self.keys)))]
-        return [(key, key.events) for key in ready]
+        watched = self.watched
+        return [watched[fd] for fd, _ in self.epoll.poll(-1.0 if timeout is None else max(0.0, timeout), max(1, len(watched)))]
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return {key.fileobj: key for key in self.keys.values()}
+        return {key.fileobj: key for key, _ in self.watched.values()}
 
     def close(self) -> None:
         self.epoll.close()
@@ -6880,6 +6878,8 @@ class MasterServer(Loop):
         self.most_of_source = self.settings["limits.connections_open"]
 
     def pages(self, answer: Lasting) -> Optional[Pages]:
+        if len(answer) < PAGES_BYTES:
+            return None
         answer.given += 1
         if answer.given == 2 and HAS_PAGES and len(self.held_pages) < PAGES_KEPT:          # many are given but once
             try:
