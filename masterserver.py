@@ -6048,7 +6048,7 @@ class Pages:
 
     def __init__(self, data: bytes, held: weakref.WeakSet[Pages]) -> None:
         """`held`: all of them, whoever keeps them. Raises OSError."""
-        self.held = held
+        self.held, self.size = held, len(data)
         self.descriptor = os.memfd_create("answer")
         held.add(self)
         if os.write(self.descriptor, data) < len(data):
@@ -6069,14 +6069,14 @@ HAS_PAGES = hasattr(os, "memfd_create") and hasattr(os, "sendfile") and sys.impl
 class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
-    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "pages", "pages_end", "out_since", "progress_at", "placed_at",
+    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "pages", "out_since", "progress_at", "placed_at",
                  "writing", "linger_until", "linger_bytes", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
-        self.out: Union[bytes, memoryview] = b""
-        self.pages: Optional[Pages] = None          # where `out` lies as well, or the end of it
+        self.out: Union[bytes, memoryview] = b""    # what waits for room …
+        self.pages: Optional[Pages] = None          # … and where it lies as well, if it does
         self.out_since = self.progress_at = self.placed_at = now
         self.events = 0                     # what the selector watches for
         self.writing = False                # room to write is waited for
@@ -6143,26 +6143,22 @@ class Connection:
     def give(self, data: bytes, now: float) -> None:
         """Write what the session gives, and see to what else it wants."""
         session = self.session
+        if session.job is not None and not self.working:
+            self.working = True
+            self.loop.disk.submit(session.job, self.resumed, WORKER_JOBS)
+            if self.events:
+                self.watch()
+        if session.wake_at is not None and session.wake_at != self.woken_at:
+            self.woken_at = session.wake_at
+            self.loop.wake_at(self.woken_at, self)
         if data:
             if self.out:
                 self.out, self.pages = bytes(self.out) + data, None
             else:
-                self.out, self.out_since = data, now
-                if type(data) is Lasting:
-                    self.pages, self.pages_end = data.kept or self.loop.pages(data), len(data)
-        if session.job is not None and not self.working:
-            self.working = True
-            if self.loop.disk.jobs.qsize() < WORKER_JOBS:
-                self.loop.disk.submit(session.job, self.resumed)
-                if self.events:
-                    self.watch()
-            else:
-                self.resumed(RuntimeError("too many others wait"), now)
-        if session.wake_at is not None and session.wake_at != self.woken_at:
-            self.woken_at = session.wake_at
-            self.loop.wake_at(self.woken_at, self)
-        if data or session.done or session.held:
-            self.write(now)
+                self.out_since = now
+                self.write(data, (data.kept or self.loop.pages(data)) if type(data) is Lasting else None, now)
+        elif session.done or session.held:
+            self.settle(now)
 
     def resumed(self, result: Any, now: float) -> None:
         self.working = False
@@ -6176,33 +6172,44 @@ class Connection:
                 self.watch()
 
     def writable(self, now: float) -> None:
-        if self.sock.fileno() >= 0:         # else it was closed, to make room, after the selector had seen it
-            self.write(now)
+        if self.sock.fileno() < 0:          # closed, to make room, after the selector had seen it
+            return
+        if self.out:
+            self.write(self.out, self.pages, now)
+        else:
+            self.settle(now)
 
-    def write(self, now: float) -> None:
-        out, session = self.out, self.session
-        if out:
-            try:
-                if self.pages is None:
-                    sent = self.sock.send(out)
-                else:
-                    sent = os.sendfile(self.sock.fileno(), self.pages.descriptor, self.pages_end - len(out), len(out))
-            except (BlockingIOError, InterruptedError):
-                sent = 0
-            except OSError:
-                self.close(now)
-                return
-            self.tally.bytes_out += sent
-            if sent < len(out):
-                if sent:
-                    self.progress_at = now
-                    self.out = memoryview(out)[sent:]
-                    self.place(now)
-                if not self.writing:
-                    self.watch()
-                return
+    def write(self, out: Union[bytes, memoryview], pages: Optional[Pages], now: float) -> None:
+        """`pages`: where all of it lies as well, or what it is the end of."""
+        try:
+            if pages is None:
+                sent = self.sock.send(out)
+            else:
+                sent = os.sendfile(self.sock.fileno(), pages.descriptor, pages.size - len(out), len(out))
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self.close(now)
+            return
+        self.tally.bytes_out += sent
+        if sent == len(out):
             self.tally.sent += 1
-            self.out, self.pages = b"", None
+            if self.out:
+                self.out, self.pages = b"", None
+            session = self.session
+            if self.writing or session.done or session.held or self.eof:
+                self.settle(now)
+            return
+        self.out, self.pages = memoryview(out)[sent:], pages
+        if sent:
+            self.progress_at = now
+            self.place(now)
+        if not self.writing:
+            self.watch()
+
+    def settle(self, now: float) -> None:
+        """Nothing waits to be written: go on, or come to the end."""
+        session = self.session
         if self.writing:                # a later round of the loop than the one in which this was to be written
             self.writing = False
             if not session.done:
@@ -6316,7 +6323,12 @@ class Worker:
         self.results: collections.deque[Any] = collections.deque()
         self.thread: Optional[threading.Thread] = None
 
-    def submit(self, job: Callable[[], Any], done: Callable[[Any, float], None]) -> None:
+    def submit(self, job: Callable[[], Any], done: Callable[[Any, float], None], most: float = math.inf) -> None:
+        """`most`: with so many jobs waiting, the result is a RuntimeError."""
+        if self.jobs.qsize() >= most:
+            self.results.append((done, RuntimeError("too many others wait")))
+            self.wake()
+            return
         if self.thread is None:
             self.thread = threading.Thread(target=self.work, name="masterserver " + self.name, daemon=True)
             self.thread.start()
@@ -7868,7 +7880,7 @@ class Announcement(Loop):
         for link in self.links:
             link.announcer.leave(now)
             if link.connection is not None and link.connection.session.done:
-                link.connection.write(now)
+                link.connection.writable(now)
 
     def advance(self, link: Link, now: float, tick: bool) -> None:
         """Whatever is due for one master."""
