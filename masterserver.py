@@ -223,25 +223,21 @@ def read_addresses(text: str) -> Tuple[str, ...]:
     return addresses
 
 
-THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")                # RFC 1122: "this network", never a destination
-
-
-# IPv4 unicast, 1.0.0.0 to 223.255.255.255, in the one form that lists have: spares the parser, at 10,000 a start
+# IPv4 unicast (RFC 1122, 1112), 1.0.0.0 to 223.255.255.255, in the one form that lists have
 UNICAST_IPV4 = re.compile(r"(?:[1-9]\d?|1\d\d|2[01]\d|22[0-3])(?:\.(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)){3}", re.ASCII)
 
 
 def is_unicast(address: str) -> bool:
-    """An IP address that a game server can have."""
-    if "%" in address:              # a scope means nothing to another machine
-        return False
+    """An IP address that a game server can have; with a scope it means nothing to another machine."""
     if UNICAST_IPV4.fullmatch(address):
         return True
     try:
-        parsed = ipaddress.ip_address(address)
+        parsed = ipaddress.IPv6Address(address)
     except ValueError:
         return False
-    return not (parsed.is_multicast or parsed.is_unspecified or str(parsed) == "255.255.255.255"
-                or parsed.version == 4 and parsed in THIS_NETWORK)
+    if parsed.ipv4_mapped:
+        return is_unicast(str(parsed.ipv4_mapped))
+    return "%" not in address and not (parsed.is_multicast or parsed.is_unspecified)
 
 
 def read_unicast(text: str) -> str:
@@ -714,6 +710,11 @@ class Limiter:
         if verdict == EXEMPT and len(self.table) < self.sources:        # asked for each of its servers at a start
             self.table[address] = verdict
         return verdict == EXEMPT
+
+    def spent(self, address: str, now: float) -> bool:
+        """Has this source next to nothing left? To ask costs it nothing."""
+        full_at = self.table.get(source_key(address), 0.0)
+        return full_at < BLOCKED and full_at - now > self.depth_s - 2 * self.cost_s
 
     def allow(self, address: str, now: float, tokens: float = 1) -> bool:
         table = self.table
@@ -2070,7 +2071,10 @@ class Iceball(UdpProtocol):
         if head == b"HSHK":
             return self.handshake(data, peer, now)
         if head[:1] in DRAFT_TYPES:
-            return self.draft.datagram(data, peer, now)
+            try:
+                return self.draft.datagram(data, peer, now)
+            except Malformed as wrong:
+                raise self.unreadable(str(wrong), peer, now) from None
         raise self.unreadable("neither 1CEB nor HSHK nor a packet of the first draft", peer, now)
 
     def unreadable(self, why: str, peer: Peer, now: float) -> Malformed:
@@ -2115,7 +2119,7 @@ class Iceball(UdpProtocol):
             return []
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if not self.cookie.good(mac, peer[0].encode() + packed, now):
-            raise Malformed("a cookie that is forged or older than %d s" % COOKIE_WINDOW_S)
+            raise self.unreadable("a cookie that went to another address, or is older than %d s" % COOKIE_WINDOW_S, peer, now)
         self.list_server(peer[0], iceball_unpack(packed), now)
         return []
 
@@ -5602,6 +5606,8 @@ class Web(TcpProtocol):
                         outcome = "gone"
                 findings.append((at, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
         findings.sort(key=lambda finding: -finding[0])
+        if any(rules.datagrams.spent(source, request.now) for source in addresses):
+            findings.insert(0, (request.now + epoch, "any", address, 0, *outcome_words("flood", "%g" % self.settings["limits.datagrams"][0])))
         ban = rules.ban(*addresses)
         if ban:
             findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
@@ -5707,6 +5713,8 @@ OUTCOMES = {
     "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),
     "banned": ("Banned", "The operator of this master has excluded this address: %s. If that is a mistake, ask its operator."),
     "limit": ("Over the limit", "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
+    "flood": ("Too many packets", "More than %s packets a second come from this address, and what is too much is not read. Does a game server "
+                                  "announce itself in a loop? If many share the address, ask this master's operator for more."),
     "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
     "stopped": ("Signed off", "The game server said that it stops."),
     "listed": ("Listed", "All is well."),

@@ -302,6 +302,7 @@ class AddressTest(unittest.TestCase):
                 ("192.168.1.9", "", "192.168.1.9"),
                 ("127.0.0.1", "", "203.0.113.1"),
                 ("127.0.0.1", "224.0.0.1", "203.0.113.1"), ("127.0.0.1", "0.0.0.0", "203.0.113.1"), ("127.0.0.1", "255.255.255.255", "203.0.113.1"),
+                ("127.0.0.1", "240.0.0.1", "203.0.113.1"),
                 ("127.0.0.1", "name.example", "203.0.113.1"), ("10.1.2.3", "0.1.2.3", "10.1.2.3"),
                 ("fd00::5", "2001:db8::5", "2001:db8::5"), ("2001:db8::6", "2001:db8::5", "2001:db8::6")):
             self.assertEqual(rules.listed_address(source, claim), listed, (source, claim))
@@ -347,6 +348,7 @@ class LimiterTest(unittest.TestCase):
         self.assertTrue(all(limiter.allow("2001:db8:9::%d" % i, 0.0) for i in range(1, 9)))
         self.assertFalse(limiter.allow("192.0.2.66", 0.0))
         self.assertFalse(limiter.allow("192.0.2.66", 1e9))
+        self.assertFalse(limiter.spent("192.0.2.66", 0.0))          # it is blocked, which is something else
         self.assertTrue(limiter.allow("2001:db8:1:2::1", 0.0))
         self.assertFalse(limiter.allow("2001:db8:1:2:3::1", 0.0))
         self.assertTrue(limiter.allow("2001:db8:1:3::1", 0.0))
@@ -510,7 +512,7 @@ class RegistryTest(unittest.TestCase):
             self.hear(port, "127.0.0.1")
 
     def test_not_listable(self) -> None:
-        for address, port in (("203.0.113.9", 0), ("203.0.113.9", 65536), ("0.0.0.0", 5), ("224.0.0.1", 5), ("255.255.255.255", 5)):
+        for address, port in (("203.0.113.9", 0), ("203.0.113.9", 65536), ("0.0.0.0", 5), ("224.0.0.1", 5), ("255.255.255.255", 5), ("240.0.0.1", 5)):
             with self.assertRaises(ms.Refused):
                 self.registry.hear("iceball", address, port, "203.0.113.9", 0.0, 120.0, {})
         with self.assertRaises(ms.Refused):
@@ -1331,7 +1333,9 @@ class IceballTest(unittest.TestCase):
             self.assertRaises(ValueError, ms.read_iceball_version, text)
 
     def test_packets_that_cannot_be_read_are_told_of_at_check(self) -> None:
-        for data, why in ((b"1CEB", "an announcement without its versions"), (b"hello there", "neither 1CEB nor HSHK")):
+        for data, why in ((b"1CEB", "an announcement without its versions"), (b"hello there", "neither 1CEB nor HSHK"),
+                          (b"HSHK" + bytes(80), "a cookie that went to another address"), (b"\1\1", "a request without a version"),
+                          (b"\3\1", "no room for an id")):
             self.assertRaises(ms.Malformed, self.send, data)
             outcome, detail = self.registry.heard["203.0.113.9", "iceball", 0][1:]
             self.assertEqual((outcome, detail[:len(why)]), ("bad packet", why))
@@ -2681,6 +2685,7 @@ class AioTest(unittest.TestCase):
                 ("127.0.0.1", b"SET_IP#::ffff:203.0.113.7#%13#N#D#27010#%", "203.0.113.7"),
                 ("192.168.1.5", b"13#N#D#27010#%", "198.51.100.2"),
                 ("10.1.2.3", b"13#N#D#224.0.0.1#27010#%", "10.1.2.3"),
+                ("10.1.2.3", b"13#N#D#240.0.0.1#27010#%", "10.1.2.3"),
                 ("127.0.0.1", hexa("03000000 03 8269"), "198.51.100.1")):
             with self.subTest(source=source, data=data):
                 aio = ms.Aio(make_core(**settings))
@@ -3937,6 +3942,23 @@ class WebTest(unittest.TestCase):
         for more, title in ((b"", "Listed"), (b"&action=stop", "Signed off")):
             self.exchange(b"POST /announce HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(form + more), form + more), "203.0.113.9", 130.0)
             self.assertEqual(titles(130.0)[0], title)
+
+    def test_check_tells_who_sends_too_much(self) -> None:
+        def told(now: float, address: str = "203.0.113.9") -> bool:
+            body = self.get("/check?address=%s" % address, now=now)[2]
+            self.assertEqual(b"Too many packets" in body, b"More than 100 packets a second come from this address" in body)
+            return b"Too many packets" in body
+
+        datagrams = self.core.registry.rules.datagrams
+        self.assertFalse(told(0.0))
+        for _ in range(390):
+            datagrams.allow("203.0.113.9", 0.0)
+        self.assertFalse(told(0.0), "as many at once as it may")
+        for address in ["203.0.113.9"] * 20 + ["2001:db8:1:2::3"] * 500 + ["127.0.0.1"] * 500:
+            datagrams.allow(address, 0.0)
+        self.assertEqual([told(0.0, address) for address in ("203.0.113.9", "2001:db8:1:2::4", "127.0.0.1", "203.0.113.8")],
+                         [True, True, False, False])
+        self.assertFalse(told(0.1))
 
     def test_first_seen_is_the_first_time_ever(self) -> None:
         """Uptime counts the time away before a server came back."""
