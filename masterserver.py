@@ -1038,7 +1038,7 @@ class Registry:
     def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
              fields: Mapping[str, Any], known: bool = False) -> Server:
         """List a server, or refresh it, with what it told; raises Refused. Fields are attributes of Server."""
-        server = self.games[game].get((address, port))
+        server = self.get(game, address, port)
         if server is None:
             self.admit(game, address, port, source, fields.get("name", ""), known)
             server = Server(game, address, port, source, now, lifetime, **fields)
@@ -5076,7 +5076,8 @@ class HttpSession(Session):
             self.job, self.then = answer.job, answer.then
             return b""
         self.web.count(self.waiting.route, answer.status)
-        return self.respond(self.waiting, answer) + self.work(now)
+        self.held = bool(self.buffer)           # until this answer is out
+        return self.respond(self.waiting, answer)
 
     def head_end(self) -> Optional[int]:
         """Where the body begins; None: not there yet. Raises HttpError for what cannot become a request."""
@@ -5507,7 +5508,7 @@ class Web(TcpProtocol):
     def list_page(self, rows: Blocks, game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
         wall = now + self.epoch
         titles, recent, epoch = self.titles(), self.core.recent(), self.epoch
-        counts = {id: len(listed) for id, listed in self.registry.games.items() if listed}
+        counts = {id: len(listed) for id, listed in list(self.registry.games.items()) if listed}
         seen = SeenCells(wall)
 
         def make(servers: List[Server]) -> bytes:
@@ -6165,7 +6166,7 @@ class Connection:
             else:
                 self.out_since = now
                 self.write(data, (data.kept or self.loop.pages(data)) if type(data) is Lasting else None, now)
-        elif session.done or session.held:
+        elif (session.done or session.held) and not self.out:
             self.settle(now)
 
     def resumed(self, result: Any, now: float) -> None:
@@ -6332,15 +6333,19 @@ class Worker:
         self.thread: Optional[threading.Thread] = None
 
     def submit(self, job: Callable[[], Any], done: Callable[[Any, float], None], most: float = math.inf) -> None:
-        """`most`: with so many jobs waiting, the result is a RuntimeError."""
-        if self.jobs.qsize() >= most:
-            self.results.append((done, RuntimeError("too many others wait")))
+        """With `most` jobs waiting, or without a thread, the result is a RuntimeError."""
+        try:
+            if self.jobs.qsize() >= most:
+                raise RuntimeError("too many others wait")
+            if self.thread is None:
+                thread = threading.Thread(target=self.work, name="masterserver " + self.name, daemon=True)
+                thread.start()
+                self.thread = thread
+        except RuntimeError as error:
+            self.results.append((done, error))
             self.wake()
-            return
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.work, name="masterserver " + self.name, daemon=True)
-            self.thread.start()
-        self.jobs.put((job, done))
+        else:
+            self.jobs.put((job, done))
 
     def work(self) -> None:
         while True:
@@ -6356,7 +6361,7 @@ class Worker:
             self.wake()
 
     def deliver(self, now: float) -> None:
-        while self.results:
+        for _ in range(len(self.results)):      # what they lead to waits for the next round
             done, result = self.results.popleft()
             try:
                 done(result, now)
@@ -6446,9 +6451,9 @@ class Keeper:
     def written(self, left: Set[Key], result: Any, now: float) -> None:
         self.busy = False
         failed = isinstance(result, Exception)
-        self.whole = failed or self.storage.renewed != self.renewed
+        trouble = str(result) if failed else self.storage.trouble       # which an empty batch does not end
+        self.whole = bool(trouble) or self.storage.renewed != self.renewed
         self.renewed = self.storage.renewed
-        trouble = str(result) if failed else ""
         if failed and len(self.registry.left) < KNOWN_SERVERS:
             self.registry.left |= {key for key in left if self.registry.get(*key) is None}
         if trouble:
@@ -6564,7 +6569,10 @@ class EpollSelector(selectors.BaseSelector):
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
         key, _ = self.watched.pop(fileobj.fileno())
-        self.epoll.unregister(key.fd)
+        try:
+            self.epoll.unregister(key.fd)
+        except OSError:             # closed already, and so forgotten
+            pass
         return key
 
     def select(self, timeout: Optional[float] = None) -> List[Tuple[selectors.SelectorKey, int]]:
@@ -6664,7 +6672,7 @@ class Loop:
 
     def watch(self, connection: Connection, events: int) -> None:
         """Have the selector watch a connection for one kind of event, 0 for none."""
-        before, connection.events = connection.events, events
+        before = connection.events
         if before == events:
             return
         ready = connection.writable if events == selectors.EVENT_WRITE else connection.read
@@ -6674,6 +6682,7 @@ class Loop:
             self.selector.modify(connection.sock, events, ready)
         else:
             self.selector.unregister(connection.sock)
+        connection.events = events
 
     def linger(self, connection: Connection, now: float) -> None:
         """The connection waits for its peer to close."""
@@ -6865,12 +6874,16 @@ class MasterServer(Loop):
         else:
             self.connections[connection] = None
             self.connections_by_source[source] = self.connections_by_source.get(source, 0) + 1
-        if acceptor.protocol.speaks_first:
-            connection.call(session.opened, now)
-        else:
-            connection.read(now)            # its request is usually here already, and often the whole exchange over at once
-        if sock.fileno() >= 0 and not connection.linger_until:
-            connection.watch()
+        try:
+            if acceptor.protocol.speaks_first:
+                connection.call(session.opened, now)
+            else:
+                connection.read(now)        # its request is usually here already, and often the whole exchange over at once
+            if sock.fileno() >= 0 and not connection.linger_until:
+                connection.watch()
+        except BaseException:
+            connection.close(now)
+            raise
 
     def linger(self, connection: Connection, now: float) -> None:
         if connection.events:

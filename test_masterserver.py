@@ -389,6 +389,10 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual((self.registry.total, self.registry.sources, self.registry.endings), (0, {}, {}))
         self.assertEqual(self.registry.census["iceball"], [0, 0, 0])
 
+    def test_who_is_refused_leaves_nothing_behind(self) -> None:
+        self.assertRaises(ms.Refused, self.registry.hear, "nogame", "203.0.113.9", 0, "203.0.113.9", 0.0, 120.0, {})
+        self.assertEqual((dict(self.registry.games), self.registry.sources, self.registry.total), ({}, {}, 0))
+
     def test_census(self) -> None:
         """Servers, players, and those of them that play: no more than there is room for, and none where nobody answers."""
         for told, counted in (({"players": 3}, [1, 3, 3]), ({"players": 70000}, [1, 65535, 65535]), ({"players": -1}, [1, 0, 0]),
@@ -4279,9 +4283,12 @@ class WebTest(unittest.TestCase):
 
 
 def drive(session: ms.Session, data: bytes, now: float = 0.0) -> bytes:
-    """What a session answers, its jobs done at once."""
+    """What a session answers, its jobs done at once, and all of it sent at once."""
     out = session.receive(data, now)
-    while session.job is not None:
+    while session.job is not None or session.held and not session.done:
+        if session.job is None:
+            out += session.receive(b"", now)
+            continue
         job = session.job
         session.job = None
         try:
@@ -4677,6 +4684,22 @@ class KeeperTest(unittest.TestCase):
             registry.refresh(one, 11.0)
             keeper.close(11.0, T0 + 101)
             self.assertEqual(saved(), ([2], [1], []))
+
+    def test_trouble_ends_when_something_is_written(self) -> None:
+        """Not when there is nothing to write."""
+        registry, keeper = self.start(0.0, T0)
+        keeper.tick(2.0, T0 + 2)
+        with mock.patch.object(keeper.storage, "_attempt", side_effect=sqlite3.OperationalError("database or disk is full")), \
+                self.assertLogs("masterserver", "INFO") as logged:
+            for second in range(4, 100, 2):             # into the next minute, where the players are counted
+                keeper.tick(float(second), T0 + second)
+        for second in range(100, 110, 2):
+            keeper.tick(float(second), T0 + second)
+            self.assertIn("full", keeper.health["database"])
+        with self.assertLogs("masterserver", "INFO") as mended:
+            for second in range(110, 170, 2):
+                keeper.tick(float(second), T0 + second)
+        self.assertEqual((len(logged.output), len(mended.output), keeper.health), (1, 1, {}))
 
     def test_trouble_is_told_once_and_mended(self) -> None:
         registry, keeper = self.start(0.0, T0)
@@ -5718,6 +5741,13 @@ class SelectorTest(unittest.TestCase):
             self.assertEqual(*([*selector.get_map().values()] for selector in (ours, theirs)))
         self.assertEqual([key.fileobj for key, _ in ours.select()], [near])
         ours.unregister(near)
+        with socket.socket() as closed:
+            for selector in (ours, theirs):
+                selector.register(closed, read)
+            os.close(closed.fileno())
+            self.assertEqual(ours.unregister(closed), theirs.unregister(closed))
+            self.assertEqual(len(ours.get_map()), 0)
+            closed.detach()
         self.assertEqual(ours.select(0.01), [])
         self.assertRaises(KeyError, ours.unregister, near)
 
@@ -5745,6 +5775,45 @@ class SlowPeersTest(unittest.TestCase):
         connection.close(0.0)
         writable(0.0)
         self.assertEqual(connection.tally.errors, 0)
+
+    def test_what_is_out_is_written_before_the_end(self) -> None:
+        """Also when the end comes from a job, in whichever way, and says nothing more."""
+        class Ending(ms.Session):
+            def __init__(self, error: Optional[Exception]) -> None:
+                self.error = error
+
+            def receive(self, data: bytes, now: float) -> bytes:
+                self.job = lambda: 1
+                return bytes(12_000_000)
+
+            def resume(self, result: Any, now: float) -> bytes:
+                self.job = None
+                if self.error:
+                    raise self.error
+                self.done = True
+                return b""
+        for error in (ValueError("a fault"), ms.Malformed("nonsense"), None):
+            session = Ending(error)
+            with master(http__ports="0") as server, self.assertLogs("masterserver") if error is not None and error.args == ("a fault",) \
+                    else contextlib.ExitStack(), mock.patch.object(ms.Web, "session", lambda web, address, now: session):
+                with socket.create_connection(("127.0.0.1", port_of(server, "http"))) as client:
+                    client.settimeout(5)
+                    client.send(b"x")
+                    eventually(lambda: session.done)
+                    self.assertEqual(sum(map(len, iter(lambda: client.recv(1 << 20), b""))), 12_000_000)
+
+    def test_what_jobs_answer_waits_for_its_reader(self) -> None:
+        """One answer at a time, however many were asked for: the next job begins when the one before is out."""
+        storage = ms.Storage(":memory:")
+        self.addCleanup(storage.close)
+        session = ms.Web(make_core()._replace(storage=storage)).session("127.0.0.1", 0.0)
+        self.assertEqual(session.receive(b"GET /history.json?game=iceball HTTP/1.1\r\nHost: x\r\n\r\n" * 3, 0.0), b"")
+        for left in (2, 1, 0):
+            job, session.job = session.job, None
+            assert job is not None
+            self.assertEqual(session.resume(job(), 0.0).count(b"HTTP/1.1 200"), 1)
+            self.assertEqual((session.job, session.held), (None, left > 0))
+            self.assertEqual(session.receive(b"", 0.0), b"")
 
     def test_who_was_watched_lingers_in_the_selector(self) -> None:
         class Last(ms.Session):
@@ -5960,6 +6029,41 @@ class FaultsTest(unittest.TestCase):
         self.assertRaises(ZeroDivisionError, registry.expire, 121.0)
         registry.expire(122.0)
         self.assertEqual(registry.servers(), [])
+
+    def test_a_connection_that_cannot_be_watched_leaves_nothing_behind(self) -> None:
+        with master(http__ports="0") as server, self.assertLogs("masterserver", "ERROR") as logged:
+            with mock.patch.object(server.selector, "register", side_effect=OSError(errno.ENOSPC, "no more watches")), \
+                    socket.create_connection(("127.0.0.1", port_of(server, "http"))) as client:
+                client.settimeout(5)
+                self.assertEqual(client.recv(10), b"")
+            eventually(lambda: logged.output)
+            self.assertEqual((len(server.connections), server.connections_by_source, len(logged.output)), (0, {}, 1))
+            self.assertEqual(fetch(port_of(server, "http"), "/healthz")[0], 200)
+
+    def test_a_thread_that_cannot_start(self) -> None:
+        """Its job has failed, as jobs do; the next one tries again."""
+        told: List[Any] = []
+        worker = ms.Worker("test", lambda: None)
+        self.addCleanup(worker.stop, 5.0)
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            worker.submit(lambda: 1, lambda result, now: told.append(str(result)))
+        worker.deliver(0.0)
+        worker.submit(lambda: 2, lambda result, now: told.append(result))
+        eventually(lambda: worker.results)
+        worker.deliver(0.0)
+        self.assertEqual(told, ["can't start new thread", 2])
+
+    def test_what_results_lead_to_waits_for_the_next_round(self) -> None:
+        worker, told = ms.Worker("test", lambda: None), []
+
+        def again(result: Any, now: float) -> None:
+            told.append(now)
+            if len(told) < 9:
+                worker.submit(lambda: 1, again, 0)
+        worker.submit(lambda: 1, again, 0)
+        for now in (1.0, 2.0, 3.0):
+            worker.deliver(now)
+        self.assertEqual(told, [1.0, 2.0, 3.0])
 
     def test_too_many_wait_for_the_disk(self) -> None:
         with tempfile.TemporaryDirectory() as folder, master(http__ports="0", server__database=os.path.join(folder, "master.db")) as server:
