@@ -4992,11 +4992,14 @@ class HttpSession(Session):
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
         if not self.buffer and self.exchange is None and self.job is None and not self.done:
-            remembered = web.remembered(data, now)
+            if now - web.edition_at >= RENDER_S:
+                web.turn(now)
+            remembered = web.memo.get(data)
             if remembered is not None and not self.limited and (self.proxied or web.rules.requests.allow(self.address, now)):
-                self.done = remembered[1]
+                web.remembered_requests += 1
                 self.deadline = now + HTTP_IDLE_S
-                return remembered[0]
+                answer, self.done = remembered
+                return answer
         if self.done:
             return b""
         if not self.buffer and self.exchange is None:
@@ -5282,14 +5285,6 @@ class Web(TcpProtocol):
             self.edition_generation = self.registry.generation
             self.memo.clear()
             self.memo_bytes = 0
-
-    def remembered(self, request: bytes, now: float) -> Optional[Tuple[Lasting, bool]]:
-        if now - self.edition_at >= RENDER_S:
-            self.turn(now)
-        found = self.memo.get(request)
-        if found:
-            self.remembered_requests += 1
-        return found
 
     def remember(self, request: bytes, response: Lasting, close: bool) -> None:
         if len(request) > HTTP_MEMO_REQUEST_BYTES or request in self.memo:
