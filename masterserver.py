@@ -6667,17 +6667,14 @@ class Loop:
 
     def watch(self, connection: Connection, events: int) -> None:
         """Have the selector watch a connection for one kind of event, 0 for none."""
-        before = connection.events
-        if before == events:
+        if connection.events == events:
             return
-        ready = connection.writable if events == selectors.EVENT_WRITE else connection.read
-        if not before:
-            self.selector.register(connection.sock, events, ready)
-        elif events:
-            self.selector.modify(connection.sock, events, ready)
-        else:
+        if connection.events:
             self.selector.unregister(connection.sock)
-        connection.events = events
+            connection.events = 0
+        if events:
+            self.selector.register(connection.sock, events, connection.writable if events == selectors.EVENT_WRITE else connection.read)
+            connection.events = events
 
     def linger(self, connection: Connection, now: float) -> None:
         """The connection waits for its peer to close."""

@@ -5776,6 +5776,13 @@ class SlowPeersTest(unittest.TestCase):
         writable(0.0)
         self.assertEqual(connection.tally.errors, 0)
 
+    def test_what_cannot_be_watched_any_more_can_be_closed(self) -> None:
+        connection, peer, _ = self.held_back(type("Held", (ms.Session,), {"held": True})())
+        with mock.patch.object(connection.loop.selector, "register", side_effect=OSError(errno.ENOSPC, "no more watches")):
+            self.assertRaises(OSError, connection.loop.watch, connection, selectors.EVENT_READ)
+        connection.close(0.0)
+        self.assertEqual(peer.recv(1), b"")
+
     def test_what_is_out_is_written_before_the_end(self) -> None:
         """Also when the end comes from a job, in whichever way, and says nothing more."""
         class Ending(ms.Session):
