@@ -86,7 +86,7 @@ except ImportError:                 # Windows has no such limits
     pass
 try:
     import ctypes
-except ImportError:                 # a Python built without it; MessageVector alone wants it
+except (ImportError, MemoryError):  # a Python built without it, or an old libffi under MemoryDenyWriteExecute; MessageVector alone wants it
     pass
 
 log = logging.getLogger("masterserver")

@@ -4895,6 +4895,20 @@ class PagesOfAnswersTest(unittest.TestCase):
 
 
 class DatagramsTest(unittest.TestCase):
+    def test_without_ctypes(self) -> None:
+        for error in ("ImportError", "MemoryError"):
+            done = subprocess.run([sys.executable, "-c", """if 1:
+                import sys
+                class Missing:
+                    def find_spec(self, name, path=None, target=None):
+                        if name == "ctypes":
+                            raise %s("no " + name)
+                sys.meta_path.insert(0, Missing())
+                import masterserver
+                assert masterserver.MessageVector.make() is None
+                print("as well")""" % error], cwd=os.path.dirname(ms.__file__), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            self.assertEqual((done.returncode, done.stdout.split()), (0, [b"as", b"well"]))
+
     """Both ways to read and answer datagrams, over real sockets: one system call each, and one for many."""
 
     class Mirror(ms.UdpProtocol):
