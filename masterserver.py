@@ -6161,7 +6161,7 @@ class Connection:
             else:
                 self.out_since = now
                 self.write(data, (data.kept or self.loop.pages(data)) if type(data) is Lasting else None, now)
-        elif (session.done or session.held) and not self.out:
+        elif not self.out and (session.done or session.held and not self.writing):
             self.settle(now)
 
     def resumed(self, result: Any, now: float) -> None:

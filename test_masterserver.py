@@ -5790,6 +5790,17 @@ class SlowPeersTest(unittest.TestCase):
         writable(0.0)
         self.assertEqual(connection.tally.errors, 0)
 
+    def test_who_waits_for_room_is_asked_when_there_is_room(self) -> None:
+        """Not every second: a peer that reads nothing would get one more answer each time, and live for minutes."""
+        session = mock.Mock(spec=ms.Session, held=True, done=False, job=None, wake_at=None)
+        session.tick.return_value = session.receive.return_value = b""
+        connection, _, writable = self.held_back(session)
+        for now in (1.0, 2.0, 3.0):
+            connection.tick(now)
+        self.assertEqual((session.tick.call_count, session.receive.call_count), (3, 0))
+        writable(4.0)
+        self.assertEqual(session.receive.call_count, 1)
+
     def test_what_cannot_be_watched_any_more_can_be_closed(self) -> None:
         connection, peer, _ = self.held_back(type("Held", (ms.Session,), {"held": True})())
         with mock.patch.object(connection.loop.selector, "register", side_effect=OSError(errno.ENOSPC, "no more watches")):
