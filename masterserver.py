@@ -235,9 +235,9 @@ def is_unicast(address: str) -> bool:
         parsed = ipaddress.IPv6Address(address)
     except ValueError:
         return False
-    if parsed.ipv4_mapped:
-        return is_unicast(str(parsed.ipv4_mapped))
-    return "%" not in address and not (parsed.is_multicast or parsed.is_unspecified)
+    if "%" in address or parsed.is_multicast or parsed.is_unspecified:
+        return False
+    return parsed.ipv4_mapped is None or is_unicast(str(parsed.ipv4_mapped))
 
 
 def read_unicast(text: str) -> str:
@@ -552,8 +552,7 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
         text = BREAKS.sub(" ", text)
         text = INVISIBLE.sub("", text)
         text = STACKED.sub(r"\1", text)
-    text = text.strip()
-    return text if len(text) <= characters else text[:characters].strip()
+    return text.strip()[:characters].strip()
 
 
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
@@ -713,7 +712,7 @@ class Limiter:
 
     def spent(self, address: str, now: float) -> bool:
         """Has this source next to nothing left? To ask costs it nothing."""
-        full_at = self.table.get(source_key(address), 0.0)
+        full_at = self.table.get(address) or self.table.get(source_key(address), 0.0)         # as in allow()
         return full_at < BLOCKED and full_at - now > self.depth_s - 2 * self.cost_s
 
     def allow(self, address: str, now: float, tokens: float = 1) -> bool:
@@ -827,6 +826,8 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
+        if not self.bans and not self.blocks:
+            return ""
         for network, reason in list(self.bans.items()) + list(self.blocks.items()):
             if any(in_networks(address, (network,)) for address in addresses):
                 return reason or "no reason given"
@@ -1018,7 +1019,7 @@ class Registry:
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         rules = self.rules
-        ban = rules.ban(source, address) if rules.bans or rules.blocks else ""
+        ban = rules.ban(source, address)
         if ban:
             raise Refused("banned", ban)
         if rules.refuse_names:
@@ -1053,8 +1054,7 @@ class Registry:
 
     def insert(self, server: Server) -> None:
         """A new server, admitted or restored, into every index."""
-        if self.rules.official or self.rules.priority:
-            self.mark(server)
+        self.mark(server)
         self.games[server.game][server.address, server.port] = server
         source = source_key(server.source)
         self.sources[source] = self.sources.get(source, 0) + 1
@@ -1129,10 +1129,9 @@ class Registry:
     def changed(self, event: str, server: Server) -> None:
         self.generation += 1
         server.parts = None
-        if self.orders:                     # somebody reads
-            for game in (server.game, ""):
-                if game in self.orders:
-                    self.orders[game].moved.setdefault(server, server.rank)
+        for game in (server.game, ""):
+            if game in self.orders:
+                self.orders[game].moved.setdefault(server, server.rank)
         server.rank = None
         if event == "gone":
             self.left.add(server.key)
@@ -1162,13 +1161,8 @@ class Registry:
 
     def schedule(self, server: Server) -> None:
         ends = server.last_seen + server.lifetime
-        if ends == math.inf:
-            return
-        second = int(ends)
-        if second in self.endings:
-            self.endings[second].append(server)
-        else:
-            self.endings[second] = [server]
+        if ends != math.inf:
+            self.endings.setdefault(int(ends), []).append(server)
 
     def expire(self, now: float) -> None:
         """Drop every server that was silent for its lifetime; called once a second."""
@@ -5049,13 +5043,17 @@ class HttpSession(Session):
         exchange, self.exchange = self.exchange, None
         body, self.buffer = self.buffer[:self.body_bytes], self.buffer[self.body_bytes:]
         self.request_bytes += body
-        self.deadline = now + HTTP_IDLE_S
+        self.wait_for_request(now)
         answer = self.web.answer(exchange, body, self.address, now, self.limited)
         self.edition = self.web.edition
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
             return None
         return self.respond(exchange, answer)
+
+    def wait_for_request(self, now: float) -> None:
+        """For the next one, of which some may be here."""
+        self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)
 
     def respond(self, exchange: Exchange, answer: Answer) -> bytes:
         response = exchange.response(answer)
@@ -5068,7 +5066,7 @@ class HttpSession(Session):
     def resume(self, result: Any, now: float) -> bytes:
         self.job = None
         assert self.then is not None
-        self.deadline = now + HTTP_IDLE_S
+        self.wait_for_request(now)
         try:
             if isinstance(result, Exception):
                 raise HttpError(503, "The answer cannot be made just now: %s." % result)
@@ -6184,7 +6182,7 @@ class Connection:
             self.settle(now)
 
     def write(self, out: Union[bytes, memoryview], pages: Optional[Pages], now: float) -> None:
-        """`pages`: where all of it lies as well, or what it is the end of."""
+        """`pages`: where `out` lies as well, at the end."""
         try:
             if pages is None:
                 sent = self.sock.send(out)
