@@ -114,6 +114,9 @@ PLACE_S = 1.0                       # which connection is the idlest is known to
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
+STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
+STOP_FRESH_S = 0.2                  # a round trip: within it a new connection brings its request
+STOP_LOOK_S = 0.05                  # how often it is looked whether all have ended
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
 DESCRIPTORS_KEPT = 28               # for what is no connection: standard streams, selector, database and its logs, log, look-ups, pages
 REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
@@ -6255,6 +6258,10 @@ class Connection:
         elif not self.working:
             self.call(self.session.tick, now)
 
+    def busy(self, now: float) -> bool:
+        """Something is on its way."""
+        return bool(self.out or self.working or self.session.held or now - self.placed_at < STOP_FRESH_S)
+
     def close(self, now: float) -> None:
         if self.sock.fileno() < 0:
             return
@@ -6313,6 +6320,14 @@ class Acceptor:
         if self.paused_until and now >= self.paused_until:
             self.paused_until = 0.0
             self.loop.selector.register(self.sock, selectors.EVENT_READ, self.ready)
+
+    def leave(self, now: float) -> None:
+        """Take who has connected already, for whom a closed listener is a reset, and nobody else."""
+        self.ready(now)
+        if not self.paused_until:
+            self.loop.selector.unregister(self.sock)
+        self.paused_until = 0.0
+        self.sock.close()
 
 
 class Worker:
@@ -6722,7 +6737,7 @@ class MasterServer(Loop):
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_trouble = ""               # why it was not taken over
-        self.ini_looked_at = 0.0
+        self.ini_looked_at = self.next_tick = 0.0
         self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
@@ -6940,34 +6955,51 @@ class MasterServer(Loop):
         """Serve until stop(); opens the listeners if bind() has not."""
         if not self.begin():
             return
-        next_tick = time.monotonic() + TICK_S
+        self.next_tick = time.monotonic() + TICK_S
         try:
             while not self.stopping:
-                due = min([next_tick] + [waiting[0][0] for waiting in (self.timers, self.lingering) if waiting])
-                events = self.selector.select(max(0.0, due - time.monotonic()))
-                now = turn = time.monotonic()
-                for key, _ in events:
-                    try:                    # as guarded() does, in half of its time
-                        key.data(now)
-                    except Exception:
-                        self.fault(key.data, now)
-                    if time.monotonic() - turn >= TURN_S:
-                        now = turn = time.monotonic()
-                        for source in self.endpoints:
-                            if isinstance(source, Datagrams):
-                                self.guarded(source.ready, now)
-                if self.lingering:
-                    self.guarded(self.look_at_lingering, now)
-                while self.timers and self.timers[0][0] <= now:
-                    connection = heapq.heappop(self.timers)[2]
-                    if connection.sock.fileno() >= 0:
-                        self.guarded(connection.tick, now)
-                if now >= next_tick:
-                    next_tick = now + TICK_S
-                    self.tick(now)
-                self.busy_s = max(self.busy_s, time.monotonic() - now)
+                self.round()
+            self.leave()
         finally:
             self.close()
+
+    def round(self, until: float = math.inf) -> None:
+        """See to what comes next, for which it waits no longer than `until`, and to what is due."""
+        due = min([until, self.next_tick] + [waiting[0][0] for waiting in (self.timers, self.lingering) if waiting])
+        events = self.selector.select(max(0.0, due - time.monotonic()))
+        now = turn = time.monotonic()
+        for key, _ in events:
+            try:                    # as guarded() does, in half of its time
+                key.data(now)
+            except Exception:
+                self.fault(key.data, now)
+            if time.monotonic() - turn >= TURN_S:
+                now = turn = time.monotonic()
+                for source in self.endpoints:
+                    if isinstance(source, Datagrams):
+                        self.guarded(source.ready, now)
+        if self.lingering:
+            self.guarded(self.look_at_lingering, now)
+        while self.timers and self.timers[0][0] <= now:
+            connection = heapq.heappop(self.timers)[2]
+            if connection.sock.fileno() >= 0:
+                self.guarded(connection.tick, now)
+        if now >= self.next_tick:
+            self.next_tick = now + TICK_S
+            self.tick(now)
+        self.busy_s = max(self.busy_s, time.monotonic() - now)
+
+    def leave(self) -> None:
+        """Answer what was asked before the stop, and nobody else: there are clients that die of an answer cut off by a reset."""
+        now = time.monotonic()
+        for source in self.endpoints:
+            if isinstance(source, Acceptor):
+                self.guarded(source.leave, now)
+        self.round(now)
+        until = now + STOP_S
+        while now < until and any(connection.busy(now) for connection in (*self.connections, *self.refused)):
+            self.round(min(until, now + STOP_LOOK_S))
+            now = time.monotonic()
 
     def tick(self, now: float) -> None:
         epoch = time.time() - time.monotonic()          # not `now`, which is as old as this round of the loop
@@ -8695,7 +8727,7 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
 def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
     """Address, port and flavor of every server that the master lists. Raises ToolError."""
     deadline = time.monotonic() + EXPORT_LIST_S
-    data = b""
+    data, awaited = b"", "greeting"
     try:
         with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
             while len(data) < HYPERBOL_GREETING.size:
@@ -8705,14 +8737,17 @@ def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
                 data += part
             key, _ = hyperbol_greeting(data)
             sock.sendall(struct.pack("<I4B", key, 255, 0, 0, 0))
-            data = b""
+            data, awaited = b"", "list"
             while len(data) < EXPORT_LIST_BYTES:
                 if time.monotonic() > deadline:
-                    raise socket.timeout("timed out")
+                    raise socket.timeout
                 part = sock.recv(RECV_BYTES)
                 if not part:
                     break
                 data += part
+    except socket.timeout:
+        raise ToolError(EXIT_CONNECTION, "No list from %s: its %s did not come in time; is it the port of a Hyperbol master?" % (
+            endpoint(host, port), awaited)) from None
     except OSError as error:
         raise ToolError(EXIT_CONNECTION, "No list from %s: %s." % (
             endpoint(host, port), error.strerror or error)) from None

@@ -6672,6 +6672,7 @@ class ExportTest(unittest.TestCase):
                     with unittest.mock.patch.object(ms, "EXPORT_CONNECT_S", 0.2):
                         status, _, err = self.export(master.place)
                     self.assertEqual(status, 3)
+                    self.assertIn("its greeting did not come in time; is it the port of a Hyperbol master?", err)
                 else:
                     status, _, err = self.export(master.place)
                     self.assertEqual(status, 4)
@@ -7595,6 +7596,50 @@ class Embedded(unittest.TestCase):
                 server.stop()
             with ms.MasterServer(settings) as server:
                 self.assertEqual([(s.name, s.unconfirmed) for s in server.registry.servers("aio")], [("My server", True)])
+
+    def test_who_came_before_the_stop_is_answered(self) -> None:
+        """Connected and not accepted yet: to close the listener alone would be a reset."""
+        for name in "STOP_S", "STOP_FRESH_S":           # on a slow machine too
+            patch = mock.patch.object(ms, name, 5.0)
+            patch.start()
+            self.addCleanup(patch.stop)
+        server = master(http__ports="0")
+        server.bind()
+        with socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client, \
+                socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as later:
+            client.sendall(b"GET /master.json HTTP/1.0\r\n\r\n")
+            server.stopping = True
+            thread = threading.Thread(target=server.run)
+            thread.start()
+            self.assertEqual(split_response(read_all(client))[0], 200)
+            later.sendall(b"GET /master.json HTTP/1.0\r\n\r\n")
+            self.assertEqual(split_response(read_all(later))[0], 200)
+        thread.join(5)
+        self.assertFalse(thread.is_alive())
+
+    def test_a_stop_cuts_no_answer_but_does_not_wait_for_ever(self) -> None:
+        def ask(server: ms.MasterServer) -> socket.socket:
+            next(source.sock for source in server.endpoints if isinstance(source, ms.Acceptor)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            for number in range(200):
+                server.registry.hear("iceball", "192.0.2.1", 1 + number, "192.0.2.1", time.monotonic(), 100.0, {"name": "n" * 30})
+            client = socket.socket()
+            client.settimeout(5)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port_of(server, "http")))
+            client.sendall(b"GET /servers.json HTTP/1.0\r\n\r\n")
+            self.assertEqual(client.recv(4, socket.MSG_PEEK), b"HTTP")
+            return client
+        with mock.patch.object(ms, "STOP_S", 10.0), master(http__ports="0", limits__servers_per_source="200") as server, ask(server) as client:
+            stopping = threading.Thread(target=server.stop)
+            stopping.start()
+            eventually(lambda: not any(isinstance(source, ms.Acceptor) and source.sock.fileno() >= 0 for source in server.endpoints))
+            _, headers, body, _ = split_response(read_all(client))
+            self.assertEqual((int(headers["Content-Length"]), len(json.loads(body.decode())["servers"])), (len(body), 200))
+            stopping.join(5)
+        with mock.patch.object(ms, "STOP_S", 0.2), master(http__ports="0", limits__servers_per_source="200") as server, ask(server) as client:
+            began = time.monotonic()
+            server.stop()
+            self.assertLess(time.monotonic() - began, 1.5)
 
     def test_several_in_one_process(self) -> None:
         with ms.MasterServer(LOOPBACK) as one, ms.MasterServer(LOOPBACK) as two:
