@@ -526,6 +526,7 @@ def config_text() -> str:
 
 Peer = Tuple[Any, ...]              # as the socket gives it: (address, port) or (address, port, flow, scope)
 Replies = List[Tuple[bytes, Peer]]
+Received = Tuple[Sequence[bytes], Sequence[Peer], Sequence[Any]]       # data, peers, and what the socket's way of sending calls those
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
 
 
@@ -844,6 +845,16 @@ Rank = Tuple[int, bool, int, str, str, int, str]
 NO_DETAILS: Dict[str, str] = {}
 
 
+class Heartbeat:
+    """When a server was heard last. It is no part of the Server, so that it lies in memory beside the fingerprint that was made with it:
+    an announcement touches both, and of 100,000 servers few are in the processor's caches."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+
 class Server:
     """One listed server. Identity is (game, address, port); the rest is what it told last.
 
@@ -854,7 +865,7 @@ class Server:
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
                  "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details",
-                 "source", "first_seen", "last_seen", "lifetime", "rank", "parts", "packet", "batch")
+                 "source", "first_seen", "heartbeat", "lifetime", "rank", "parts", "packet", "batch")
 
     game: str
     address: str
@@ -864,7 +875,7 @@ class Server:
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, name: str = "", mode: str = "",
                  map: str = "", version: str = "", players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
                  description: str = "", playing: Optional[int] = None, flavor: int = 0, responding: bool = True,
-                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, packet: bytes = b"") -> None:
+                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, packet: Any = b"") -> None:
         self.game, self.address, self.port = game, address, port           # in twos and threes, as more would make a tuple each time
         self.source, self.verified = source, verified
         self.name, self.description = name, description
@@ -875,16 +886,24 @@ class Server:
         self.responding, self.ping_ms = responding, ping_ms
         self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
-        self.first_seen = self.last_seen = now
+        self.first_seen, self.heartbeat = now, Heartbeat(now)
         self.lifetime = lifetime
         self.rank = None                                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as rendered last
-        self.packet = packet                                # the announcement heard last, for protocols that repeat it
+        self.packet = packet                                # the announcement heard last, or its fingerprint, as the protocol needs it
         self.batch = 0                                      # that tells storage of its last change
 
     @property
     def key(self) -> Key:
         return self.game, self.address, self.port
+
+    @property
+    def last_seen(self) -> float:
+        return self.heartbeat.at
+
+    @last_seen.setter
+    def last_seen(self, at: float) -> None:
+        self.heartbeat.at = at
 
 
 # What outlives a restart, in this order; what comes new comes last
@@ -1197,7 +1216,7 @@ class Registry:
             for server in list(listed.values()):
                 if server.batch >= batch:
                     altered.append(server)
-                elif server.last_seen >= then:
+                elif server.heartbeat.at >= then:
                     heard.append(server)
         return altered, heard
 
@@ -1662,6 +1681,10 @@ class UdpProtocol:
 
     ipv4_only = True                # its lists carry 4-byte addresses
 
+    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Iterable[Optional[bytes]]:
+        """For each datagram its answer if a listed server only says again what it has said; None: datagram() is to read it."""
+        return itertools.repeat(None)
+
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         raise NotImplementedError
 
@@ -2022,6 +2045,10 @@ ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BY
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
+# What a datagram is known by. With 64 bits no two of a million are alike but once in 40 million; with 32 it has to be all of it
+fingerprint: Callable[[bytes], Any] = hash if sys.hash_info.width >= 64 else bytes
+
+
 class Iceball(UdpProtocol):
     """Iceball's heartbeat protocol, current form (hbversion 2); document 003.
 
@@ -2045,7 +2072,7 @@ class Iceball(UdpProtocol):
         self.draft = IceballDraft(core, self.cookie)
         self.timeout: float = core.settings["iceball.timeout"]
         self.listed = self.registry.games[self.game]
-        self.known: Dict[bytes, Server] = {}        # whole datagram and source address of each listed server: one key to compare
+        self.known: Dict[Any, Heartbeat] = {}       # of each listed server, by the fingerprint of its datagram and source
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
         self.reproaches = Limiter(ICEBALL_REPROACHES)
@@ -2057,11 +2084,16 @@ class Iceball(UdpProtocol):
         self.accepted: Tuple[str, ...] = settings["iceball.accept_versions"]
         self.known.clear()                          # each is looked at once by the new settings
 
+    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Iterable[Optional[bytes]]:
+        # Among 100,000 servers each look-up waits for memory three times. Those of many datagrams, one behind the other, wait together
+        for heartbeat in list(map(self.known.get, [fingerprint(packet + peer[0].encode()) for packet, peer in zip(data, peers)])):
+            if heartbeat is None:
+                yield None
+            else:
+                heartbeat.at = now
+                yield self.thanks
+
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        server = self.known.get(data + peer[0].encode())
-        if server is not None:                      # nothing has changed: the common case by far
-            server.last_seen = now
-            return [(self.thanks, peer)]
         head = data[:4]
         if head == b"1CEB":
             return self.announcement(data, peer, now)
@@ -2143,8 +2175,8 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        server.packet = packet + source.encode()
-        self.known[server.packet] = server
+        server.packet = fingerprint(packet + source.encode())
+        server.heartbeat = self.known[server.packet] = Heartbeat(now)
 
     def accepts(self, version: int) -> bool:
         text = iceball_version_text(version)
@@ -5664,7 +5696,7 @@ def server_asked_for(request: Request) -> Key:
 
 def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
     """A server as pages show it: its times are the wall clock's."""
-    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank")}
+    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank", "heartbeat")}
     values.update(first_seen=server.first_seen + epoch, last_seen=server.last_seen + epoch)
     return types.SimpleNamespace(**values)
 
@@ -5881,7 +5913,6 @@ class Listener(NamedTuple):
     port: int
 
 
-Received = List[Tuple[bytes, Peer, Any]]        # data, peer, and what the socket's way of sending calls that peer
 Answers = List[Tuple[bytes, Any]]               # data, and what the peer is called
 
 
@@ -5942,12 +5973,12 @@ class MessageVector:
         """Up to DRAIN_DATAGRAMS of those that wait."""
         count = self.receive_call(sock.fileno(), self.headers, DRAIN_DATAGRAMS, socket.MSG_DONTWAIT, None)
         if count <= 0:
-            return []
+            return [], [], []
         data: Any = self.data
-        peer, size = self.peer, self.NAME_BYTES
-        names: Any = self.names[:count * size]
-        return [(data[begin:begin + length], peer(name), name) for begin, length, name in
-                zip(self.begins, self.lengths[:count].tolist(), [names[at:at + size] for at in range(0, count * size, size)])]
+        size = self.NAME_BYTES
+        named: Any = self.names[:count * size]
+        names = [named[at:at + size] for at in range(0, count * size, size)]
+        return [data[begin:begin + length] for begin, length in zip(self.begins, self.lengths[:count].tolist())], list(map(self.peer, names)), names
 
     def send(self, sock: socket.socket, answers: Answers) -> Tuple[int, int]:
         """How many of them the system took, and their bytes."""
@@ -5982,19 +6013,23 @@ class Datagrams:
 
     def ready(self, now: float) -> None:
         allow, handle, vector, tally = self.limiter.allow, self.protocol.datagram, self.vector, self.tally
-        received = vector.receive(self.sock) if vector else self.receive()
+        data, peers, names = vector.receive(self.sock) if vector else self.receive()
+        tally.received += len(data)
+        tally.bytes_in += sum(map(len, data))
+        allowed = [allow(peer[0], now) for peer in peers]
+        if not all(allowed):
+            tally.limited += allowed.count(False)
+            data, peers, names = (list(itertools.compress(column, allowed)) for column in (data, peers, names))
         answers: Answers = []
-        for data, peer, name in received:
-            tally.bytes_in += len(data)
-            if not allow(peer[0], now):
-                tally.limited += 1
+        for packet, peer, name, answer in zip(data, peers, names, self.protocol.repeated(data, peers, now)):
+            if answer is not None:
+                answers.append((answer, name))
                 continue
             try:
-                for reply, to in handle(data, peer, now):
+                for reply, to in handle(packet, peer, now):
                     answers.append((reply, name if to is peer else vector.name(to) if vector else to))
             except Exception as error:
-                self.failed(error, data, peer)
-        tally.received += len(received)
+                self.failed(error, packet, peer)
         if answers:
             sent, size = vector.send(self.sock, answers) if vector else self.send_all(answers)
             tally.sent += sent
@@ -6003,16 +6038,17 @@ class Datagrams:
 
     def receive(self) -> Received:
         """As in MessageVector, for any socket; peers are called what they are."""
-        received: Received = []
+        data, peers = [], []
         for _ in range(DRAIN_DATAGRAMS):
             try:
-                data, peer = self.sock.recvfrom(MAX_DATAGRAM_BYTES)
+                packet, peer = self.sock.recvfrom(MAX_DATAGRAM_BYTES)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:         # Windows: an earlier answer met a closed port (ConnectionResetError)
                 continue
-            received.append((data, peer, peer))
-        return received
+            data.append(packet)
+            peers.append(peer)
+        return data, peers, peers
 
     def send_all(self, answers: Answers) -> Tuple[int, int]:
         sent = size = 0

@@ -1306,9 +1306,15 @@ class IceballTest(unittest.TestCase):
         self.iceball = ms.Iceball(self.core)
 
     def send(self, data: bytes, now: float = 0.0, peer: Optional[Tuple[str, int]] = None) -> List[bytes]:
+        answer, = self.repeated([data], now, peer)
+        if answer is not None:
+            return [answer]
         replies = self.iceball.datagram(data, peer or self.peer, now)
         self.assertTrue(all(to == (peer or self.peer) for _, to in replies))
         return [reply for reply, _ in replies]
+
+    def repeated(self, data: Sequence[bytes], now: float, peer: Optional[Tuple[str, int]] = None) -> List[Optional[bytes]]:
+        return list(itertools.islice(self.iceball.repeated(data, [peer or self.peer] * len(data), now), len(data)))
 
     def shake(self, data: bytes, now: float = 0.0, peer: Optional[Tuple[str, int]] = None) -> ms.Server:
         msok, = self.send(data, now, peer)
@@ -1362,6 +1368,30 @@ class IceballTest(unittest.TestCase):
             self.assertEqual(self.send(b"HSHK" + msok[4:], now), [])
             self.assertEqual(self.registry.servers()[0].last_seen, now)
         self.assertEqual(len(self.registry.servers()), 1)
+
+    def test_what_is_a_repetition_and_what_is_not(self) -> None:
+        other = announcement()
+        for fingerprint in ms.fingerprint, bytes:           # bytes: as with 32 bits
+            with mock.patch.object(ms, "fingerprint", fingerprint):
+                self.start()
+                self.assertEqual(self.repeated([CAPTURED], 0.0), [None])
+                captured, server = self.shake(CAPTURED), self.shake(other)
+                changed = [other[:at] + bytes([other[at] ^ 1]) + other[at + 1:] for at in range(86)]
+                self.assertEqual(self.repeated(changed + [other[:-1], other + b"\0", b""], 1.0), [None] * 89)
+                self.assertEqual(self.repeated([other], 2.0, ("203.0.113.90", 40000)), [None])
+                self.assertEqual((server.last_seen, captured.last_seen), (0.0, 0.0))
+                self.assertEqual(self.repeated([b"?", other, CAPTURED, other], 3.0), [None] + [self.iceball.thanks] * 3)
+                self.assertEqual(self.repeated([other], 4.0, ("203.0.113.9", 50000)), [self.iceball.thanks])     # its port stands in it
+                self.assertEqual((server.last_seen, captured.last_seen), (4.0, 3.0))
+                self.send(changed[12], 5.0)                 # other players
+                self.assertEqual(self.repeated([other, changed[12]], 6.0), [None, self.iceball.thanks])
+                self.assertEqual((server.last_seen, server.players), (6.0, 1))
+                self.iceball.read(self.core.settings)
+                self.assertEqual(self.repeated([CAPTURED], 7.0), [None])
+                self.assertEqual(self.send(CAPTURED, 7.0), [self.iceball.thanks])
+                self.assertEqual(self.repeated([CAPTURED], 8.0), [self.iceball.thanks])
+                self.registry.remove(captured)
+                self.assertEqual(self.repeated([CAPTURED], 9.0), [None])
 
     def test_gone_after_120_s_and_not_before(self) -> None:
         self.shake(CAPTURED, 10.0)
@@ -4927,6 +4957,33 @@ class DatagramsTest(unittest.TestCase):
 
         def datagram(self, data: bytes, peer: ms.Peer, now: float) -> ms.Replies:
             return [(data, (peer[0], peer[1]) if len(data) % 2 else peer)] * data[0]
+
+    def test_what_is_limited_is_not_heard(self) -> None:
+        """The others keep their order, known ones and new ones."""
+        core = make_core()
+        for datagrams in self.ways():
+            datagrams.protocol, datagrams.limiter = ms.Iceball(core), ms.Limiter((0.001, 3))
+            place, thanks = datagrams.sock.getsockname(), datagrams.protocol.thanks
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+                for sock, address in (game, "127.0.0.1"), (other, "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"):
+                    sock.bind((address, 0))
+                    sock.settimeout(5)
+                datagrams.protocol.list_server("127.0.0.1", announcement(), 0.0)
+                listed, = core.registry.servers()
+                for data in announcement(), announcement(1), announcement(), announcement():
+                    game.sendto(data, place)
+                datagrams.ready(1.0)
+                self.assertEqual([len(game.recv(100)) > 20 for _ in range(3)], [False, True, False])
+                self.assertEqual((listed.last_seen, datagrams.tally.limited, datagrams.tally.received, datagrams.tally.sent), (1.0, 1, 4, 3))
+                self.assertEqual(datagrams.tally.bytes_in, 4 * 86)
+                game.sendto(announcement(), place)
+                if sys.platform == "linux":
+                    other.sendto(announcement(2), place)
+                datagrams.ready(2.0)
+                self.assertEqual(listed.last_seen, 1.0)
+                if sys.platform == "linux":
+                    self.assertNotEqual(other.recv(100), thanks)
+                core.registry.remove(listed)
 
     def make(self, vector: Optional[ms.MessageVector]) -> ms.Datagrams:
         sock = ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0)
