@@ -2172,11 +2172,12 @@ class Iceball(UdpProtocol):
                 registry.hear("iceball", address, port, source, now, self.timeout, {
                     "name": name, "mode": mode, "map": map, "version": version, "players": players,
                     "max_players": max_players, "verified": "handshake"})
+                server.heartbeat = Heartbeat(now)           # beside the new fingerprint
         except Refused as refused:
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
         server.packet = fingerprint(packet + source.encode())
-        server.heartbeat = self.known[server.packet] = Heartbeat(now)
+        self.known[server.packet] = server.heartbeat
 
     def accepts(self, version: int) -> bool:
         text = iceball_version_text(version)
