@@ -8550,11 +8550,11 @@ def resident_bytes(pid):
 Side = collections.namedtuple("Side", "pid load amount answers", defaults=(ROUND_SECONDS, 1))
 
 
-def race(*sides):
+def race(*sides, rounds=ROUNDS):
     """Every side in turn, round by round. Medians for each: operations a second, µs an operation, share of a core."""
-    rounds = [[] for _ in sides]
-    for _ in range(ROUNDS):
-        for side, results in zip(sides, rounds):
+    table = [[] for _ in sides]
+    for _ in range(rounds):
+        for side, results in zip(sides, table):
             before = processor_seconds(side.pid)
             said = side.load.run(side.amount)
             cpu = processor_seconds(side.pid) - before
@@ -8562,7 +8562,7 @@ def race(*sides):
             results.append({"rate": count / seconds, "cpu": cpu / count * 1e6, "busy": cpu / seconds,
                             "load_busy": said["cpu"] / seconds})
     return [dict({key: statistics.median(result[key] for result in results) for key in results[0]}, rounds=results)
-            for results in rounds]
+            for results in table]
 
 
 def ratio(ours, theirs, key):
@@ -8696,7 +8696,8 @@ def bench_hyperbol(bench, name):
 
 def bench_growth(bench, name):
     """an announcement with 100,000 servers listed; processor time against the same with 100"""
-    many, few = race(bench.listed(100000, 2, ROOM), bench.listed(100, 2))
+    # What other tenants of the machine leave of the caches counts here, and changes from round to round
+    many, few = race(bench.listed(100000, 2, ROOM), bench.listed(100, 2), rounds=2 * ROUNDS - 1)
     yield result_row(name, "100 servers", ratio(many, few, "cpu"), 1.15, True, judge="cost", ours=many, theirs=few,
                      ratio=ratio(many, few, "rate"), cpu_ratio=ratio(few, many, "cpu"))
 
