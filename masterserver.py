@@ -101,6 +101,7 @@ log = logging.getLogger("masterserver")
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
+BACKLOG = 1024                      # connections that wait to be accepted: a second of them, as the page of a full game may bring
 MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a longer one is cut and found malformed. An odd number of
                                     # cache lines, so that those read together do not displace each other
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
@@ -110,12 +111,12 @@ PAGES_KEPT = 8                      # … of so many answers, each a descriptor;
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
-PLACE_S = 1.0                       # which connection is the idlest is known to within so much
+PLACE_S = 0.1                       # which connection is the idlest is known to within so much
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
 STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
-STOP_FRESH_S = 0.2                  # a round trip: within it a new connection brings its request
+STOP_FRESH_S = 0.3                  # a round trip (and PLACE_S): within it a new connection brings its request, and a body goes on
 STOP_LOOK_S = 0.05                  # how often it is looked whether all have ended
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
 DESCRIPTORS_KEPT = 28               # for what is no connection: standard streams, selector, database and its logs, log, look-ups, pages
@@ -1681,9 +1682,10 @@ class UdpProtocol:
 
     ipv4_only = True                # its lists carry 4-byte addresses
 
-    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Iterable[Optional[bytes]]:
-        """For each datagram its answer if a listed server only says again what it has said; None: datagram() is to read it."""
-        return itertools.repeat(None)
+    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
+        """For each datagram its answer if a listed server only says again what it has said; None: datagram() is to read it. Repetitions
+        count as if they had come before the others, as datagrams may."""
+        return [None] * len(data)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         raise NotImplementedError
@@ -1748,6 +1750,9 @@ class TcpProtocol:
 
     def read(self, settings: Settings) -> None:
         """As in UdpProtocol."""
+
+    def leave(self) -> None:
+        """The program is about to stop: no answer is to invite another request."""
 
 
 # --- Poller ----------------------------------------------------------------------------------------------------------
@@ -2045,8 +2050,8 @@ ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BY
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
-# What a datagram is known by. With 64 bits no two of a million are alike but once in 40 million; with 32 it has to be all of it
-fingerprint: Callable[[bytes], Any] = hash if sys.hash_info.width >= 64 else bytes
+# What a datagram and its source are known by. With 64 bits no two of a million are alike but once in 40 million; with 32 it has to be all
+fingerprint: Callable[[Tuple[bytes, str]], Any] = hash if sys.hash_info.width >= 64 else tuple
 
 
 class Iceball(UdpProtocol):
@@ -2072,7 +2077,7 @@ class Iceball(UdpProtocol):
         self.draft = IceballDraft(core, self.cookie)
         self.timeout: float = core.settings["iceball.timeout"]
         self.listed = self.registry.games[self.game]
-        self.known: Dict[Any, Heartbeat] = {}       # of each listed server, by the fingerprint of its datagram and source
+        self.known: Dict[Any, Heartbeat] = {}       # of listed servers, by the fingerprint of datagram and source
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
         self.reproaches = Limiter(ICEBALL_REPROACHES)
@@ -2084,14 +2089,14 @@ class Iceball(UdpProtocol):
         self.accepted: Tuple[str, ...] = settings["iceball.accept_versions"]
         self.known.clear()                          # each is looked at once by the new settings
 
-    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Iterable[Optional[bytes]]:
+    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
         # Among 100,000 servers each look-up waits for memory three times. Those of many datagrams, one behind the other, wait together
-        for heartbeat in list(map(self.known.get, [fingerprint(packet + peer[0].encode()) for packet, peer in zip(data, peers)])):
-            if heartbeat is None:
-                yield None
-            else:
+        fingerprints = list(map(fingerprint, zip(data, [peer[0] for peer in peers])))
+        heartbeats = list(map(self.known.get, fingerprints))
+        for heartbeat in heartbeats:
+            if heartbeat is not None:
                 heartbeat.at = now
-                yield self.thanks
+        return [None if heartbeat is None else self.thanks for heartbeat in heartbeats]
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         head = data[:4]
@@ -2176,7 +2181,7 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        server.packet = fingerprint(packet + source.encode())
+        server.packet = fingerprint((packet, source))
         self.known[server.packet] = server.heartbeat
 
     def accepts(self, version: int) -> bool:
@@ -5079,6 +5084,8 @@ class HttpSession(Session):
         exchange, self.exchange = self.exchange, None
         body, self.buffer = self.buffer[:self.body_bytes], self.buffer[self.body_bytes:]
         self.request_bytes += body
+        if self.web.leaving and not self.buffer:
+            exchange.close_connection = True
         self.wait_for_request(now)
         answer = self.web.answer(exchange, body, self.address, now, self.limited)
         self.edition = self.web.edition
@@ -5282,7 +5289,12 @@ class Web(TcpProtocol):
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status, but for …
         self.remembered_requests = 0                                                        # … those answered from memory
         self.rules = core.registry.rules
+        self.leaving = False
         self.read(core.settings)
+
+    def leave(self) -> None:
+        self.leaving = True
+        self.memo.clear()               # those keep the connection
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
@@ -6205,6 +6217,7 @@ class Connection:
     def resumed(self, result: Any, now: float) -> None:
         self.working = False
         if self.sock.fileno() >= 0:
+            self.place(now)             # what came meanwhile is read only now
             self.call(self.session.resume, result, now)
             if self.sock.fileno() < 0 or self.linger_until:
                 return
@@ -6296,8 +6309,9 @@ class Connection:
             self.call(self.session.tick, now)
 
     def busy(self, now: float) -> bool:
-        """Something is on its way."""
-        return bool(self.out or self.working or self.session.held or now - self.placed_at < STOP_FRESH_S)
+        """Something is on its way, or is soon."""
+        return bool(self.out or self.working or self.session.held or now - self.placed_at < STOP_FRESH_S
+                    or self.woken_at is not None and self.woken_at > now)
 
     def close(self, now: float) -> None:
         if self.sock.fileno() < 0:
@@ -6326,8 +6340,8 @@ class Acceptor:
         descriptor, peer = self.sock._accept()
         return socket.socket(self.family, STREAM, 0, descriptor), peer
 
-    def ready(self, now: float) -> None:
-        for _ in range(DRAIN_ACCEPTS):
+    def ready(self, now: float, most: int = DRAIN_ACCEPTS) -> None:
+        for _ in range(most):
             try:
                 sock, peer = self.accept()
             except (BlockingIOError, InterruptedError):
@@ -6350,8 +6364,9 @@ class Acceptor:
         if "descriptors" not in self.loop.health:
             log.warning("%s: no new connections for now: %s", self.name, error.strerror)
             self.loop.health["descriptors"] = str(error.strerror)
+        if not self.paused_until:
+            self.loop.selector.unregister(self.sock)
         self.paused_until = now + ACCEPT_PAUSE_S
-        self.loop.selector.unregister(self.sock)
 
     def tick(self, now: float) -> None:
         if self.paused_until and now >= self.paused_until:
@@ -6360,11 +6375,13 @@ class Acceptor:
 
     def leave(self, now: float) -> None:
         """Take who has connected already, for whom a closed listener is a reset, and nobody else."""
-        self.ready(now)
-        if not self.paused_until:
-            self.loop.selector.unregister(self.sock)
-        self.paused_until = 0.0
-        self.sock.close()
+        try:
+            self.ready(now, BACKLOG)
+        finally:
+            if not self.paused_until:
+                self.loop.selector.unregister(self.sock)
+            self.paused_until = 0.0
+            self.sock.close()
 
 
 class Worker:
@@ -6699,7 +6716,8 @@ class Loop:
                 self.thread.start()
 
     def stop(self) -> None:
-        """End run(), from any thread, a callback or a signal handler, and wait for the thread if there is one."""
+        """End run(), from any thread, a callback or a signal handler, and wait for the thread if there is one: answers on their way and
+        work for the disk may take some seconds."""
         with self.life:
             self.stopping = True
             if self.state in ("new", "bound") and self.thread is None:
@@ -7027,8 +7045,12 @@ class MasterServer(Loop):
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def leave(self) -> None:
-        """Answer what was asked before the stop, and nobody else: there are clients that die of an answer cut off by a reset."""
+        """Answer what was asked on a connection before the stop: there are clients that die of an answer cut off by a reset."""
+        self.tell("STOPPING=1")
         now = time.monotonic()
+        for protocol in self.protocols:
+            if isinstance(protocol, TcpProtocol):
+                protocol.leave()
         for source in self.endpoints:
             if isinstance(source, Acceptor):
                 self.guarded(source.leave, now)
@@ -7168,7 +7190,6 @@ class MasterServer(Loop):
             if self.state == "closed":
                 return
             self.state = "closed"
-        self.tell("STOPPING=1")
         now = time.monotonic()
         self.log_events()
         for source in self.endpoints:
@@ -7330,7 +7351,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
         sock.bind((address, port))
         if transport == "tcp":
             set_inherited(sock)
-            sock.listen(1024)
+            sock.listen(BACKLOG)
         sock.setblocking(False)
         return sock
     except BaseException:
@@ -8764,9 +8785,10 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
 def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
     """Address, port and flavor of every server that the master lists. Raises ToolError."""
     deadline = time.monotonic() + EXPORT_LIST_S
-    data, awaited = b"", "greeting"
+    data, awaited = b"", "answer"
     try:
         with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
+            awaited = "greeting"
             while len(data) < HYPERBOL_GREETING.size:
                 part = sock.recv(HYPERBOL_GREETING.size - len(data))
                 if not part:
@@ -8783,7 +8805,7 @@ def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
                     break
                 data += part
     except socket.timeout:
-        raise ToolError(EXIT_CONNECTION, "No list from %s: its %s did not come in time; is it the port of a Hyperbol master?" % (
+        raise ToolError(EXIT_CONNECTION, "No list from %s: waited in vain for its %s; is that the port of a Hyperbol master?" % (
             endpoint(host, port), awaited)) from None
     except OSError as error:
         raise ToolError(EXIT_CONNECTION, "No list from %s: %s." % (

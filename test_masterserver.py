@@ -1314,7 +1314,7 @@ class IceballTest(unittest.TestCase):
         return [reply for reply, _ in replies]
 
     def repeated(self, data: Sequence[bytes], now: float, peer: Optional[Tuple[str, int]] = None) -> List[Optional[bytes]]:
-        return list(itertools.islice(self.iceball.repeated(data, [peer or self.peer] * len(data), now), len(data)))
+        return list(self.iceball.repeated(data, [peer or self.peer] * len(data), now))
 
     def shake(self, data: bytes, now: float = 0.0, peer: Optional[Tuple[str, int]] = None) -> ms.Server:
         msok, = self.send(data, now, peer)
@@ -1371,7 +1371,7 @@ class IceballTest(unittest.TestCase):
 
     def test_what_is_a_repetition_and_what_is_not(self) -> None:
         other = announcement()
-        for fingerprint in ms.fingerprint, bytes:           # bytes: as with 32 bits
+        for fingerprint in ms.fingerprint, tuple:           # tuple: as with 32 bits
             with mock.patch.object(ms, "fingerprint", fingerprint):
                 self.start()
                 self.assertEqual(self.repeated([CAPTURED], 0.0), [None])
@@ -1379,6 +1379,8 @@ class IceballTest(unittest.TestCase):
                 changed = [other[:at] + bytes([other[at] ^ 1]) + other[at + 1:] for at in range(86)]
                 self.assertEqual(self.repeated(changed + [other[:-1], other + b"\0", b""], 1.0), [None] * 89)
                 self.assertEqual(self.repeated([other], 2.0, ("203.0.113.90", 40000)), [None])
+                self.assertEqual(self.repeated([other + b"2"], 2.0, ("03.0.113.9", 40000)), [None])
+                self.assertEqual(self.repeated([other + b"20"], 2.0, ("3.0.113.9", 40000)), [None])
                 self.assertEqual((server.last_seen, captured.last_seen), (0.0, 0.0))
                 self.assertEqual(self.repeated([b"?", other, CAPTURED, other], 3.0), [None] + [self.iceball.thanks] * 3)
                 self.assertEqual(self.repeated([other], 4.0, ("203.0.113.9", 50000)), [self.iceball.thanks])     # its port stands in it
@@ -6729,7 +6731,7 @@ class ExportTest(unittest.TestCase):
                     with unittest.mock.patch.object(ms, "EXPORT_CONNECT_S", 0.2):
                         status, _, err = self.export(master.place)
                     self.assertEqual(status, 3)
-                    self.assertIn("its greeting did not come in time; is it the port of a Hyperbol master?", err)
+                    self.assertIn("waited in vain for its greeting; is that the port of a Hyperbol master?", err)
                 else:
                     status, _, err = self.export(master.place)
                     self.assertEqual(status, 4)
@@ -7654,25 +7656,112 @@ class Embedded(unittest.TestCase):
             with ms.MasterServer(settings) as server:
                 self.assertEqual([(s.name, s.unconfirmed) for s in server.registry.servers("aio")], [("My server", True)])
 
+    def leaving(self, **settings: str) -> ms.MasterServer:
+        """A server that this thread moves: round() by round(), then leave() and close()."""
+        server = master(http__ports="0", aio__port="0", **settings)
+        self.assertTrue(server.begin())
+        self.addCleanup(server.close)
+        server.next_tick = time.monotonic() + 100.0
+        return server
+
+    def connected(self, server: ms.MasterServer, protocol: str = "http") -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", port_of(server, protocol)), 5)
+        self.addCleanup(client.close)
+        return client
+
     def test_who_came_before_the_stop_is_answered(self) -> None:
-        """Connected and not accepted yet: to close the listener alone would be a reset."""
-        for name in "STOP_S", "STOP_FRESH_S":           # on a slow machine too
-            patch = mock.patch.object(ms, name, 5.0)
-            patch.start()
-            self.addCleanup(patch.stop)
-        server = master(http__ports="0")
-        server.bind()
-        with socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client, \
-                socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as later:
-            client.sendall(b"GET /master.json HTTP/1.0\r\n\r\n")
-            server.stopping = True
-            thread = threading.Thread(target=server.run)
+        """Connected and not accepted yet, more than are accepted at once: to close the listener alone would be a reset."""
+        server = self.leaving(limits__connections_open="100", limits__connections="100", limits__requests="100")
+        clients = [self.connected(server) for _ in range(80)]
+        for client in clients:
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        server.leave()
+        server.close()
+        self.assertEqual({split_response(read_all(client))[0] for client in clients}, {200})
+
+    def test_whose_request_comes_after_its_connection_is_answered(self) -> None:
+        with mock.patch.object(ms, "STOP_FRESH_S", 5.0), mock.patch.object(ms, "STOP_S", 10.0):       # on a slow machine too
+            server = self.leaving()
+            client = self.connected(server)
+            thread = threading.Thread(target=server.leave)
             thread.start()
+            eventually(lambda: server.connections)
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
             self.assertEqual(split_response(read_all(client))[0], 200)
-            later.sendall(b"GET /master.json HTTP/1.0\r\n\r\n")
-            self.assertEqual(split_response(read_all(later))[0], 200)
-        thread.join(5)
-        self.assertFalse(thread.is_alive())
+            client.close()
+            thread.join(5)
+            self.assertFalse(thread.is_alive())
+
+    def older(self, server: ms.MasterServer, client: socket.socket) -> ms.Connection:
+        """The connection of `client`, as if it had been quiet for half a second."""
+        connection = next(one for one in server.connections if one.sock.getpeername() == client.getsockname())
+        connection.placed_at -= 0.5
+        connection.woken_at = None
+        return connection
+
+    def test_more_than_is_read_at_once_is_answered(self) -> None:
+        server = self.leaving(limits__requests="1000")
+        client = self.connected(server)
+        server.round()
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: %s\r\n\r\n" % (b"x" * 1000) * 100)
+        self.older(server, client)
+        server.leave()
+        server.close()
+        self.assertEqual(read_all(client).count(b"HTTP/1.1 200"), 100)
+
+    def test_what_waits_behind_work_is_answered(self) -> None:
+        def slow(web: ms.Web, request: ms.Request) -> Any:
+            return ms.Later(lambda: time.sleep(0.4), lambda result: ms.Answer(b"at last"))
+        with mock.patch.dict(ms.ROUTES, {"/slow": ms.Route(slow)}):
+            server = self.leaving()
+            client = self.connected(server)
+            server.round()
+            client.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            server.round()
+            self.assertTrue(self.older(server, client).working)
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            server.leave()
+            server.close()
+        self.assertEqual(read_all(client).count(b"HTTP/1.1 200"), 2)
+
+    def test_what_shows_its_end_only_after_a_while_is_answered(self) -> None:
+        server = self.leaving()
+        client = self.connected(server, "aio")
+        server.round()
+        client.recv(100)
+        client.sendall(b"12#%")
+        self.older(server, client)
+        with mock.patch.object(ms, "STOP_FRESH_S", 0.0):
+            server.leave()
+        server.close()
+        self.assertTrue(read_all(client))
+
+    def test_a_kept_connection_ends_with_its_next_answer(self) -> None:
+        server = self.leaving()
+        client = self.connected(server)
+        request = b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n"
+        for _ in range(3):
+            client.sendall(request)
+            data = b""
+            while not data.endswith(b"]}"):
+                server.round(time.monotonic())
+                with contextlib.suppress(BlockingIOError):
+                    data += client.recv(4096, socket.MSG_DONTWAIT)
+            self.assertNotIn(b"Connection: close", data)
+        client.sendall(request)
+        server.leave()
+        self.assertEqual(split_response(read_all(client))[1]["Connection"], "close")
+
+    def test_a_stop_without_descriptors(self) -> None:
+        """Accepting rests already, and is tried once more."""
+        server = self.leaving()
+        acceptor = next(source for source in server.endpoints if isinstance(source, ms.Acceptor))
+        with mock.patch.object(acceptor, "accept", side_effect=OSError(errno.EMFILE, "Too many open files")):
+            with self.assertLogs("masterserver") as logs:
+                acceptor.ready(time.monotonic())
+                server.leave()
+        self.assertEqual(len(logs.output), 1, logs.output)
+        self.assertEqual((acceptor.sock.fileno(), acceptor.paused_until), (-1, 0.0))
 
     def test_a_stop_cuts_no_answer_but_does_not_wait_for_ever(self) -> None:
         def ask(server: ms.MasterServer) -> socket.socket:
