@@ -3600,6 +3600,7 @@ class AioSession(Session):
             try:
                 if self.dialect is None:
                     self.dialect = self.aio.dialect(self.buffer[0])
+                    self.greet_at = self.wake_at = None
                 answer = self.dialect.take(self, now)
                 if answer is not None and not self.aio.rules.datagrams.allow(self.address, now):
                     raise Malformed("too many messages from one address")
@@ -3655,8 +3656,7 @@ class AioSession(Session):
     def tick(self, now: float) -> bytes:
         if self.greet_at is not None and now >= self.greet_at:
             self.greet_at = None
-            if self.dialect is None:
-                return self.greeting()
+            return self.greeting()
         out = self.work(now)                    # a list that was asked for without a newline
         if out or self.held:
             return out
@@ -6311,7 +6311,7 @@ class Connection:
     def busy(self, now: float) -> bool:
         """Something is on its way, or is soon."""
         return bool(self.out or self.working or self.session.held or now - self.placed_at < STOP_FRESH_S
-                    or self.woken_at is not None and self.woken_at > now)
+                    or self.session.wake_at is not None and self.session.wake_at > now)
 
     def close(self, now: float) -> None:
         if self.sock.fileno() < 0:

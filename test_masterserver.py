@@ -6057,7 +6057,7 @@ class DescriptorsTest(unittest.TestCase):
                 self.assertLess(sorted(game.announce() for _ in range(30))[28], 0.05)
                 before, began = processor_seconds(server.process.pid), time.monotonic()
                 eventually(lambda: stored_servers(os.path.join(folder, "master.db")) == 1, 10)      # SQLite has what it needs
-                time.sleep(1.0)
+                time.sleep(0.5)
                 idle = (processor_seconds(server.process.pid) - before) / (time.monotonic() - began)
                 self.assertLess(idle, 0.2)
                 self.assertEqual(fetch(server.port("http"), "/healthz")[0], 200)        # even now there is room for one more
@@ -7696,7 +7696,7 @@ class Embedded(unittest.TestCase):
         """The connection of `client`, as if it had been quiet for half a second."""
         connection = next(one for one in server.connections if one.sock.getpeername() == client.getsockname())
         connection.placed_at -= 0.5
-        connection.woken_at = None
+        connection.session.wake_at = None
         return connection
 
     def test_more_than_is_read_at_once_is_answered(self) -> None:
@@ -7711,7 +7711,7 @@ class Embedded(unittest.TestCase):
 
     def test_what_waits_behind_work_is_answered(self) -> None:
         def slow(web: ms.Web, request: ms.Request) -> Any:
-            return ms.Later(lambda: time.sleep(0.4), lambda result: ms.Answer(b"at last"))
+            return ms.Later(lambda: time.sleep(0.05), lambda result: ms.Answer(b"at last"))
         with mock.patch.dict(ms.ROUTES, {"/slow": ms.Route(slow)}):
             server = self.leaving()
             client = self.connected(server)
