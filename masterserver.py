@@ -527,7 +527,6 @@ def config_text() -> str:
 
 Peer = Tuple[Any, ...]              # as the socket gives it: (address, port) or (address, port, flow, scope)
 Replies = List[Tuple[bytes, Peer]]
-Received = Tuple[Sequence[bytes], Sequence[Peer], Sequence[Any]]       # data, peers, and what the socket's way of sending calls those
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
 
 
@@ -5926,6 +5925,7 @@ class Listener(NamedTuple):
     port: int
 
 
+Received = Tuple[Sequence[bytes], Sequence[Peer], Sequence[Any]]       # data, peers, and what the socket's way of sending calls those
 Answers = List[Tuple[bytes, Any]]               # data, and what the peer is called
 
 
