@@ -101,7 +101,7 @@ log = logging.getLogger("masterserver")
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
-BACKLOG = 1024                      # connections that wait to be accepted: a second of them, as the page of a full game may bring
+BACKLOG = 1024                      # connections that wait to be accepted: half a second of 2,000 a second, while the loop is held up
 MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a longer one is cut and found malformed. An odd number of
                                     # cache lines, so that those read together do not displace each other
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
@@ -845,16 +845,6 @@ Rank = Tuple[int, bool, int, str, str, int, str]
 NO_DETAILS: Dict[str, str] = {}
 
 
-class Heartbeat:
-    """When a server was heard last. It is no part of the Server, so that it lies in memory beside the fingerprint that was made with it:
-    an announcement touches both, and of 100,000 servers few are in the processor's caches."""
-
-    __slots__ = ("at",)
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-
-
 class Server:
     """One listed server. Identity is (game, address, port); the rest is what it told last.
 
@@ -865,7 +855,7 @@ class Server:
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
                  "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details",
-                 "source", "first_seen", "heartbeat", "lifetime", "rank", "parts", "packet", "batch")
+                 "source", "first_seen", "last_seen", "lifetime", "rank", "parts", "packet", "batch")
 
     game: str
     address: str
@@ -886,7 +876,7 @@ class Server:
         self.responding, self.ping_ms = responding, ping_ms
         self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
-        self.first_seen, self.heartbeat = now, Heartbeat(now)
+        self.first_seen = self.last_seen = now
         self.lifetime = lifetime
         self.rank = None                                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as rendered last
@@ -896,14 +886,6 @@ class Server:
     @property
     def key(self) -> Key:
         return self.game, self.address, self.port
-
-    @property
-    def last_seen(self) -> float:
-        return self.heartbeat.at
-
-    @last_seen.setter
-    def last_seen(self, at: float) -> None:
-        self.heartbeat.at = at
 
 
 # What outlives a restart, in this order; what comes new comes last
@@ -1216,7 +1198,7 @@ class Registry:
             for server in list(listed.values()):
                 if server.batch >= batch:
                     altered.append(server)
-                elif server.heartbeat.at >= then:
+                elif server.last_seen >= then:
                     heard.append(server)
         return altered, heard
 
@@ -2076,7 +2058,7 @@ class Iceball(UdpProtocol):
         self.draft = IceballDraft(core, self.cookie)
         self.timeout: float = core.settings["iceball.timeout"]
         self.listed = self.registry.games[self.game]
-        self.known: Dict[Any, Heartbeat] = {}       # of listed servers, by the fingerprint of datagram and source
+        self.known: Dict[Any, Server] = {}          # listed servers, by the fingerprint of datagram and source
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
         self.reproaches = Limiter(ICEBALL_REPROACHES)
@@ -2091,11 +2073,11 @@ class Iceball(UdpProtocol):
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
         # Among 100,000 servers each look-up waits for memory three times. Those of many datagrams, one behind the other, wait together
         fingerprints = list(map(fingerprint, zip(data, [peer[0] for peer in peers])))
-        heartbeats = list(map(self.known.get, fingerprints))
-        for heartbeat in heartbeats:
-            if heartbeat is not None:
-                heartbeat.at = now
-        return [None if heartbeat is None else self.thanks for heartbeat in heartbeats]
+        servers = list(map(self.known.get, fingerprints))
+        for server in servers:
+            if server is not None:
+                server.last_seen = now
+        return [None if server is None else self.thanks for server in servers]
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         head = data[:4]
@@ -2176,12 +2158,11 @@ class Iceball(UdpProtocol):
                 registry.hear("iceball", address, port, source, now, self.timeout, {
                     "name": name, "mode": mode, "map": map, "version": version, "players": players,
                     "max_players": max_players, "verified": "handshake"})
-                server.heartbeat = Heartbeat(now)           # beside the new fingerprint
         except Refused as refused:
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
         server.packet = fingerprint((packet, source))
-        self.known[server.packet] = server.heartbeat
+        self.known[server.packet] = server
 
     def accepts(self, version: int) -> bool:
         text = iceball_version_text(version)
@@ -5293,7 +5274,7 @@ class Web(TcpProtocol):
 
     def leave(self) -> None:
         self.leaving = True
-        self.memo.clear()               # those keep the connection
+        self.forget()                   # answers that keep the connection
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
@@ -5328,16 +5309,19 @@ class Web(TcpProtocol):
             self.edition += 1
             self.edition_at = now
             self.edition_generation = self.registry.generation
-            self.memo.clear()
-            self.memo_bytes = 0
+            self.forget()
+
+    def forget(self) -> None:
+        self.memo.clear()
+        self.memo_bytes = 0
 
     def remember(self, request: bytes, response: Lasting, close: bool) -> None:
         if len(request) > HTTP_MEMO_REQUEST_BYTES or request in self.memo:
             return
-        self.memo_bytes += len(request) + len(response)
-        if self.memo_bytes > HTTP_MEMO_BYTES:
-            self.memo.clear()
-            self.memo_bytes = len(request) + len(response)
+        size = len(request) + len(response)
+        if self.memo_bytes + size > HTTP_MEMO_BYTES:
+            self.forget()
+        self.memo_bytes += size
         self.memo[request] = response, close
 
     # Answers
@@ -5708,7 +5692,7 @@ def server_asked_for(request: Request) -> Key:
 
 def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
     """A server as pages show it: its times are the wall clock's."""
-    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank", "heartbeat")}
+    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank")}
     values.update(first_seen=server.first_seen + epoch, last_seen=server.last_seen + epoch)
     return types.SimpleNamespace(**values)
 

@@ -6724,6 +6724,10 @@ class ExportTest(unittest.TestCase):
             status, _, err = self.export("127.0.0.1:%d" % closed.getsockname()[1])
         self.assertEqual(status, 3)
         self.assertIn("No list from 127.0.0.1", err)
+        with unittest.mock.patch.object(ms.socket, "create_connection", side_effect=socket.timeout):
+            status, _, err = self.export("127.0.0.1:20203")
+        self.assertEqual(status, 3)
+        self.assertIn("waited in vain for its answer", err)
         for greeting in b"SSH-2.0-x\r\n\r\n", b"HBSL", b"":
             with MasterOf(greeting, b"") as master:
                 if len(greeting) < 12:
@@ -7675,8 +7679,10 @@ class Embedded(unittest.TestCase):
         clients = [self.connected(server) for _ in range(80)]
         for client in clients:
             client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        server.tell = told = mock.Mock(side_effect=lambda state: self.assertFalse(server.connections, "at once"))
         server.leave()
         server.close()
+        told.assert_called_once_with("STOPPING=1")
         self.assertEqual({split_response(read_all(client))[0] for client in clients}, {200})
 
     def test_whose_request_comes_after_its_connection_is_answered(self) -> None:
