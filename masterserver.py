@@ -131,8 +131,8 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deployed servers return it within a second
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
-SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once: 200 lists a second, and
-                                    # 0.8 Mbit/s for somebody who sends with false addresses, whatever he sends
+SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once, each of the four ways in which
+                                    # they can: 200 lists a second, and 0.8 Mbit/s for somebody who sends with false addresses
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
 
@@ -283,8 +283,8 @@ def read_numeric_endpoint(text: str) -> Tuple[str, int]:
 
 def read_known_hyperbol(text: str) -> Tuple[str, int, int]:
     """`ADDRESS:PORT FLAVOR`; the address may be a host name."""
-    place, _, flavor = text.partition(" ")
-    return read_endpoint(place) + (read_number(0, 255)(flavor or "0"),)
+    place, flavor = (text.split(None, 1) + ["0"])[:2]
+    return read_endpoint(place) + (read_number(0, 255)(flavor),)
 
 
 def read_pattern(text: str) -> Pattern:
@@ -322,7 +322,7 @@ def read_rate(text: str) -> Tuple[float, float]:
 
 def read_iceball_version(text: str) -> int:
     """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits, written w.x[.y][letter][-z] (PROTOCOLS, section 1)."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7f])?(?:-(\d+))?", text)
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?", text)
     if not match:
         raise ValueError("a version such as 0.2.1-37 is wanted")
     w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
@@ -371,7 +371,7 @@ SETTINGS = (
     Setting("iceball", "port", "27790", read_port, "UDP port for announcements."),
     Setting("iceball", "version", "0.2.1-37", read_iceball_version,
             "The current version of the game: players with an older one are told of an update.", live=True),
-    Setting("iceball", "accept_versions", "", read_list(read_text),
+    Setting("iceball", "accept_versions", "", read_list(read_iceball_version),
             "Versions that may be listed, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all.", live=True),
     Setting("iceball", "timeout", "120", read_number(1, 86400, float),
             "Seconds after which a silent server goes from the list (the document's 120)."),
@@ -804,9 +804,13 @@ class Rules:
         self.connections.set_rate(settings["limits.connections"])
         self.requests.set_rate(settings["limits.requests"])
 
+    def believes(self, source: str, claimed: str) -> bool:
+        """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
+        return is_local(source) and is_unicast(claimed) and not is_loopback(claimed)
+
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
-        if claimed and is_local(source) and is_unicast(claimed):
+        if claimed and self.believes(source, claimed):
             return canonical(claimed)
         if source in self.address_map:
             return self.address_map[source]
@@ -823,10 +827,10 @@ class Rules:
                     return verdict
         return 0.0
 
-    def allow_surplus(self, address: str, size: int, now: float) -> bool:
+    def allow_surplus(self, use: str, address: str, size: int, now: float) -> bool:
         """May a source that has proven nothing get `size` bytes more than it sent? A bucket for all of them together: a limit by
-        source does not bind those who make sources up."""
-        return size <= 0 or self.verdict(address) == EXEMPT or self.surplus.allow("", now, size)
+        source does not bind those who make sources up. Each `use` has its own: a flood of pings keeps nobody from the list."""
+        return size <= 0 or self.verdict(address) == EXEMPT or self.surplus.allow(use, now, size)
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
@@ -1016,18 +1020,16 @@ class Registry:
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
 
-    def admit(self, game: str, address: str, port: int, source: str, name: str = "", known: bool = False) -> None:
-        """Raise Refused if a server that is not listed yet may not be. `known`: named in the ini, without limits."""
+    def admit(self, game: str, address: str, port: int, source: str, name: Optional[str] = None, known: bool = False) -> None:
+        """Raise Refused if a server that is not listed yet may not be. `name`: None if it has not told it; `known`: named in the ini, without
+        limits."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         rules = self.rules
-        ban = rules.ban(source, address)
-        if ban:
-            raise Refused("banned", ban)
-        if rules.refuse_names:
-            self.admit_name(name)
+        self.admit_source(source, address)
+        self.admit_name(name)
         if known:
             return
         if self.total >= rules.servers:
@@ -1035,8 +1037,13 @@ class Registry:
         if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.datagrams.exempts(source):
             raise Refused("limit", "%d servers of one address are listed at the most" % rules.servers_per_source)
 
-    def admit_name(self, name: str) -> None:
-        pattern = self.rules.refused_name(name)
+    def admit_source(self, source: str, address: str) -> None:
+        ban = self.rules.ban(source, address)
+        if ban:
+            raise Refused("banned", ban)
+
+    def admit_name(self, name: Optional[str]) -> None:
+        pattern = "" if name is None else self.rules.refused_name(name)
         if pattern:
             raise Refused("name", "names matching %s are not listed here" % pattern)
 
@@ -1045,11 +1052,13 @@ class Registry:
         """List a server, or refresh it, with what it told; raises Refused. Fields are attributes of Server."""
         server = self.get(game, address, port)
         if server is None:
-            self.admit(game, address, port, source, fields.get("name", ""), known)
+            self.admit(game, address, port, source, fields.get("name"), known)
             server = Server(game, address, port, source, now, lifetime, **fields)
             self.insert(server)
         else:
-            self.admit_name(fields.get("name", ""))
+            self.admit_name(fields.get("name"))
+            if server.source != source:
+                self.admit_source(source, address)
             server.lifetime = lifetime
             self.move_source(server, source)
             self.refresh(server, now)
@@ -1153,18 +1162,26 @@ class Registry:
         server.priority = self.rules.priority.get(place, 0)
 
     def apply_rules(self) -> None:
-        """After a reload: marks as the rules have them now, and those out who are banned since."""
+        """After a reload: addresses and marks as the rules have them now, and those out who are banned since."""
         for server in self.servers():
+            address = self.rules.listed_address(server.source)
             if self.rules.ban(server.source, server.address) or self.rules.refused_name(server.name):
                 self.remove(server)
+                continue
+            if server.verified == "query" and server.address != address:        # who is asked claims no other; others say where they are
+                self.remove(server)
+                server.address = address
+                if self.get(*server.key) is None:
+                    self.insert(server)
                 continue
             before = server.official, server.priority
             self.mark(server)
             if before != (server.official, server.priority):
                 self.changed("changed", server)
 
-    def schedule(self, server: Server) -> None:
-        ends = server.last_seen + server.lifetime
+    def schedule(self, server: Server, ends: float = math.inf) -> None:
+        """`ends`: when one that was restored and has no lifetime of its own goes, unless it is heard until then."""
+        ends = min(ends, server.last_seen + server.lifetime)
         if ends != math.inf:
             self.endings.setdefault(int(ends), []).append(server)
 
@@ -1177,7 +1194,7 @@ class Registry:
                     server = ending.pop()
                     if self.games[server.game].get((server.address, server.port)) is not server:
                         continue
-                    if server.last_seen + server.lifetime <= now:
+                    if server.last_seen + server.lifetime <= now or server.unconfirmed and server.lifetime == math.inf:
                         self.remove(server)
                     else:
                         self.schedule(server)
@@ -1662,6 +1679,7 @@ class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
     ipv4_only = True                # its lists carry 4-byte addresses
+    by_socket = False               # True: one for each socket, as what it sends later must come from where the peer began
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
         """For each datagram its answer if a listed server only says again what it has said; None: datagram() is to read it. Repetitions
@@ -1790,6 +1808,9 @@ class Querier:
         """A poll went unanswered, the `target.missed`th in a row. True: ask no more."""
         raise NotImplementedError
 
+    def displaced(self, target: Target) -> None:
+        """A server of another game is at this endpoint now, and is asked instead."""
+
 
 class Poller(UdpProtocol):
     """Asks game servers what they really are, from one UDP port, evenly over the interval.
@@ -1802,7 +1823,7 @@ class Poller(UdpProtocol):
 
     def __init__(self, settings: Settings) -> None:
         self.targets: Dict[Tuple[str, int], Target] = {}
-        self.sources: collections.Counter[str] = collections.Counter()  # targets by source
+        self.sources: collections.Counter[Tuple[str, str]] = collections.Counter()      # targets by game and source; "" for all sources
         self.fresh: collections.deque[Target] = collections.deque()     # to be asked before all others
         self.open: collections.OrderedDict[Tuple[str, int], Target] = collections.OrderedDict()     # asked, by time
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
@@ -1818,21 +1839,26 @@ class Poller(UdpProtocol):
         self.most_by_source: int = settings["limits.servers_per_source"]
         self.exempt: Tuple[Network, ...] = settings["limits.exempt"]
 
-    def crowded(self, address: str) -> bool:
-        """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked."""
-        return len(self.targets) >= self.most or (
-            self.sources[source_key(address)] >= self.most_by_source and not in_networks(address, self.exempt))
+    def crowded(self, game: str, address: str) -> bool:
+        """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked; not those of
+        other games, which may have come with a false address."""
+        return self.sources[game, ""] >= self.most or (
+            self.sources[game, source_key(address)] >= self.most_by_source and not in_networks(address, self.exempt))
 
     def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
         """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
         target = self.targets.get((address, port))
         if target is None or target.querier is not querier:
-            if target is not None:
-                self.remove(target)
-            target = self.targets[address, port] = Target(
-                querier, address, port, server_port or port, self.added * POLL_PHASE % 1.0)
+            before = target
+            target = Target(querier, address, port, server_port or port, self.added * POLL_PHASE % 1.0)
+            if before is not None:
+                if before.known:
+                    return target                   # one that is not asked: the ini's goes on
+                self.remove(before)
+                before.querier.displaced(before)
+            self.targets[address, port] = target
             self.added += 1
-            self.sources[source_key(address)] += 1
+            self.sources.update(self.counted(target))
             if known:
                 self.wait(target, 0.0)      # a long list in the ini takes its turn
             else:
@@ -1848,10 +1874,13 @@ class Poller(UdpProtocol):
             return
         del self.targets[target.address, target.port]
         self.open.pop((target.address, target.port), None)
-        source = source_key(target.address)
-        self.sources[source] -= 1
-        if not self.sources[source]:
-            del self.sources[source]
+        for key in self.counted(target):
+            self.sources[key] -= 1
+            if not self.sources[key]:
+                del self.sources[key]
+
+    def counted(self, target: Target) -> Tuple[Tuple[str, str], ...]:
+        return (target.querier.game, ""), (target.querier.game, source_key(target.address))
 
     def find(self, game: str, address: str, server_port: int) -> Optional[Target]:
         """The target behind a game server's own port."""
@@ -1888,9 +1917,11 @@ class Poller(UdpProtocol):
                 out += self.ask(target, now)
                 continue
             target.missed += 1
-            self.rest(target, now)
+            self.open.pop((target.address, target.port), None)
             if target.querier.missed(target, now):
                 self.remove(target)
+            else:
+                self.rest(target, now)
         while self.waiting and self.waiting[0][0] <= now and self.asked < budget:
             out += self.begin(heapq.heappop(self.waiting)[2], now)
         while self.fresh and self.asked < budget:
@@ -2013,9 +2044,9 @@ class Known:
 
 @functools.lru_cache(maxsize=256)               # a few versions are in use, and all servers of one share the text
 def iceball_version_text(number: int) -> str:
-    """8421413 -> "0.2.1-37": the way back from read_iceball_version."""
+    """8421413 -> "0.2.1-37": the way back from read_iceball_version. The 31st letter would be a control character."""
     w, x, y, a, z = number >> 27, number >> 22 & 31, number >> 15 & 127, number >> 10 & 31, number & 1023
-    return "%d.%d%s%s%s" % (w, x, ".%d" % y if y else "", chr(96 + a) if a else "", "-%d" % z if z else "")
+    return "%d.%d%s%s%s" % (w, x, ".%d" % y if y else "", chr(96 + a) if 0 < a < 31 else "", "-%d" % z if z else "")
 
 
 @functools.lru_cache(maxsize=4096)              # modes and maps are few
@@ -2028,6 +2059,7 @@ ICEBALL_HBVERSION_BYTES = b"\2\0"
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size             # 86
 ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
+ICEBALL_BUILD = 1023                # the bits of a version that count builds; without them it stands for all
 ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
 
 
@@ -2067,7 +2099,7 @@ class Iceball(UdpProtocol):
 
     def read(self, settings: Settings) -> None:
         self.version: int = settings["iceball.version"]
-        self.accepted: Tuple[str, ...] = settings["iceball.accept_versions"]
+        self.accepted: Tuple[int, ...] = settings["iceball.accept_versions"]
         self.known.clear()                          # each is looked at once by the new settings
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
@@ -2109,7 +2141,7 @@ class Iceball(UdpProtocol):
             return [(self.thanks, peer)]
         self.registry.note(source, "iceball", port, "announced", now)
         packed = iceball_pack(data)
-        if len(packed) > ICEBALL_PACKED_BYTES and not self.registry.rules.allow_surplus(source, len(packed) - ICEBALL_PACKED_BYTES, now):
+        if len(packed) > ICEBALL_PACKED_BYTES and not self.registry.rules.allow_surplus("cookie", source, len(packed) - ICEBALL_PACKED_BYTES, now):
             packed = iceball_pack(data, whole=False)
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
 
@@ -2165,8 +2197,7 @@ class Iceball(UdpProtocol):
         self.known[server.packet] = server
 
     def accepts(self, version: int) -> bool:
-        text = iceball_version_text(version)
-        return any(text == name or text.startswith(name + "-") for name in self.accepted)
+        return version in self.accepted or version & ~ICEBALL_BUILD in self.accepted
 
     def reproach(self, packet: bytes, peer: Peer, now: float, wrong: str) -> Replies:
         """BADV or BADF: its receiver stops announcing to every master, so a source that has a listed server does not get one (the
@@ -2208,7 +2239,8 @@ def iceball_unpack(packed: bytes) -> bytes:
 DRAFT_TYPES = (b"\1", b"\2", b"\3", b"\4", b"\5", b"\6", b"\7")
 DRAFT_HBVERSION = 1
 DRAFT_SESSION_S = 120.0             # the document: "terminate your session after 120 seconds of inactivity"
-DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret
+DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret …
+DRAFT_GUESSES_IN_ALL = 10, 100      # … and of all sources, which may be made up: one guess an hour is right. Beyond it no session begins
 DRAFT_CLAIMS = 256                  # addresses named by servers on the local network, until they return their id
 DRAFT_NO_SESSION = b"\6"
 
@@ -2234,7 +2266,8 @@ class IceballDraft:
         self.sessions: Dict[Peer, Tuple[int, Server]] = {}
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
-        self.guesses = Limiter(DRAFT_GUESSES)
+        self.guesses = Limiter(DRAFT_GUESSES, core.registry.rules.verdict)
+        self.guesses_in_all = Limiter(DRAFT_GUESSES_IN_ALL)
         self.registry.watch(self.watch, "iceball", ["gone"])
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -2248,7 +2281,7 @@ class IceballDraft:
         identity = int.from_bytes(data[1:5], "little")
         server = self.session(identity, peer, now)
         if server is None:
-            return [(DRAFT_NO_SESSION, peer)] if self.guesses.allow(peer[0], now) else []
+            return [(DRAFT_NO_SESSION, peer)] if self.guesses.allow(peer[0], now) and self.guesses_in_all.allow("", now) else []
         if kind == 5:
             return []
         return self.set_text(data, server, peer) if kind == 3 else self.set_number(data, server, peer)
@@ -2271,7 +2304,7 @@ class IceballDraft:
         rules = self.registry.rules
         identity = draft_identity(port, self.cookie.make(draft_message(port, peer), now))
         answer = b"\2" + struct.pack("<IH", identity, port) + rules.listed_address(peer[0], claim).encode() + b"\0"
-        if rules.requests.allow(peer[0], now) and rules.allow_surplus(peer[0], len(answer) - len(data), now):
+        if rules.requests.allow(peer[0], now) and rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
             return [(answer, peer)]
         return []
 
@@ -2283,8 +2316,8 @@ class IceballDraft:
             message = draft_message(port, peer)
             if identity not in (draft_identity(port, self.cookie.make(message, now)), draft_identity(port, self.cookie.make_older(message))):
                 return None
-            if not self.guesses.allow(peer[0], now):
-                return None
+            if self.guesses.spent(peer[0], now) or self.guesses_in_all.spent("", now):
+                return None                 # it may have been guessed
             address = self.registry.rules.listed_address(peer[0], self.claims.get(peer, ""))
             fields = {"verified": "handshake"}
             if self.registry.get("iceball", address, port) is None:
@@ -2423,8 +2456,10 @@ class Hyperbol(TcpProtocol, Querier):
         if self.registry.get(self.game, address, port) is None:
             self.registry.admit(self.game, address, port, source)
             target = self.poller.targets.get((source, port))
-            if (target is None or target.querier is not self) and self.poller.crowded(source):
+            if target is None and self.poller.crowded(self.game, source):
                 raise Refused("limit", "too many servers of %s wait for their first answer already" % source)
+            if target is not None and target.querier is not self:
+                raise Refused("limit", "this port belongs to a server of another game")
             self.registry.note(source, self.game, port, "announced", now)
         self.poller.add(self, source, port)
 
@@ -2471,10 +2506,15 @@ class Hyperbol(TcpProtocol, Querier):
             self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None})
         return False
 
+    def displaced(self, target: Target) -> None:
+        server = self.registry.get(self.game, self.registry.rules.listed_address(target.address), target.server_port)
+        if server is not None:
+            self.registry.remove(server)
+
     def watch(self, event: str, server: Server) -> None:
-        if event == "listed" and server.unconfirmed:        # restored from disk
-            self.poller.add(self, server.source, server.port).announced = False
         target = self.poller.targets.get((server.source, server.port))
+        if event == "listed" and target is None:            # restored from disk, or at another address since a reload
+            self.poller.add(self, server.source, server.port).announced = False
         if event == "gone" and target is not None and target.querier is self and not target.known:
             self.poller.remove(target)
 
@@ -2722,7 +2762,7 @@ class SubSpacePing(UdpProtocol, Querier):
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
             answer = self.ping(data) if self.rules.requests.allow(peer[0], now) else b""
-            return [(answer, peer)] if answer and self.rules.allow_surplus(peer[0], len(answer) - len(data), now) else []
+            return [(answer, peer)] if answer and self.rules.allow_surplus("ping", peer[0], len(answer) - len(data), now) else []
         if len(data) < 8:
             raise Malformed("length: %d bytes" % len(data))
         try:
@@ -2786,6 +2826,9 @@ class SubSpacePing(UdpProtocol, Querier):
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
             server.lifetime = max(server.lifetime, claim.lifetime)
+            target = self.poller.targets.get((source, claim.port + 1))
+            if target is None or target.querier is self:
+                self.poller.add(self, source, claim.port + 1, claim.port)
             self.registry.refresh(server, now)
             self.registry.update(server, fields)
             self.own(server, claim.password)
@@ -2830,7 +2873,8 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
-            self.poller.add(self, server.source, server.port + 1, server.port)
+            if (server.source, server.port + 1) not in self.poller.targets:
+                self.poller.add(self, server.source, server.port + 1, server.port).announced = False
             if server.unconfirmed:
                 self.own(server, None)
         elif event == "gone":
@@ -2851,8 +2895,6 @@ class SubSpacePing(UdpProtocol, Querier):
         poll = target.scratch
         complete = poll.answer(data, target.nonce)
         target.step = poll.step
-        assert target.asked_at is not None
-        target.ping_ms = (now - target.asked_at) * 1000
         if complete or self.zone(target.address, target.server_port) is None:       # a new zone: listed at its first answer
             return not self.take(target, now) or complete
         return False
@@ -2875,16 +2917,20 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
+    def displaced(self, target: Target) -> None:
+        self.claims.pop((target.address, target.server_port), None)
+        server = self.zone(target.address, target.server_port)
+        if server is not None:
+            self.registry.remove(server)
+
     def take(self, target: Target, now: float) -> bool:
         """List the zone, or bring it up to date, with what it answered to the poll. False: it may not be listed."""
         source, port, poll = target.address, target.server_port, target.scratch
         server = self.zone(source, port)
         claim = self.claims.pop((source, port), None)
-        fields = dict(poll.fields(), responding=poll.answered, verified="query")
-        if target.ping_ms is not None:
-            fields["ping_ms"] = round(target.ping_ms)
+        fields = dict(poll.fields(), responding=poll.answered, verified="query", ping_ms=round(target.ping_ms) if poll.answered else None)
         details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
-        if poll.arenas is not None:
+        if poll.arenas is not None or not poll.answered:
             details = {key: value for key, value in details.items() if key != "arenas"}
             if poll.arenas:
                 details["arenas"] = poll.arenas_text()
@@ -2904,7 +2950,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 told.update(claim.fields)
                 self.admit_owner(told["name"], None, claim.password)
                 lifetime = lifetime if target.known else claim.lifetime
-            server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields))
+            server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields), target.known)
         except Refused as refused:
             self.registry.note(source, "subspace", port, refused.outcome, now, str(refused))
             self.drop(source, port)
@@ -3066,7 +3112,9 @@ class SubSpaceLink:
 
 LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
 LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
-LIST_LINKS = 512                    # open exchanges, of proven and of unproven peers each; a few kB apiece
+LIST_RATE = 40_000, 200_000         # bytes of lists to one address that acknowledges, a second / at once: four packets each 50 ms …
+LIST_RATE_IN_ALL = 500_000, 2_000_000       # … and to all of them: our numbers begin at 0, so that who reads nothing can acknowledge as well
+LIST_LINKS = 4096                   # open exchanges, of proven and of unproven peers each; about 2 kB apiece
 
 
 class ListLink(SubSpaceLink):
@@ -3076,18 +3124,24 @@ class ListLink(SubSpaceLink):
         super().__init__(now)
         self.protocol, self.address, self.key = protocol, address, key
         self.finished = True
+        self.wanted: Optional[int] = None               # minimum of players, of the request that waits
         self.requests = 0
         self.heard_bytes = self.unproven_bytes = 0      # in and out, until the peer has proven its address
 
     def packet(self, data: bytes, now: float) -> List[bytes]:
         if data[:1] != b"\1" or len(data) != 5:
             return super().packet(data, now)
-        # The first request is paid for by the connection. One list at a time.
-        if self.finished and not self.flights and (not self.requests or self.protocol.rules.requests.allow(self.address, now)):
-            self.requests += 1
-            self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
-            self.finished = False
+        self.wanted = int.from_bytes(data[1:], "little")
         return []
+
+    def send(self, now: float) -> List[bytes]:
+        # The first request is paid for by the connection. One list at a time.
+        if (self.wanted is not None and self.finished and not self.flights
+                and (not self.requests or self.protocol.rules.requests.allow(self.address, now))):
+            self.requests += 1
+            self.payloads = self.protocol.chunks(self.wanted, now)
+            self.finished, self.wanted = False, None
+        return super().send(now)
 
 
 class SubSpaceList(UdpProtocol):
@@ -3106,13 +3160,20 @@ class SubSpaceList(UdpProtocol):
     most LIST_UNPROVEN_BYTES go out.
     """
 
+    by_socket = True
+
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.rules = core.registry.rules
-        self.unproven_limiter = Limiter(LIST_UNPROVEN_RATE, core.registry.rules.verdict)
+        self.unproven_limiter, self.limiter = (Limiter(rate, core.registry.rules.verdict) for rate in (LIST_UNPROVEN_RATE, LIST_RATE))
+        self.limiter_in_all = Limiter(LIST_RATE_IN_ALL)
         self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.zones = Rendered(self.registry, "subspace", zone_list)
+
+    def read(self, settings: Settings) -> None:
+        self.unproven_limiter.set_rate(LIST_UNPROVEN_RATE)          # others may be exempt now
+        self.limiter.set_rate(LIST_RATE)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         link = self.proven.get(peer) or self.unproven.get(peer)
@@ -3148,9 +3209,12 @@ class SubSpaceList(UdpProtocol):
                 surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
                 if surplus > 0 and packet[:2] not in (b"\0\3", b"\0\6"):          # the list and the sync's 10 bytes have no other way
                     continue
-                if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus(peer[0], surplus, now):
+                if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus("list", peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
+            elif packet[:2] == b"\0\3" and self.rules.verdict(peer[0]) != EXEMPT and not (
+                    self.limiter.allow(peer[0], now, len(packet)) and self.limiter_in_all.allow("", now, len(packet))):
+                continue                # as if it were lost on the way
             out.append((packet, peer))
         if link.closed:
             self.proven.pop(peer, None)
@@ -3183,14 +3247,15 @@ def zones_of(servers: List[Server]) -> List[Tuple[int, bytes]]:
 
 
 def zone_chunks(zones: Zones, minimum: int) -> Iterator[bytes]:
-    entries = [entry for block in zones for players, entry in block if players >= minimum]
-    head = b"\0\x0a" + struct.pack("<I", 1 + sum(map(len, entries)))
+    head = b"\0\x0a" + struct.pack("<I", 1 + sum(len(entry) for block in zones for players, entry in block if players >= minimum))
     rest = b"\1"
-    for entry in entries:
-        rest += entry
-        while len(rest) > LINK_CHUNK_BYTES:
-            yield head + rest[:LINK_CHUNK_BYTES]
-            rest = rest[LINK_CHUNK_BYTES:]
+    for block in zones:
+        for players, entry in block:
+            if players >= minimum:
+                rest += entry
+                while len(rest) > LINK_CHUNK_BYTES:
+                    yield head + rest[:LINK_CHUNK_BYTES]
+                    rest = rest[LINK_CHUNK_BYTES:]
     yield head + rest
 
 
@@ -3319,7 +3384,10 @@ def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
 
 
 def aio_published_name(server: Server) -> bytes:
-    return server.packet or server.name.encode("utf-8")
+    name = server.name.encode("utf-8")
+    if server.unconfirmed and (server.players or server.max_players):           # since a restart it has published nothing
+        return b"%s [%d/%d]" % (name, server.players, server.max_players)
+    return server.packet or name
 
 
 # The lists, as bytes. The two text forms share their parts.
@@ -3570,6 +3638,7 @@ class AioSession(Session):
     def work(self, now: float) -> bytes:
         """Answer the messages in the buffer, as many as fit one turn."""
         if self.wrong is not None:
+            self.held = False
             raise self.wrong
         out: List[bytes] = []
         self.held = False
@@ -3609,7 +3678,7 @@ class AioSession(Session):
     def claim(self, text: bytes, now: float) -> bool:
         """SET_IP: True if the peer may say so. What is published already moves to that address."""
         address = text.decode("ascii", "replace").strip()
-        if not (is_local(self.address) and is_unicast(address)):
+        if not self.aio.rules.believes(self.address, address):
             return False
         self.claimed = address
         server = self.server
@@ -6290,7 +6359,10 @@ class Connection:
             if now - max(self.progress_at, self.out_since) >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
                 self.close(now)
         elif not self.working:
+            sent = self.tally.sent
             self.call(self.session.tick, now)
+            if self.tally.sent > sent:          # greeted: its request comes now
+                self.placed_at = now
 
     def busy(self, now: float) -> bool:
         """Something is on its way, or is soon."""
@@ -6456,6 +6528,8 @@ class Keeper:
                 self.registry.left.add(server.key)
                 continue
             self.registry.insert(server)
+            if server.lifetime == math.inf:
+                self.registry.schedule(server, now + RESTORED_S)
             servers.append(server)
         self.recent = self.storage.recent(wall)
         self.renewed = self.storage.renewed
@@ -6595,7 +6669,7 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
         server.unconfirmed = True
         server.first_seen = now - max(0.0, wall - first_seen)
         server.last_seen = now - max(0.0, wall - last_seen)         # the clock may have been put back meanwhile
-        server.lifetime = now + RESTORED_S - server.last_seen if lasting is True else expires - last_seen
+        server.lifetime = float("inf") if lasting is True else expires - last_seen
         yield row, server
 
 
@@ -6884,8 +6958,11 @@ class MasterServer(Loop):
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
-                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, protocol, tally, self.rules.datagrams,
-                                                                      self.vector)
+                udp: Any = protocol
+                if udp.by_socket and any(source.protocol is udp for source in self.endpoints):
+                    udp = row.make(self.core)
+                    self.protocols.append(udp)
+                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, udp, tally, self.rules.datagrams, self.vector)
             else:
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)
@@ -7146,10 +7223,10 @@ class MasterServer(Loop):
         settings = self.settings
         self.measure_room()
         self.rules.read(settings)
+        self.registry.apply_rules()
         self.poller.read(settings)
         for protocol in self.protocols:
             protocol.read(settings)
-        self.registry.apply_rules()
         if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(settings["server.log_level"].upper())
 

@@ -306,6 +306,7 @@ class AddressTest(unittest.TestCase):
                 ("127.0.0.1", "", "203.0.113.1"),
                 ("127.0.0.1", "224.0.0.1", "203.0.113.1"), ("127.0.0.1", "0.0.0.0", "203.0.113.1"), ("127.0.0.1", "255.255.255.255", "203.0.113.1"),
                 ("127.0.0.1", "240.0.0.1", "203.0.113.1"), ("127.0.0.1", "::ffff:203.0.113.9%eth0", "203.0.113.1"),
+                ("127.0.0.1", "127.0.0.1", "203.0.113.1"), ("192.168.1.9", "::1", "192.168.1.9"),           # loopback is nobody's
                 ("127.0.0.1", "name.example", "203.0.113.1"), ("10.1.2.3", "0.1.2.3", "10.1.2.3"),
                 ("fd00::5", "2001:db8::5", "2001:db8::5"), ("2001:db8::6", "2001:db8::5", "2001:db8::6")):
             self.assertEqual(rules.listed_address(source, claim), listed, (source, claim))
@@ -419,6 +420,13 @@ class RegistryTest(unittest.TestCase):
         for now, left in ((120.1, 2), (120.2, 1), (120.6, 1), (120.7, 0)):
             self.registry.expire(now)
             self.assertEqual(len(self.registry.servers()), left, now)
+
+    def test_who_is_banned_takes_nothing_over(self) -> None:
+        self.hear(1, name="Mine")
+        self.registry.rules.read(ms.Settings({"bans.10.0.0.5": "cheats"}))
+        with self.assertRaisesRegex(ms.Refused, "cheats"):
+            self.registry.hear("iceball", "203.0.113.9", 1, "10.0.0.5", 1.0, 120.0, {"name": "Taken over"})
+        self.assertEqual([(s.name, s.source) for s in self.registry.servers()], [("Mine", "203.0.113.9")])
 
     def test_players_are_clamped(self) -> None:
         for players, maximum, wanted in ((9, 8, 8), (-1, 8, 0), (70000, 0, 65535), (5, 8, 5)):
@@ -1224,13 +1232,25 @@ class PollerTest(unittest.TestCase):
 
     def test_one_source_cannot_have_thousands_asked(self) -> None:
         for port in range(1, 33):
-            self.assertFalse(self.poller.crowded("203.0.113.9"))
+            self.assertFalse(self.poller.crowded(self.querier.game, "203.0.113.9"))
             self.poller.add(self.querier, "203.0.113.9", port)
-        self.assertTrue(self.poller.crowded("203.0.113.9"))
-        self.assertFalse(self.poller.crowded("203.0.113.8"))
+        self.assertTrue(self.poller.crowded(self.querier.game, "203.0.113.9"))
+        self.assertFalse(self.poller.crowded(self.querier.game, "203.0.113.8"))
         for port in range(1, 40):
             self.poller.add(self.querier, "127.0.0.1", port)
-        self.assertFalse(self.poller.crowded("127.0.0.1"))          # exempt
+        self.assertFalse(self.poller.crowded(self.querier.game, "127.0.0.1"))          # exempt
+        self.assertFalse(self.poller.crowded("hyperbol", "203.0.113.9"))               # another game's are none of it
+
+    def test_who_is_dropped_is_forgotten_at_once(self) -> None:
+        poller = ms.Poller(ms.Settings({"poll.interval": "3600"}))
+        querier = Asked()
+        querier.missed = lambda target, now: True               # type: ignore[method-assign]
+        for second in range(200):
+            poller.add(querier, address_of(second), 5000)
+            poller.tick(float(second))
+        for second in range(200, 220):
+            poller.tick(float(second))
+        self.assertEqual((len(poller.targets), len(poller.waiting)), (0, 0))
 
 
 class KnownTest(unittest.TestCase):
@@ -1463,6 +1483,16 @@ class IceballTest(unittest.TestCase):
         self.assertEqual(self.shake(announcement(players=99, maximum=64)).players, 64)
         self.assertEqual(self.shake(announcement(port=2, players=9, maximum=0)).players, 0)
 
+    def test_versions_that_are_none(self) -> None:
+        """Nobody would be listed, and every server that asks falls silent for half an hour."""
+        for text in ("banana", "v0.2.1", "0.2.x", "99", "0.2.1-2000"):
+            self.assertRaises(ms.SettingsError, ms.Settings, {"iceball.accept_versions": text})
+        self.start(iceball__accept_versions="0.2.0-3, 0.2.1-037")
+        for version, good in (("0.2-3", True), ("0.2.1-37", True), ("0.2-4", False)):
+            self.assertEqual(self.iceball.accepts(ms.read_iceball_version(version)), good)
+        for number in range(32):
+            self.assertTrue(ms.iceball_version_text(number << 10).isprintable())
+
     def test_port_0_is_not_listed(self) -> None:
         msok, = self.send(announcement(port=0))
         self.send(b"HSHK" + msok[4:])
@@ -1590,6 +1620,19 @@ class IceballDraftTest(unittest.TestCase):
         for guess in range(65536):
             self.iceball.datagram(b"\5" + hexa("%04x" % guess) + hexa("0151"), self.peer, guess / 1000)
         self.assertEqual(self.registry.servers(), [])
+
+    def test_guessing_from_many_addresses_is_hopeless(self) -> None:
+        seed = random.Random(3)
+        for number in range(200_000):
+            self.iceball.datagram(b"\5" + seed.getrandbits(16).to_bytes(2, "little") + hexa("0151"),
+                                  ("%d.%d.%d.9" % (60 + seed.randrange(40), seed.randrange(256), seed.randrange(256)), 4000), number / 20000)
+        self.assertEqual(self.registry.servers(), [])
+
+    def test_right_ids_are_no_guesses(self) -> None:
+        for port in range(40):
+            peer = ("203.0.113.9", 40000 + port)
+            self.send(b"\5" + self.send(hexa("01 0100") + struct.pack("<H", 2000 + port) + b"\0", 10.0 * port, peer)[0][1:5], 10.0 * port, peer)
+        self.assertEqual(len(self.registry.servers()), 32, "servers_per_source")
 
     def test_a_new_id_replaces_the_old(self) -> None:
         first = self.request()
@@ -1747,6 +1790,47 @@ class HyperbolTest(unittest.TestCase):
         self.assertEqual(slow.receive(hexa("ff000000"), 15.1), b"")
         keys = {self.hyperbol.session("203.0.113.50", 0.0).opened(0.0)[4:8] for _ in range(20)}
         self.assertEqual(len(keys), 20)
+
+    def test_an_endpoint_is_one_game_s_alone(self) -> None:
+        """Nobody is left in the list whom nobody asks any more."""
+        place = "203.0.113.9", 27888
+        for ini, left in (("", []), ("203.0.113.9:27888 3", ["Fun & Games"])):
+            self.start(ini)
+            aio = ms.Aio(self.core)
+            self.answers[place] = {}
+            self.hyperbol.announce(*place, {}, self.now)
+            self.pass_time(30)
+            self.assertEqual([s.name for s in self.registry.servers("hyperbol")], ["Fun & Games"])
+            framed = aio.session(place[0], self.now)
+            framed.receive(hexa("03000000 03") + struct.pack("<H", place[1]), self.now)
+            self.assertEqual([s.name for s in self.registry.servers("hyperbol")], left)
+            framed.closed(self.now)
+            self.answers.clear()
+            self.pass_time(200)
+            self.assertEqual([s.responding for s in self.registry.servers("hyperbol")], [False] * len(left))
+            self.assertEqual(len(self.poller.targets), len(left))
+        self.start()
+        zones = ms.SubSpacePing(self.core)
+        zones.datagram(zone_announcement(place[1] - 1), place, self.now)
+        with self.assertRaisesRegex(ms.Refused, "another game"):
+            self.hyperbol.announce(*place, {}, self.now)
+        self.hyperbol.announce(place[0], 9, {}, self.now)
+
+    def test_other_games_claims_keep_nobody_out(self) -> None:
+        self.start()
+        zones = ms.SubSpacePing(self.core)
+        for port in range(1, 80, 2):
+            zones.datagram(zone_announcement(port), ("203.0.113.9", 5), self.now)
+        self.hyperbol.announce("203.0.113.9", 27888, {}, self.now)
+
+    def test_no_nameless_servers(self) -> None:
+        """The pattern is for names; whoever has not told one yet has none to be refused."""
+        self.start()
+        self.registry.rules.read(ms.Settings({"server.refuse_names": "^\\s*$"}))
+        self.hyperbol.announce("203.0.113.9", 27888, {}, self.now)
+        self.answers["203.0.113.9", 27888] = {}
+        self.pass_time(30)
+        self.assertEqual(len(self.registry.servers()), 1)
 
     def test_an_announced_server_is_listed_while_it_answers(self) -> None:
         self.start()
@@ -2208,6 +2292,79 @@ class SubSpaceAnnouncements(unittest.TestCase):
         with self.assertRaises(ms.SettingsError):
             ms.Settings({"subspace.zones": "203.0.113.9:65535"})
 
+    def reload(self, world: SubSpaceWorld, **settings: str) -> None:
+        """As the program does it."""
+        server = mock.Mock(settings=ms.Settings({name.replace("__", "."): value for name, value in settings.items()}), rules=world.registry.rules,
+                           registry=world.registry, poller=world.core.poller, protocols=[world.ping, world.list])
+        with mock.patch.object(ms, "log"):
+            ms.MasterServer.apply(server)
+
+    def test_a_zone_that_the_ini_names_no_more_is_gone(self) -> None:
+        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
+        world.zones["203.0.113.9", 25001] = asss
+        world.run(40)
+        self.assertIsNotNone(world.zone())
+        self.reload(world)
+        self.assertIsNone(world.zone())
+        self.assertFalse(world.core.poller.targets)
+
+    def test_a_zone_that_the_ini_names_no_more_stays_if_it_announces_itself(self) -> None:
+        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
+        world.zones["203.0.113.9", 25001] = asss
+        world.run(40)
+        world.announce(ANNOUNCEMENT)
+        self.reload(world)
+        world.run(100)
+        self.assertIsNotNone(world.zone())
+
+    def test_public_address_of_a_reload(self) -> None:
+        """Who is asked moves to the new address, and goes from there when it falls silent."""
+        for zones in ("", "127.0.0.1:25000"):
+            world = SubSpaceWorld(subspace__zones=zones)
+            world.zones["127.0.0.1", 25001] = asss
+            if not zones:
+                world.announce(ANNOUNCEMENT, "127.0.0.1")
+            world.run(40)
+            self.reload(world, subspace__zones=zones, server__public_address="203.0.113.7")
+            world.run(40)
+            self.assertEqual([s.address for s in world.registry.servers()], ["203.0.113.7"])
+            world.zones.clear()
+            world.run(300)
+            self.assertEqual([s.responding for s in world.registry.servers()], [False] if zones else [])
+
+    def test_forty_zones_of_the_ini_on_one_machine(self) -> None:
+        ports = range(25000, 25080, 2)
+        world = SubSpaceWorld(subspace__zones="\n".join("203.0.113.9:%d" % port for port in ports))
+        world.zones.update((("203.0.113.9", port + 1), asss) for port in ports)
+        world.run(60)
+        self.assertEqual(len(world.registry.servers()), 40)
+
+    def test_a_silent_zone_of_the_ini_has_no_ping_and_no_arenas(self) -> None:
+        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
+        world.zones["203.0.113.9", 25001] = asss
+        world.run(40)
+        world.zones.clear()
+        world.run(200)
+        zone = world.zone()
+        assert zone is not None
+        self.assertEqual((zone.responding, zone.ping_ms, zone.details), (False, None, {}))
+
+    def test_a_zone_announced_by_http_outlives_a_restart(self) -> None:
+        for answers in (True, False):
+            before = SubSpaceWorld()
+            before.zones["203.0.113.9", 25001] = asss
+            before.ping.announced("203.0.113.9", 25000, {"name": "By HTTP"}, 0.0)
+            before.run(40)
+            storage = mock.Mock(load=lambda wall: [ms.stored_row(before.zone(), T0)], recent=lambda wall: {}, set_aside="", renewed=0)
+            world = SubSpaceWorld()
+            if answers:
+                world.zones["203.0.113.9", 25001] = asss
+            ms.Keeper.restore(mock.Mock(registry=world.registry, storage=storage), 0.0, T0 + 45)
+            world.run(50)
+            self.assertIsNotNone(world.zone())
+            world.run(300)
+            self.assertEqual(world.zone() is not None, answers)
+
     def test_several_zones_of_one_source_port(self) -> None:
         world = SubSpaceWorld()
         for port in (2000, 3000):
@@ -2418,6 +2575,32 @@ class SubSpaceLists(unittest.TestCase):
         world.list.datagram(CONNECT, peer, 0.0)
         out = [reply for reply, _ in world.list.datagram(hexa("000e 06 0005 01020304") + bytes([len(REQUEST)]) + REQUEST, peer, 0.0)]
         self.assertEqual([reply[:2] for reply in out], [hexa("0006"), hexa("0004"), hexa("0003")])
+
+    def test_a_request_while_a_list_is_under_way_is_served_after_it(self) -> None:
+        world = self.world(400)
+        peer = ("192.0.2.1", 777)
+        world.list.datagram(CONNECT, peer, 0.0)
+        first, = [data for data, _ in world.list.datagram(REQUEST, peer, 0.0) if data[:2] == hexa("0003")]
+        totals = {first[8:12]}
+        out = [data for data, _ in world.list.datagram(hexa("0004") + first[2:6], peer, 0.0)]
+        second = hexa("0003 01000000 01") + struct.pack("<I", 399)
+        self.assertEqual(world.list.datagram(second, peer, 0.0), [(hexa("0004 01000000"), peer)])
+        while out:
+            data = out.pop(0)
+            if data[:2] == hexa("0003"):
+                totals.add(data[8:12])
+                out += [reply for reply, _ in world.list.datagram(hexa("0004") + data[2:6], peer, 0.1)]
+        self.assertEqual(len(totals), 2)
+        self.assertIn(struct.pack("<I", 1 + 78 + 101), totals)
+
+    def test_strangers_who_only_connect_push_nobody_out(self) -> None:
+        """A player 200 ms away asks in the midst of 10,000 connects a second."""
+        world = self.world(1)
+        peer = ("192.0.2.1", 777)
+        world.list.datagram(CONNECT, peer, 0.0)
+        for number in range(2000):
+            world.list.datagram(CONNECT, ("60.%d.%d.1" % divmod(number, 250), 777), 0.0001 * number)
+        self.assertEqual(len(world.list.datagram(REQUEST, peer, 0.2)), 2)
 
     def test_minimum_players(self) -> None:
         world = self.world(100)
@@ -2781,6 +2964,24 @@ class AioTest(unittest.TestCase):
         self.assertRaises(ms.Malformed, text.receive, b"13#N#D#port#%", 0.0)
         self.assertEqual(sorted((key[0], heard[1]) for key, heard in aio.registry.heard.items()),
                          [("198.51.100.9", "bad packet"), ("198.51.100.9", "limit"), ("198.51.100.9", "listed"), ("203.0.113.9", "banned")])
+
+    def test_what_is_wrong_waits_for_no_other_turn(self) -> None:
+        """An event loop that is about to stop would wait for it."""
+        session = aio_ready().session("185.12.59.68", 0.0)
+        session.receive(b"\x0c\x80", 0.0)
+        self.assertTrue(session.held)
+        self.assertRaises(ms.Malformed, session.receive, b"", 0.0)
+        self.assertFalse(session.held)
+
+    def test_players_in_the_name_outlive_a_restart(self) -> None:
+        aio = ms.Aio(make_core())
+        aio.session("203.0.113.9", 0.0).receive(b"13#My server [3/9]#Fun#27010#%", 0.0)
+        server, = aio.registry.servers()
+        text = ms.aio_published_name(server)
+        self.assertEqual(text, b"My server [3/9]")
+        (_, restored), = ms.restored_servers([ms.stored_row(server, T0)], 0.0, T0)
+        assert restored is not None
+        self.assertEqual(ms.aio_published_name(restored), text)
 
     def test_how_long_a_connection_lasts(self) -> None:
         """(what it sends at 0, when it is still there, when it is not, whether that counts as malformed)"""
@@ -4684,7 +4885,7 @@ class KeeperTest(unittest.TestCase):
         alone = [restored([text])[0] for text in good]
         self.assertEqual([server["name"] for server in alone], ["S 0", "S 1", "S 2", "\u00dcber"])
         self.assertEqual([server["playing"] for server in alone], [None, 3, None, None])
-        self.assertEqual([server["lifetime"] for server in alone], [100.0, 100.0, ms.RESTORED_S, 100.0])
+        self.assertEqual([server["lifetime"] for server in alone], [100.0, 100.0, float("inf"), 100.0])
         self.assertEqual(restored(good), alone)
         for text in bad:
             self.assertEqual(restored([text, *good, text])[1:-1], alone, text[:40])
@@ -5646,11 +5847,13 @@ class AmplificationTest(unittest.TestCase):
                     size, out = self.run_request(port, packets, ("%d.%d.113.9" % (60 + number // 250, number % 250), 5000), 10.0, 0)
                     surplus += max(0, out - size)
                 self.assertLessEqual(surplus, burst, name)
-                self.assertTrue(self.rules.surplus.allow("", 10.0 + burst / rate, burst), "it is full again")
+                use, = self.rules.surplus.table
+                self.assertTrue(self.rules.surplus.allow(use, 10.0 + burst / rate, burst), "it is full again")
 
     def test_a_drained_bucket_costs_the_genuine_little(self) -> None:
         self.start()
-        self.rules.surplus.allow("", 0.0, ms.SURPLUS_BYTES[1])
+        for use in ("cookie", "ping"):
+            self.rules.surplus.allow(use, 0.0, ms.SURPLUS_BYTES[1])
         peer = ("203.0.113.9", 5000)
         for data in (announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30), CAPTURED):
             (msok, _), = self.send("iceball", data, peer, 0.0)
@@ -5660,6 +5863,33 @@ class AmplificationTest(unittest.TestCase):
         self.assertEqual(self.send("ping", PING_TIME, peer, 0.0), [])
         self.assertEqual(len(self.send("ping", PING_TIME, ("127.0.0.1", 1), 0.0)), 1, "exempt")
         self.assertEqual(len(self.send("ping", PING_TIME, peer, 1.0)), 1)
+
+    def test_pings_take_nothing_from_the_list(self) -> None:
+        self.start()
+        for number in range(60_000):
+            self.ports["ping"].datagram(PING_TIME + hexa("02000000"), ("%d.%d.%d.9" % (60 + number % 3, number // 250, number % 250), 5000), 0.0)
+        self.assertFalse(self.rules.surplus.allow("ping", 0.0, 100))
+        self.assertEqual(self.run_request("list", [CONNECT, REQUEST], ("203.0.113.9", 5000), 0.0, 0)[1], 8 + 496)
+
+    def test_a_list_acknowledged_blindly(self) -> None:
+        """The master's numbers begin at 0, so who made up his address can acknowledge what he never saw: of all such victims
+        together no more than LIST_RATE_IN_ALL is asked for, of one no more than LIST_RATE."""
+        acknowledgements = [hexa("0004") + struct.pack("<I", number) for number in range(40)]
+        for victims, rate, burst in ((1, *ms.LIST_RATE), (500, *ms.LIST_RATE_IN_ALL)):
+            with self.subTest(victims):
+                self.start()
+                for number in range(4000):
+                    self.core.registry.hear("subspace", "198.51.%d.%d" % divmod(number, 250), 1000, "198.51.%d.%d" % divmod(number, 250), 0.0, 1e6, {
+                        "name": "Zone", "description": "x" * 400, "players": 9})
+                size = 0
+                for second in range(10):
+                    for number in range(victims):
+                        peer = ("60.%d.%d.1" % divmod(number, 250), 5000)
+                        for data in (CONNECT[:5] + bytes([second]) + CONNECT[6:], REQUEST, *acknowledgements):
+                            size += sum(len(out) for out, _ in self.ports["list"].datagram(data, peer, float(second)) if out[:2] == hexa("0003"))
+                    size += sum(len(data) for data, _ in self.ports["list"].tick(float(second)))
+                self.assertLessEqual(size, burst + 10 * rate + victims * ms.LIST_UNPROVEN_BYTES)
+                self.assertGreater(size, burst / 2, "the limit was reached")
 
 
 def master(**settings: str) -> ms.MasterServer:
@@ -5672,6 +5902,31 @@ def master(**settings: str) -> ms.MasterServer:
 
 def port_of(server: ms.MasterServer, protocol: str) -> int:
     return next(l.port for l in server.listeners if l.protocol == protocol)
+
+
+class SeveralAddressesTest(unittest.TestCase):
+    def test_what_is_sent_again_comes_from_where_it_was_asked(self) -> None:
+        if ms.WINDOWS or sys.platform == "darwin":
+            self.skipTest("127.0.0.2 is no address here")
+        server = master(server__bind="127.0.0.1, 127.0.0.2", subspace__port="0")
+        self.addCleanup(server.stop)
+        server.bind()
+        for host in ("127.0.0.2", "127.0.0.1"):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as player:
+                player.connect((host, port_of(server, "subspace")))
+                player.settimeout(5)
+                player.send(CONNECT)
+                player.send(REQUEST)
+                now = time.monotonic()
+                while True:                 # the list, and then the list again
+                    server.round(time.monotonic())
+                    with contextlib.suppress(socket.timeout):
+                        player.settimeout(0.01)
+                        if player.recv(1000)[:2] == hexa("0003"):
+                            break
+                player.settimeout(5)
+                server.tick(now + 2 * ms.LINK_RESEND_S)
+                self.assertEqual(player.recv(1000)[:2], hexa("0003"))
 
 
 class SourceLimitsTest(unittest.TestCase):
