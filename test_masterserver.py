@@ -6100,7 +6100,8 @@ class SlowPeersTest(unittest.TestCase):
         server = ms.MasterServer(LOOPBACK)
         self.addCleanup(server.stop)
         ours, theirs = socket.socketpair()
-        self.addCleanup(theirs.close)
+        for sock in (ours, theirs):
+            self.addCleanup(sock.close)
         connection = ms.Connection(server, ours, "127.0.0.1", session, ms.Tally(), "held", 0.0)
         connection.watch()
         (key, _), = server.selector.select(1.0)
