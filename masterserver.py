@@ -1043,7 +1043,7 @@ class Registry:
             raise Refused("banned", ban)
 
     def admit_name(self, name: Optional[str]) -> None:
-        pattern = "" if name is None else self.rules.refused_name(name)
+        pattern = self.rules.refused_name(name) if name is not None and self.rules.refuse_names else ""
         if pattern:
             raise Refused("name", "names matching %s are not listed here" % pattern)
 
