@@ -1631,7 +1631,7 @@ class IceballDraftTest(unittest.TestCase):
     def test_right_ids_are_no_guesses(self) -> None:
         for port in range(40):
             peer = ("203.0.113.9", 40000 + port)
-            self.send(b"\5" + self.send(hexa("01 0100") + struct.pack("<H", 2000 + port) + b"\0", 10.0 * port, peer)[0][1:5], 10.0 * port, peer)
+            self.send(b"\5" + self.send(hexa("01 0100") + struct.pack("<H", 2000 + port) + b"\0", port / 10, peer)[0][1:5], port / 10, peer)
         self.assertEqual(len(self.registry.servers()), 32, "servers_per_source")
 
     def test_a_new_id_replaces_the_old(self) -> None:
