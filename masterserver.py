@@ -6723,18 +6723,23 @@ class Loop:
         self.wake_in, self.wake_out = socket.socketpair()
         self.wake_in.setblocking(False)
         self.wake_out.setblocking(False)
+        self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.names = Worker("names", self.wake)
 
-    def bind(self) -> None:
+    def open_all(self) -> None:
         """Open what can fail; raises StartError."""
         raise NotImplementedError
 
-    def run(self) -> None:
-        """Serve until stop()."""
+    def round(self) -> None:
+        """Wait for what comes next, and see to it and to what is due."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Close every socket, once."""
+    def leave(self) -> None:
+        """The rounds after stop() has been called."""
+        raise NotImplementedError
+
+    def close_all(self) -> None:
+        """Close what open_all() has opened, and every connection."""
         raise NotImplementedError
 
     def forget(self, connection: Connection) -> None:
@@ -6752,6 +6757,19 @@ class Loop:
         """Tick the connection's session at this time too."""
         raise NotImplementedError
 
+    def bind(self) -> None:
+        """Open what can fail, once; raises StartError."""
+        with self.life:
+            if self.state != "new":
+                return
+            self.state = "binding"
+        try:
+            self.open_all()
+        except BaseException:
+            self.close()
+            raise
+        self.state = "bound"
+
     def begin(self) -> bool:
         """What run() begins with: False if stop() was quicker."""
         self.bind()
@@ -6762,6 +6780,28 @@ class Loop:
                 return False
             self.state = "running"
             return True
+
+    def run(self) -> None:
+        """Serve until stop(); opens what bind() has not."""
+        if not self.begin():
+            return
+        try:
+            while not self.stopping:
+                self.round()
+            self.leave()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        with self.life:
+            if self.state == "closed":
+                return
+            self.state = "closed"
+        self.close_all()
+        self.names.stop(0.0)
+        self.selector.close()
+        self.wake_in.close()
+        self.wake_out.close()
 
     def start(self) -> None:
         """Serve in a thread; returns once everything is bound. A second call changes nothing; raises StartError."""
@@ -6813,6 +6853,13 @@ class Loop:
         except OSError:
             pass
 
+    def woken(self, now: float) -> None:
+        try:
+            self.wake_in.recv(4096)
+        except OSError:
+            pass
+        self.names.deliver(now)
+
 
 Started = TypeVar("Started", bound=Loop)
 
@@ -6863,7 +6910,6 @@ class MasterServer(Loop):
         self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()
         super().__init__()
         self.timer_numbers = itertools.count()
-        self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.disk = Worker("disk", self.wake)
         self.events: List[Tuple[str, Server]] = []          # to be logged, and how many more there were
         self.more_events = 0
@@ -6874,37 +6920,28 @@ class MasterServer(Loop):
 
     # Sockets
 
-    def bind(self) -> None:
-        """Open every listener of the settings; raises StartError."""
-        with self.life:
-            if self.state != "new":
-                return
-            self.state = "binding"
+    def open_all(self) -> None:
         problems = []                       # all of them, as another program often holds several ports
-        try:
-            for row in PROTOCOLS:
-                ports = self.settings[row.setting] if row.setting else 0
-                if not isinstance(ports, tuple):
-                    ports = (ports,)
-                if any(port is not None for port in ports):
-                    protocol = row.make(self.core)
-                    if isinstance(protocol, Web):
-                        protocol.epoch = time.time() - time.monotonic()
-                    self.protocols.append(protocol)
-                    for port in ports:
-                        if port is not None:
-                            try:
-                                self.open(row, protocol, port or self.free_ports(row))
-                            except StartError as error:
-                                problems.append(str(error))
-            if problems:
-                raise StartError("\n".join(problems))
-            self.measure_room()
-            self.restore()
-        except BaseException:
-            self.close()
-            raise
-        self.state = "bound"
+        for row in PROTOCOLS:
+            ports = self.settings[row.setting] if row.setting else 0
+            if not isinstance(ports, tuple):
+                ports = (ports,)
+            if any(port is not None for port in ports):
+                protocol = row.make(self.core)
+                if isinstance(protocol, Web):
+                    protocol.epoch = time.time() - time.monotonic()
+                self.protocols.append(protocol)
+                for port in ports:
+                    if port is not None:
+                        try:
+                            self.open(row, protocol, port or self.free_ports(row))
+                        except StartError as error:
+                            problems.append(str(error))
+        if problems:
+            raise StartError("\n".join(problems))
+        self.measure_room()
+        self.restore()
+        self.next_tick = time.monotonic() + TICK_S
 
     def restore(self) -> None:
         now = time.monotonic()
@@ -7067,18 +7104,6 @@ class MasterServer(Loop):
 
     # Running
 
-    def run(self) -> None:
-        """Serve until stop(); opens the listeners if bind() has not."""
-        if not self.begin():
-            return
-        self.next_tick = time.monotonic() + TICK_S
-        try:
-            while not self.stopping:
-                self.round()
-            self.leave()
-        finally:
-            self.close()
-
     def round(self, until: float = math.inf) -> None:
         """See to what comes next, for which it waits no longer than `until`, and to what is due."""
         due = min([until, self.next_tick] + [waiting[0][0] for waiting in (self.timers, self.lingering) if waiting])
@@ -7231,12 +7256,8 @@ class MasterServer(Loop):
             log.setLevel(settings["server.log_level"].upper())
 
     def woken(self, now: float) -> None:
-        try:
-            self.wake_in.recv(4096)
-        except OSError:
-            pass
+        super().woken(now)
         self.disk.deliver(now)
-        self.names.deliver(now)
         if self.reload_asked:               # by a signal, which wakes
             self.reload_asked = False
             self.reload()
@@ -7246,18 +7267,13 @@ class MasterServer(Loop):
         self.names.submit(functools.partial(resolved, host),
                           lambda result, now: done(result if isinstance(result, str) else "", now))
 
-    def close(self) -> None:
-        with self.life:
-            if self.state == "closed":
-                return
-            self.state = "closed"
+    def close_all(self) -> None:
         now = time.monotonic()
         self.log_events()
         for source in self.endpoints:
             source.sock.close()
         self.disk.stop(5.0)
         self.disk.deliver(now)
-        self.names.stop(0.0)
         if self.keeper:
             self.keeper.close(now, time.time())
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
@@ -7265,9 +7281,6 @@ class MasterServer(Loop):
             connection.close(now)
         for pages in list(self.held_pages):
             pages.close()
-        self.selector.close()
-        self.wake_in.close()
-        self.wake_out.close()
 
     def report(self, on_event: Callable[[str, Server], None], event: str, server: Server) -> None:
         try:
@@ -7928,8 +7941,8 @@ class Announcement(Loop):
         self.sockets: List[Datagrams] = []
         self.tally = Tally()
         self.limiter = Limiter(ANSWER_RATE)
+        self.next_tick = float("-inf")
         super().__init__()
-        self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
 
     # What is announced
 
@@ -7976,11 +7989,7 @@ class Announcement(Loop):
 
     # Running
 
-    def bind(self) -> None:
-        with self.life:
-            if self.state != "new":
-                return
-            self.state = "binding"
+    def open_all(self) -> None:
         announcer = self.links[0].announcer
         if announcer.asked_at is not None:
             port = self.server.port + announcer.asked_at
@@ -7994,9 +8003,7 @@ class Announcement(Loop):
                 if isinstance(link.announcer, UdpProtocol):
                     link.datagrams = self.open("0.0.0.0", 0, link.announcer)
         except OSError as error:
-            self.close()
             raise StartError("no socket to announce from: %s" % error) from None
-        self.state = "bound"
 
     def open(self, address: str, port: int, protocol: UdpProtocol) -> Datagrams:
         sock = bound_socket(socket.AF_INET, "udp", address, port)
@@ -8005,44 +8012,37 @@ class Announcement(Loop):
         self.selector.register(sock, selectors.EVENT_READ, datagrams.ready)
         return datagrams
 
-    def run(self) -> None:
-        """Announce until stop(); with `give_up` until no master is left to hope for."""
-        if not self.begin():
+    def round(self) -> None:
+        now = time.monotonic()
+        tick = now >= self.next_tick
+        if tick:
+            self.next_tick = now + TICK_S
+            if self.players_from:
+                self.read_file()
+        while self.updates:
+            self.apply(self.updates.popleft())
+            for link in self.links:
+                link.announcer.changed(now)
+        for link in self.links:
+            self.advance(link, now, tick)
+        if self.give_up and all(link.hopeless for link in self.links):
+            self.failure = "; ".join("%s: %s" % (endpoint(link.host, link.port), link.announcer.state) for link in self.links)
+            self.stopping = True
             return
-        next_tick = ends = float("-inf")
-        try:
-            while True:
-                now = time.monotonic()
-                if self.stopping:
-                    if ends < 0:
-                        ends = now + GOODBYE_S
-                        self.leave(now)
-                    if now >= ends or not any(link.connection or link.announcer.due <= now or link.connecting for link in self.links):
-                        break
-                if self.players_from and now >= next_tick:
-                    self.read_file()
-                while self.updates:
-                    self.apply(self.updates.popleft())
-                    for link in self.links:
-                        link.announcer.changed(now)
-                for link in self.links:
-                    self.advance(link, now, tick=now >= next_tick)
-                if self.give_up and all(link.hopeless for link in self.links):
-                    self.failure = "; ".join("%s: %s" % (endpoint(link.host, link.port), link.announcer.state) for link in self.links)
-                    break
-                if now >= next_tick:
-                    next_tick = now + TICK_S
-                due = min([next_tick] + [link.announcer.due for link in self.links if not link.busy])
-                for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
-                    key.data(time.monotonic())
-        finally:
-            self.close()
+        due = min([self.next_tick] + [link.announcer.due for link in self.links if not link.busy])
+        for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
+            key.data(time.monotonic())
 
-    def leave(self, now: float) -> None:
+    def leave(self) -> None:
+        now = time.monotonic()
+        until = now + GOODBYE_S
         for link in self.links:
             link.announcer.leave(now)
             if link.connection is not None and link.connection.session.done:
                 link.connection.writable(now)
+        while now < until and not self.failure and any(link.connection or link.connecting or link.announcer.due <= now for link in self.links):
+            self.round()
+            now = time.monotonic()
 
     def advance(self, link: Link, now: float, tick: bool) -> None:
         """Whatever is due for one master."""
@@ -8124,18 +8124,7 @@ class Announcement(Loop):
             if link.connection is connection:
                 link.connection = None
 
-    def woken(self, now: float) -> None:
-        try:
-            self.wake_in.recv(4096)
-        except OSError:
-            pass
-        self.names.deliver(now)
-
-    def close(self) -> None:
-        with self.life:
-            if self.state == "closed":
-                return
-            self.state = "closed"
+    def close_all(self) -> None:
         for link in self.links:
             if link.connection is not None:
                 link.connection.close(time.monotonic())
@@ -8143,10 +8132,6 @@ class Announcement(Loop):
                 link.connecting.close()
         for datagrams in self.sockets:
             datagrams.sock.close()
-        self.names.stop(0.0)
-        self.selector.close()
-        self.wake_in.close()
-        self.wake_out.close()
 
 
 ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
