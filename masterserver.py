@@ -8304,15 +8304,29 @@ def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
     return fetch.zones
 
 
+def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
+    """Address, port and flavor of every server that a master lists. Raises OSError and Malformed."""
+    deadline, awaited = time.monotonic() + EXPORT_LIST_S, "answer"
+    try:
+        with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
+            awaited = "greeting"
+            key, _ = hyperbol_greeting(read_exactly(sock, HYPERBOL_GREETING.size))
+            sock.sendall(struct.pack("<IB3x", key, 255))        # the document: always 255, for all servers
+            data, awaited = b"", "list"
+            while len(data) < EXPORT_LIST_BYTES:
+                if time.monotonic() > deadline:
+                    raise socket.timeout
+                part = sock.recv(RECV_BYTES)
+                if not part:
+                    break
+                data += part
+    except socket.timeout:
+        raise socket.timeout("waited in vain for its %s; is that the port of a Hyperbol master?" % awaited) from None
+    return hyperbol_entries(data)
+
+
 def list_hyperbol(host: str, port: int) -> List[Dict[str, Any]]:
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        greeting = read_exactly(sock, 12)
-        if greeting[:4] != b"HBSL":
-            raise Malformed("greeting: not HBSL")
-        sock.sendall(greeting[4:8] + b"\xff\0\0\0")        # the document: always 255, for all servers
-        data = b"".join(iter(lambda: sock.recv(RECV_BYTES), b""))
-    return [{"address": str(ipaddress.IPv4Address(address)), "port": port, "flavor": flavor}
-            for address, port, flavor in struct.iter_unpack("<4sIBxxx", data[:len(data) // 12 * 12])]
+    return [dict(zip(("address", "port", "flavor"), entry)) for entry in hyperbol_list(host, port)]
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytes:
@@ -8495,7 +8509,8 @@ def arguments_parser() -> argparse.ArgumentParser:
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     export.set_defaults(command=command_export)
     export.add_argument("--game", choices=("hyperbol",), default="hyperbol", help="what the master speaks (hyperbol)")
-    export.add_argument("master", metavar="HOST[:PORT]", help="the master; on port %d if none is given" % HYPERBOL_PORT)
+    export.add_argument("master", metavar="HOST[:PORT]", type=argument(read_place),
+                        help="the master; on port %d if none is given" % LISTS["hyperbol"][1])
     export.add_argument("--output", metavar="FILE", default="servers.xml", help="the file (servers.xml)")
     export.add_argument("--ftp", metavar="ftp://USER@HOST/PATH/", help="upload it there; see above for the password")
     export.add_argument("--every", metavar="SECONDS", type=argument(read_number(1, 86400, float)),
@@ -8756,7 +8771,6 @@ def command_serve(arguments: argparse.Namespace) -> int:
 
 # --- Export ----------------------------------------------------------------------------------------------------------
 
-HYPERBOL_PORT = 20203
 EXPORT_CONNECT_S = 5.0              # the document's script waits so long for the master …
 EXPORT_LIST_S = 60.0                # … and this is for the whole list, however slowly it comes
 EXPORT_LIST_BYTES = 12 * 65536      # 65,536 servers are more than any master has
@@ -8786,7 +8800,7 @@ class ToolError(Exception):
 
 
 def command_export(arguments: argparse.Namespace) -> int:
-    host, port = read_host(arguments.master, HYPERBOL_PORT)
+    host, port = arguments.master[0], arguments.master[1] or LISTS["hyperbol"][1]
     upload = FtpPlace(arguments.ftp, os.path.basename(arguments.output)) if arguments.ftp else None
     while True:
         try:
@@ -8800,19 +8814,14 @@ def command_export(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.every)
 
 
-def read_host(text: str, port: int) -> Tuple[str, int]:
-    """`HOST` or `HOST:PORT`; raises ToolError."""
-    if re.fullmatch(r"[^:]+|\[.*\]", text):
-        return text.strip("[]"), port
-    try:
-        return read_endpoint(text)
-    except ValueError:
-        raise ToolError(EXIT_USAGE, "%r is not HOST or HOST:PORT." % text) from None
-
-
 def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> str:
     """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
-    entries = fetch_hyperbol_list(host, port)
+    try:
+        entries = hyperbol_list(host, port)
+    except OSError as error:
+        raise ToolError(EXIT_CONNECTION, "No list from %s: %s" % (endpoint(host, port), error.strerror or error)) from None
+    except Malformed as error:
+        raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
     if not entries:
         raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is." % (endpoint(host, port), path))
     servers = query_hyperbol_servers(entries)
@@ -8828,45 +8837,11 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
         " and uploaded to " + upload.host if upload else "")
 
 
-def fetch_hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
-    """Address, port and flavor of every server that the master lists. Raises ToolError."""
-    deadline = time.monotonic() + EXPORT_LIST_S
-    data, awaited = b"", "answer"
-    try:
-        with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
-            awaited = "greeting"
-            while len(data) < HYPERBOL_GREETING.size:
-                part = sock.recv(HYPERBOL_GREETING.size - len(data))
-                if not part:
-                    break
-                data += part
-            key, _ = hyperbol_greeting(data)
-            sock.sendall(struct.pack("<I4B", key, 255, 0, 0, 0))
-            data, awaited = b"", "list"
-            while len(data) < EXPORT_LIST_BYTES:
-                if time.monotonic() > deadline:
-                    raise socket.timeout
-                part = sock.recv(RECV_BYTES)
-                if not part:
-                    break
-                data += part
-    except socket.timeout:
-        raise ToolError(EXIT_CONNECTION, "No list from %s: waited in vain for its %s; is that the port of a Hyperbol master?" % (
-            endpoint(host, port), awaited)) from None
-    except OSError as error:
-        raise ToolError(EXIT_CONNECTION, "No list from %s: %s." % (
-            endpoint(host, port), error.strerror or error)) from None
-    except Malformed as error:
-        raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
-    return hyperbol_entries(data)
-
-
 def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Server]:
     """Ask all of them at once what they are; those that do not answer have responding False."""
     servers: Dict[Tuple[str, int], Server] = {}
     for address, port, flavor in entries:
-        server = servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0)
-        server.flavor, server.responding = flavor, False
+        servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0, flavor=flavor, responding=False)
     silent = dict(servers)
     asked: Dict[Tuple[str, int], List[Tuple[int, float]]] = {place: [] for place in servers}    # timestamp, sent at
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

@@ -7013,7 +7013,7 @@ class ExportTest(unittest.TestCase):
 
     def test_usage(self) -> None:
         for arguments, words in (
-            (["a:b"], "HOST:PORT"),
+            (["a:b"], "ADDRESS:PORT"),
             (["x", "--every", "soon"], "a number is wanted"),
             ([], "HOST[:PORT]"),
             (["x", "--ftp", "ftp://u:secret@h/"], "MASTERSERVER_FTP_PASSWORD"),
