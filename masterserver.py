@@ -5499,11 +5499,14 @@ class Web(TcpProtocol):
 
     def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
-        ends = SeenTimes(epoch)
+
+        @functools.lru_cache(maxsize=None)              # once for all servers of the same second: x // 1, in a quarter of int(x)'s time
+        def end(second: float) -> bytes:
+            return b"%d},\n" % (second + epoch)
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
-            return b"".join([piece for server, part in zip(servers, made) for piece in (part, ends[server.last_seen // 1])])
+            return b"".join([piece for server, part in zip(servers, made) for piece in (part, end(server.last_seen // 1))])
         rows = [block.part("servers.json", make, now // RENDER_TIMES_S) for block in blocks]
         if rows:
             rows[-1] = rows[-1][:-2]        # no comma after the last
@@ -5602,13 +5605,16 @@ class Web(TcpProtocol):
         wall = now + self.epoch
         titles, recent, epoch = self.titles(), self.core.recent(), self.epoch
         counts = {id: len(listed) for id, listed in list(self.registry.games.items()) if listed}
-        seen = SeenCells(wall)
+
+        @functools.lru_cache(maxsize=None)              # as in servers_json_frame
+        def seen(second: float) -> bytes:
+            return seen_cell(second, wall)
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "row", lambda server: server_row(
                 server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))
             return b"".join([piece for server, (before, after) in zip(servers, made)
-                             for piece in (before, seen[(server.last_seen + epoch) // 1], after)])
+                             for piece in (before, seen((server.last_seen + epoch) // 1), after)])
         total = sum(len(block.servers) for block in rows)
         shown: List[bytes] = []
         room = PAGE_ROWS
@@ -5836,30 +5842,6 @@ def contact_lines(listeners: Iterable[Any], host: str) -> List[Tuple[str, str]]:
     ports = {listener.protocol: listener.port for listener in listeners}
     page = next((endpoint(host, listener.port) for listener in listeners if listener.protocol == "http"), host)
     return [(name, line % {"host": host, "port": ports[name], "page": page}) for name, line in CONTACTS.items() if name in ports]
-
-
-class SeenTimes(Dict[float, bytes]):
-    """The end of a row of /servers.json, made once for all servers of the same second (x // 1, in a quarter of int(x)'s time)."""
-
-    def __init__(self, epoch: float) -> None:
-        super().__init__()
-        self.epoch = epoch
-
-    def __missing__(self, second: float) -> bytes:
-        end = self[second] = b"%d},\n" % (second + self.epoch)
-        return end
-
-
-class SeenCells(Dict[float, bytes]):
-    """The cell with the time a server was last seen, made once for all servers of the same second."""
-
-    def __init__(self, wall: float) -> None:
-        super().__init__()
-        self.wall = wall
-
-    def __missing__(self, second: float) -> bytes:
-        cell = self[second] = seen_cell(second, self.wall)
-        return cell
 
 
 def metrics_text(web: Web) -> str:
