@@ -3358,13 +3358,27 @@ def aio_info(data: bytes) -> Tuple[str, str, int, int, int]:
     return (texts[0], texts[1], *struct.unpack_from("<IIH", payload, at))
 
 
-
 def aio_frame(payload: bytes) -> bytes:
     """length.u24 compression.u8 payload; zlib where it pays."""
     packed = zlib.compress(payload, GZIP_LEVEL) if len(payload) > AIO_ZLIB_BYTES else payload
     if len(packed) < len(payload):
         return len(packed).to_bytes(3, "little") + b"\1" + packed
     return len(payload).to_bytes(3, "little") + b"\0" + payload
+
+
+def aio_unframe(data: bytes, most: int) -> Optional[Tuple[bytes, bytes]]:
+    """The payload of the first frame, of `most` bytes packed and unpacked, and what follows it; None: it is not whole yet."""
+    length = int.from_bytes(data[:3], "little")
+    if len(data) < 4:
+        return None
+    if not 0 < length <= most:
+        raise Malformed("length: a frame of %d bytes" % length)
+    if data[3] > 1:
+        raise Malformed("compression %d" % data[3])
+    if len(data) < 4 + length:
+        return None
+    payload, rest = data[4:4 + length], data[4 + length:]
+    return inflate(payload, most) if data[3] else payload, rest
 
 
 def aio_string16(text: bytes) -> bytes:
@@ -3445,7 +3459,7 @@ def aio_framed_list(blocks: Blocks) -> bytes:
     return aio_frame(b"\2" + struct.pack("<H", sum(len(block.servers) for block in blocks[:len(made)])) + b"".join(made))
 
 
-class AioText:
+def aio_text(session: AioSession, now: float) -> Optional[bytes]:
     r"""The document's examples as they are typed there; clients and servers of 2018 to 2022.
 
         < %1#5#%                                greeting, after a silence: the peer's id
@@ -3462,46 +3476,37 @@ class AioText:
     servers' texts, so a message ends at `#%`. Only the newline tells the two lists apart; without one the answer waits
     AIO_NEWLINE_S for it.
     """
-
-    def __init__(self, aio: Aio) -> None:
-        self.aio = aio
-
-    def take(self, session: AioSession, now: float) -> Optional[bytes]:
-        """Take one message from the session's buffer and answer it; None: it is not whole yet."""
-        session.buffer = session.buffer.lstrip(b"\r\n")
-        message, end, rest = session.buffer.partition(b"#%")
-        if len(message) > AIO_MESSAGE_BYTES:
-            raise Malformed("a text of more than %d bytes without its end" % AIO_MESSAGE_BYTES)
-        if not end:
-            return None
-        header, *fields = message.split(b"#")
-        if header == b"12" and not rest and not session.settled(now):
-            return None
-        session.buffer = rest
-        if header == b"12":
-            return self.aio.list_for(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
-        if header == b"NEWS":
-            return self.aio.news_for(session, now)[0]
-        if header == b"13":
-            return b"%SUCCESS#13#%" if self.publish(fields, session, now) else b""
-        if header == b"SET_IP":
-            return b"%SUCCESS#SET_IP#%" if fields and session.claim(fields[0], now) else b""
-        if header == b"KEEPALIVE":
-            session.keepalive(now)
-            return b"%SUCCESS#KEEPALIVE#%"
-        return b""                      # what else these programs say is meant for game servers, and harmless
-
-    def publish(self, fields: List[bytes], session: AioSession, now: float) -> bool:
+    session.buffer = session.buffer.lstrip(b"\r\n")
+    message, end, rest = session.buffer.partition(b"#%")
+    if len(message) > AIO_MESSAGE_BYTES:
+        raise Malformed("a text of more than %d bytes without its end" % AIO_MESSAGE_BYTES)
+    if not end:
+        return None
+    header, *fields = message.split(b"#")
+    if header == b"12" and not rest and not session.settled(now):
+        return None
+    session.buffer = rest
+    if header == b"12":
+        return session.aio.list_for(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
+    if header == b"NEWS":
+        return session.aio.news_for(session, now)[0]
+    if header == b"13":
         if len(fields) not in (3, 4):
             raise Malformed("publish: %d fields instead of name, description, perhaps an address, port" % len(fields))
         port = fields.pop()
         if not re.fullmatch(rb"[0-9]{1,5}", port):
             raise Malformed("port: %s is not a number" % ascii(port[:16]))
         name, description, *claim = (field.replace(b"<num>", b"#").replace(b"<percent>", b"%") for field in fields)
-        return session.publish(name, description, b"".join(claim), int(port), now)
+        return b"%SUCCESS#13#%" if session.publish(name, description, b"".join(claim), int(port), now) else b""
+    if header == b"SET_IP":
+        return b"%SUCCESS#SET_IP#%" if fields and session.claim(fields[0], now) else b""
+    if header == b"KEEPALIVE":
+        session.keepalive(now)
+        return b"%SUCCESS#KEEPALIVE#%"
+    return b""                      # what else these programs say is meant for game servers, and harmless
 
 
-class AioBinary:
+def aio_binary(session: AioSession, now: float) -> Optional[bytes]:
     """The document, literally.
 
         < 01 00000000                               CONNECT, id
@@ -3509,30 +3514,25 @@ class AioBinary:
         < 0c 0000 "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801 0100 …     of each server index.u16, texts, port.uintv
         > 0d "NAME\\0" "DESC\\0" "203.0.113.7\\0" 144801                 PUBLISH, port 27010; no answer
     """
-
-    def __init__(self, aio: Aio) -> None:
-        self.aio = aio
-
-    def take(self, session: AioSession, now: float) -> Optional[bytes]:
-        data = session.buffer
-        if data[0] == 0x0C:
-            session.buffer = data[1:]
-            return self.aio.list_for(aio_binary_list, session, now)
-        if data[0] != 0x0D:
-            raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
-        name, description, claim, rest = (data[1:].split(b"\0", 3) + [b"", b"", b""])[:4]
-        at = len(name) + len(description) + len(claim) + 4
-        if at > AIO_MESSAGE_BYTES:
-            raise Malformed("a publish of more than %d bytes" % AIO_MESSAGE_BYTES)
-        port, end = read_uintv(data, at)
-        if end > len(data):
-            return None
-        session.buffer = data[end:]
-        session.publish(name, description, claim, port, now)
-        return b""
+    data = session.buffer
+    if data[0] == 0x0C:
+        session.buffer = data[1:]
+        return session.aio.list_for(aio_binary_list, session, now)
+    if data[0] != 0x0D:
+        raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
+    name, description, claim, rest = (data[1:].split(b"\0", 3) + [b"", b"", b""])[:4]
+    at = len(name) + len(description) + len(claim) + 4
+    if at > AIO_MESSAGE_BYTES:
+        raise Malformed("a publish of more than %d bytes" % AIO_MESSAGE_BYTES)
+    port, end = read_uintv(data, at)
+    if end > len(data):
+        return None
+    session.buffer = data[end:]
+    session.publish(name, description, claim, port, now)
+    return b""
 
 
-class AioFramed:
+def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
     """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib) payload, written in one piece:
 
         < 01000000 00                               connected
@@ -3543,49 +3543,30 @@ class AioFramed:
 
     Peers read a frame with one recv(4) and one recv(length), hence zlib for a long one.
     """
+    found = aio_unframe(session.buffer, AIO_FRAME_BYTES)
+    if found is None:
+        return None
+    payload, session.buffer = found
+    if not payload:
+        raise Malformed("an empty frame")
+    kind = payload[0]
+    if kind == 3 and len(payload) < 3:
+        raise Malformed("port: two bytes are wanted")
+    if kind == 1:
+        return session.aio.news_for(session, now)[1]
+    if kind == 2:
+        return session.aio.list_for(aio_framed_list, session, now)
+    reason = "this master knows no request %d" % kind
+    if kind == 3:
+        reason = session.publish_port(payload[1] | payload[2] << 8, now)
+    elif kind == 4:
+        session.keepalive(now)
+        reason = "" if session.server else "nothing is published on this connection"
+    return aio_frame(bytes((6, kind)) + aio_string16(reason.encode("utf-8")) if reason else bytes((5, kind)))
 
-    def __init__(self, aio: Aio) -> None:
-        self.aio = aio
 
-    def take(self, session: AioSession, now: float) -> Optional[bytes]:
-        data = session.buffer
-        length = int.from_bytes(data[:3], "little")
-        if len(data) < 4:
-            return None
-        if not 0 < length <= AIO_FRAME_BYTES:
-            raise Malformed("length: a frame of %d bytes" % length)
-        if data[3] > 1:
-            raise Malformed("compression %d" % data[3])
-        if len(data) < 4 + length:
-            return None
-        payload = inflate(data[4:4 + length], AIO_FRAME_BYTES) if data[3] else data[4:4 + length]
-        if not payload:
-            raise Malformed("an empty frame")
-        kind = payload[0]
-        if kind == 3 and len(payload) < 3:
-            raise Malformed("port: two bytes are wanted")
-        session.buffer = data[4 + length:]
-        if kind == 1:
-            return self.aio.news_for(session, now)[1]
-        if kind == 2:
-            return self.aio.list_for(aio_framed_list, session, now)
-        reason = "this master knows no request %d" % kind
-        if kind == 3:
-            reason = self.publish(session, payload[1] | payload[2] << 8, now)
-        elif kind == 4:
-            session.keepalive(now)
-            reason = "" if session.server else "nothing is published on this connection"
-        return aio_frame(bytes((6, kind)) + aio_string16(reason.encode("utf-8")) if reason else bytes((5, kind)))
-
-    def publish(self, session: AioSession, port: int, now: float) -> str:
-        """Why not, or "". Name and players are asked for by UDP, at the address that the connection comes from."""
-        try:
-            server = self.aio.publish(session, "", port, {"packet": b""}, now)
-        except Refused as refused:
-            return str(refused)
-        session.target = self.aio.poller.add(self.aio, session.address, port)
-        session.target.scratch = server
-        return ""
+AioDialect = Callable[["AioSession", float], Optional[bytes]]           # takes one message from the buffer, answers it; None: it is not whole
+AIO_DIALECTS: Dict[str, AioDialect] = {"text": aio_text, "binary": aio_binary, "framed": aio_framed}
 
 
 class AioSession(Session):
@@ -3593,7 +3574,7 @@ class AioSession(Session):
 
     def __init__(self, aio: Aio, address: str, number: int, now: float) -> None:
         self.aio, self.address, self.number = aio, address, number
-        self.dialect: Union[AioText, AioBinary, AioFramed, None] = None
+        self.dialect: Optional[AioDialect] = None
         self.buffer = b""
         self.server: Optional[Server] = None            # published by this connection
         self.target: Optional[Target] = None            # of a framed server
@@ -3606,7 +3587,7 @@ class AioSession(Session):
         self.heard_at = self.message_at = now           # the last byte, the last whole message
 
     def opened(self, now: float) -> bytes:
-        if list(self.aio.dialects) == ["text"]:
+        if self.aio.dialects == ("text",):
             return self.greeting()
         if "text" in self.aio.dialects:
             self.greet_at = self.wake_at = now + self.aio.greeting_after
@@ -3650,7 +3631,7 @@ class AioSession(Session):
                 if self.dialect is None:
                     self.dialect = self.aio.dialect(self.buffer[0])
                     self.greet_at = self.wake_at = None
-                answer = self.dialect.take(self, now)
+                answer = self.dialect(self, now)
                 if answer is not None and not self.aio.rules.datagrams.allow(self.address, now):
                     raise Malformed("too many messages from one address")
             except Malformed as error:
@@ -3674,6 +3655,16 @@ class AioSession(Session):
         except Refused:
             return False
         return True
+
+    def publish_port(self, port: int, now: float) -> str:
+        """The same of a framed server: why not, or "". Name and players are asked for by UDP, at the address that the connection comes from."""
+        try:
+            server = self.aio.publish(self, "", port, {"packet": b""}, now)
+        except Refused as refused:
+            return str(refused)
+        self.target = self.aio.poller.add(self.aio, self.address, port)
+        self.target.scratch = server
+        return ""
 
     def claim(self, text: bytes, now: float) -> bool:
         """SET_IP: True if the peer may say so. What is published already moves to that address."""
@@ -3752,9 +3743,7 @@ class Aio(TcpProtocol, Querier):
     def __init__(self, core: Core) -> None:
         self.core, self.registry, self.poller = core, core.registry, core.poller
         self.greeting_after: float = core.settings["aio.text_greeting_after"]
-        spoken: Dict[str, Union[AioText, AioBinary, AioFramed]] = {
-            "text": AioText(self), "binary": AioBinary(self), "framed": AioFramed(self)}
-        self.dialects = {name: spoken[name] for name in core.settings["aio.dialects"]}
+        self.dialects: Tuple[str, ...] = core.settings["aio.dialects"]
         self.numbers = itertools.count()
         self.owners: Dict[Server, AioSession] = {}
         self.lists: Dict[Callable[[Blocks], bytes], Rendered] = {
@@ -3770,12 +3759,12 @@ class Aio(TcpProtocol, Querier):
     def session(self, address: str, now: float) -> AioSession:
         return AioSession(self, address, next(self.numbers), now)
 
-    def dialect(self, first: int) -> Union[AioText, AioBinary, AioFramed]:
+    def dialect(self, first: int) -> AioDialect:
         name = ("binary" if first in (0x0C, 0x0D) else "framed" if 0 < first <= AIO_FRAME_BYTES
                 else "text" if first < 0x80 and chr(first).isalnum() else "")
         if name not in self.dialects:
             raise Malformed("the first byte, %02x, is of no dialect spoken here" % first)
-        return self.dialects[name]
+        return AIO_DIALECTS[name]
 
     # Servers
 
@@ -7696,18 +7685,11 @@ class AioAnnouncer(TcpAnnouncer):
 
     def frames(self, now: float) -> bytes:
         out = b""
-        while len(self.buffer) >= 4 and not self.done:
-            size, compressed = int.from_bytes(self.buffer[:3], "little"), self.buffer[3]
-            if size > AIO_MASTER_BYTES:
-                raise Malformed("a frame of %d bytes" % size)
-            if len(self.buffer) < 4 + size:
+        while not self.done:
+            found = aio_unframe(self.buffer, AIO_MASTER_BYTES)
+            if found is None:
                 break
-            payload, self.buffer = self.buffer[4:4 + size], self.buffer[4 + size:]
-            if compressed:
-                try:
-                    payload = zlib.decompressobj().decompress(payload, AIO_MASTER_BYTES)
-                except zlib.error as error:
-                    raise Malformed("a frame: %s" % error) from None
+            payload, self.buffer = found
             if payload[:2] == b"\5\3":
                 self.accepted("announced")
             elif payload[:2] == b"\6\3":
