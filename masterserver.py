@@ -4954,10 +4954,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         if not head:
             return
-        self.raw_requestline = self.rfile.readline()
-        words = self.raw_requestline.split()
-        if len(words) != 3:
-            raise HttpError(400, "The request line is not METHOD PATH HTTP/VERSION.")
+        self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
         self.parse_request()
         if not re.match(r"HTTP/0*1\.", self.request_version):
             raise HttpError(505, "HTTP/1.0 and HTTP/1.1 are spoken here.")      # an answer to HTTP/0.9 would have no head
@@ -5094,7 +5091,7 @@ class HttpSession(Session):
             try:
                 piece = self.step(now)
             except HttpError as error:
-                self.web.count("", error.status)
+                self.web.requests["", error.status] += 1
                 piece = self.refuse(error)
             if piece is None:
                 break
@@ -5157,7 +5154,7 @@ class HttpSession(Session):
         if isinstance(answer, Later):
             self.job, self.then = answer.job, answer.then
             return b""
-        self.web.count(self.waiting.route, answer.status)
+        self.web.requests[self.waiting.route, answer.status] += 1
         self.held = bool(self.buffer)           # until this answer is out
         return self.respond(self.waiting, answer)
 
@@ -5189,7 +5186,7 @@ class HttpSession(Session):
         if now < self.deadline or self.job or self.done:
             return b""
         if self.buffer or self.exchange:
-            self.web.count("", 408)
+            self.web.requests["", 408] += 1
             return self.refuse(HttpError(408, "The request did not arrive in time."))
         self.done = True
         return b""
@@ -5414,7 +5411,7 @@ class Web(TcpProtocol):
         except ValueError as error:
             answer = self.error(HttpError(400, "The query cannot be read: %s." % error))
         if isinstance(answer, Answer):
-            self.count(exchange.route, answer.status)
+            self.requests[exchange.route, answer.status] += 1
         return answer
 
     def refused(self, error: HttpError, exchange: Exchange) -> Answer:
@@ -5442,9 +5439,6 @@ class Web(TcpProtocol):
         def done(body: bytes) -> Answer:
             return packed._replace(body=body)
         return done(made.packed()) if made.gzipped or len(made.body) <= GZIP_INLINE_BYTES else Later(made.packed, done)
-
-    def count(self, route: str, status: int) -> None:
-        self.requests[route, status] += 1
 
     def error(self, error: HttpError, as_html: bool = False) -> Answer:
         reason = http.server.BaseHTTPRequestHandler.responses.get(error.status, ("Error", ""))[0]
@@ -5488,10 +5482,8 @@ class Web(TcpProtocol):
 
     def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
-
-        @functools.lru_cache(maxsize=None)              # once for all servers of the same second: x // 1, in a quarter of int(x)'s time
-        def end(second: float) -> bytes:
-            return b"%d},\n" % (second + epoch)
+        # Once for all servers of the same second: x // 1, in a quarter of int(x)'s time
+        end = functools.lru_cache(maxsize=None)(lambda second: b"%d},\n" % (second + epoch))
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
@@ -5594,10 +5586,7 @@ class Web(TcpProtocol):
         wall = now + self.epoch
         titles, recent, epoch = self.titles(), self.core.recent(), self.epoch
         counts = {id: len(listed) for id, listed in list(self.registry.games.items()) if listed}
-
-        @functools.lru_cache(maxsize=None)              # as in servers_json_frame
-        def seen(second: float) -> bytes:
-            return seen_cell(second, wall)
+        seen = functools.lru_cache(maxsize=None)(lambda second: seen_cell(second, wall))           # as in servers_json_frame
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "row", lambda server: server_row(
@@ -5630,9 +5619,7 @@ class Web(TcpProtocol):
 
     def server(self, request: Request) -> Union[Answer, Later]:
         game, address, port = server_asked_for(request)
-        span = request.query.get("span", "day")
-        if span not in SPANS:
-            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        span = span_asked_for(request)
         listed = self.registry.get(game, address, port)
         wall = request.now + self.epoch
         storage = self.core.storage
@@ -5655,11 +5642,9 @@ class Web(TcpProtocol):
     def history_json(self, request: Request) -> Union[Answer, Later]:
         """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
         game, address, port = server_asked_for(request) if "address" in request.query else (request.query.get("game", ""), "", 0)
-        span = request.query.get("span", "day")
         if not game:
             raise HttpError(400, "game is wanted; for one server address and port as well.")
-        if span not in SPANS:
-            raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        span = span_asked_for(request)
         storage = self.core.storage
         if storage is None:
             raise HttpError(404, "This master keeps no history ([server] database is empty).")
@@ -5702,25 +5687,10 @@ class Web(TcpProtocol):
             findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
         return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
 
-    def metrics(self, request: Request) -> Answer:
-        return Answer(metrics_text(self).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")
-
     def healthz(self, request: Request) -> Answer:
         """200 as long as it serves; `trouble` says what does not work."""
         return Answer(to_json({"status": "trouble" if self.core.health else "ok", "trouble": dict(self.core.health),
                                "servers": self.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
-
-    def style(self, request: Request) -> Answer:
-        return fixed(self.settings.texts.get("http.stylesheet") or STYLE_CSS, "text/css; charset=utf-8")
-
-    def script(self, request: Request) -> Answer:
-        return fixed(APP_JS, "text/javascript; charset=utf-8")
-
-    def icon(self, request: Request) -> Answer:
-        return fixed(ICON_SVG, "image/svg+xml")
-
-    def robots(self, request: Request) -> Answer:
-        return fixed("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)
 
 
 def fixed(text: str, type: str) -> Answer:
@@ -5752,6 +5722,13 @@ def server_asked_for(request: Request) -> Key:
     except ValueError:
         raise HttpError(400, "game, address and port are wanted, the address as a number such as 203.0.113.7.") from None
     return request.query.get("game", ""), address, whole_number(request, "port", 1, 65535)
+
+
+def span_asked_for(request: Request) -> str:
+    span = request.query.get("span", "day")
+    if span not in SPANS:
+        raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+    return span
 
 
 def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
@@ -5877,14 +5854,14 @@ ROUTES = {
     "/index.html": Route(Web.page),
     "/server": Route(Web.server),
     "/check": Route(Web.check),
-    "/style.css": Route(Web.style),
-    "/app.js": Route(Web.script),
-    "/icon.svg": Route(Web.icon),
-    "/robots.txt": Route(Web.robots),
+    "/style.css": Route(lambda web, request: fixed(web.settings.texts.get("http.stylesheet") or STYLE_CSS, "text/css; charset=utf-8")),
+    "/app.js": Route(lambda web, request: fixed(APP_JS, "text/javascript; charset=utf-8")),
+    "/icon.svg": Route(lambda web, request: fixed(ICON_SVG, "image/svg+xml")),
+    "/robots.txt": Route(lambda web, request: fixed("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)),
     "/master.json": Route(Web.master_json),
     "/servers.json": Route(Web.servers_json),
     "/history.json": Route(Web.history_json),
-    "/metrics": Route(Web.metrics),
+    "/metrics": Route(lambda web, request: Answer(metrics_text(web).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")),
     "/healthz": Route(Web.healthz),
     "/servers.xml": Route(Web.servers_xml),
     "/announce": Route(Web.announce, ("POST", "OPTIONS")),
