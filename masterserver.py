@@ -4030,35 +4030,19 @@ ICON_SVG = """\
 # One set of custom properties, twice. A test computes every pair of text and ground: 4.5:1 at least.
 STYLE_CSS = r""":root {
   color-scheme: light dark;
-  --ground: #fcfbf8;
-  --raised: #f4f1ea;
-  --ink: #1d1b18;
-  --soft: #625d55;
-  --line: #e3dfd6;
-  --accent: #8a5700;
-  --glow: #fae7bd;
-  --alert: #a3261b;
+  --ground: #fcfbf8; --raised: #f4f1ea; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6; --accent: #8a5700; --glow: #fae7bd; --alert: #a3261b;
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --ground: #131210;
-    --raised: #1d1b18;
-    --ink: #ece8df;
-    --soft: #a8a195;
-    --line: #2d2a26;
-    --accent: #f2b23a;
-    --glow: #43351a;
-    --alert: #ff9484;
+    --ground: #131210; --raised: #1d1b18; --ink: #ece8df; --soft: #a8a195; --line: #2d2a26; --accent: #f2b23a; --glow: #43351a; --alert: #ff9484;
   }
 }
 
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; scrollbar-gutter: stable; }
 body {
-  margin: 0 auto; padding: 0 1.25rem; max-width: 72.5rem;
-  background: var(--ground); color: var(--ink);
-  font: 400 .9375rem/1.5rem system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
-  font-variant-numeric: tabular-nums;
+  margin: 0 auto; padding: 0 1.25rem; max-width: 72.5rem; background: var(--ground); color: var(--ink);
+  font: 400 .9375rem/1.5rem system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; font-variant-numeric: tabular-nums;
 }
 a { color: inherit; text-decoration-color: var(--soft); text-underline-offset: .2em; }
 a:hover { color: var(--accent); text-decoration-color: currentColor; }
@@ -4069,9 +4053,7 @@ h3 { margin: 0; font-size: 1rem; font-weight: 650; }
 p { margin: 0; }
 b { font-weight: 650; }
 section { margin-top: 2.5rem; }
-code, pre {
-  font: .8rem/1.5rem ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace;
-}
+code, pre { font: .8rem/1.5rem ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace; }
 [hidden] { display: none !important; }
 main { overflow-x: clip; overflow-clip-margin: .5rem; }      /* a name of combining marks alone has nowhere to break */
 .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
@@ -4083,9 +4065,7 @@ header p, .lead { color: var(--soft); overflow-wrap: anywhere; }
 .home { color: var(--soft); font-weight: 650; text-decoration: none; }
 .totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
 .totals svg { width: 4rem; height: 1.5rem; margin-right: .75rem; vertical-align: -.125rem; }
-footer {
-  margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft); font-size: .875rem;
-}
+footer { margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft); font-size: .875rem; }
 footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
 
 /* Tabs and forms */
@@ -4100,17 +4080,13 @@ form { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; col
 form label { display: inline-flex; align-items: center; gap: .5rem; }
 input, button { font: inherit; color: var(--ink); }
 input:not([type=checkbox]) {
-  height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft); border-radius: 3px;
-  background: var(--raised);
+  height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft); border-radius: 3px; background: var(--raised);
 }
-input[type=search], .check input { width: 11rem; }
+input[type=search] { width: 11rem; }
 #search input[type=number] { width: 3.75rem; }
 input[type=checkbox] { margin: 0; width: 1rem; height: 1rem; accent-color: var(--accent); }
 ::placeholder { color: var(--soft); opacity: 1; }
-form button {
-  height: 2rem; padding: 0 .875rem; border: 1px solid var(--soft); border-radius: 3px; background: none; cursor:
-  pointer;
-}
+form button { height: 2rem; padding: 0 .875rem; border: 1px solid var(--soft); border-radius: 3px; background: none; cursor: pointer; }
 form button:hover { border-color: var(--accent); color: var(--accent); }
 form.check { margin-top: 1.5rem; }
 .check input { width: 16rem; max-width: 100%; }
@@ -4123,32 +4099,20 @@ form.check { margin-top: 1.5rem; }
 table, thead, tbody { display: block; }
 table { --columns: minmax(0, 1fr) 5rem 6rem 6.5rem 8rem 4.25rem 5rem 12rem; }
 .one-game { --columns: minmax(0, 1fr) 6.5rem 8rem 8rem 5rem 5rem 12rem; }
-tr {
-  display: grid; grid-template-columns: var(--columns); column-gap: .875rem; align-items: center; border-bottom: 1px
-  solid var(--line);
-}
+tr { display: grid; grid-template-columns: var(--columns); column-gap: .875rem; align-items: center; border-bottom: 1px solid var(--line); }
 thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
 tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
 tbody tr:hover { background: var(--raised); }
 th { padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left; }
-th button {
-  margin: 0 -.25rem; padding: 0 .25rem; border: 0; background: none; color: inherit; cursor: pointer; white-space:
-  nowrap;
-}
+th button { margin: 0 -.25rem; padding: 0 .25rem; border: 0; background: none; color: inherit; cursor: pointer; white-space: nowrap; }
 th button:hover { color: var(--accent); }
 th[aria-sort] { color: var(--ink); }
 th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
 th[aria-sort=descending] button::after { content: "\00a0↓"; }
-td {
-  min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; line-height: 1.5rem;
-  max-height: 1.5rem;
-}
+td { min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; line-height: 1.5rem; max-height: 1.5rem; }
 .one-game :is(th, td):nth-child(2) { display: none; }
 td:first-child { display: flex; }
-td:first-child a {
-  flex: 0 1 auto; min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; text-decoration: none;
-}
-td:first-child a:hover { text-decoration: underline; }
+td:first-child a { flex: 0 1 auto; min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; }
 td:nth-child(n+2) { color: var(--soft); }
 td:nth-child(4), td:nth-child(5) { color: var(--ink); }
 tr.empty td:first-child a { font-weight: 400; }
@@ -4159,47 +4123,36 @@ td:nth-child(5), td:last-child { display: flex; align-items: center; }
 td span { flex: 0 0 4rem; line-height: 1.25rem; }
 td svg { width: 3.25rem; height: 1.21875rem; margin-left: .625rem; }
 td svg, .totals svg { fill: var(--accent); opacity: .75; }
-meter {
-  display: block; width: 100%; height: 2px; appearance: none; -webkit-appearance: none; border: 0; background:
-  var(--line);
-}
+meter { display: block; width: 100%; height: 2px; appearance: none; -webkit-appearance: none; border: 0; background: var(--line); }
 meter::-webkit-meter-inner-element { display: block; }
 meter::-webkit-meter-bar { height: 2px; border: 0; border-radius: 0; background: var(--line); }
 meter::-webkit-meter-optimum-value { background: var(--accent); }
 meter::-moz-meter-bar { background: var(--accent); }
 i {
-  flex: none; margin-left: .5rem; color: var(--soft); font-size: .75rem; font-style: normal; font-weight: 400;
-  letter-spacing: 0; white-space: nowrap;
+  flex: none; margin-left: .5rem; color: var(--soft); font-size: .75rem; font-style: normal; font-weight: 400; letter-spacing: 0; white-space: nowrap;
 }
 td i { line-height: 1.625rem; }
 /* the first to give way, then the name */
-td i + i {
-  flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis;
-}
+td i + i { flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis; }
 td a, td .copy { outline-offset: -2px; }
 td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
-td code a { text-decoration: none; }
-td code a:hover { text-decoration: underline; }
+td a { text-decoration: none; }
+td a:hover { text-decoration: underline; }
 .copy {
-  position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0; border: 0;
-  background: none; color: var(--soft); vertical-align: top; cursor: pointer;
+  position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0; border: 0; background: none; color: var(--soft);
+  vertical-align: top; cursor: pointer;
 }
-.copy::before, .copy::after {
-  content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid; border-radius: 2px;
-}
+.copy::before, .copy::after { content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid; border-radius: 2px; }
 .copy::before { left: .3125rem; top: .3125rem; border-right-color: transparent; border-bottom-color: transparent; }
 .copy::after { left: .5rem; top: .5rem; }
 .copy:hover { color: var(--accent); }
 .copy.done::before { display: none; }
 .copy.done::after {
-  left: .5rem; top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0;
-  color: var(--accent); rotate: 40deg;
+  left: .5rem; top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0; color: var(--accent); rotate: 40deg;
 }
 section.empty { margin: 3rem 0; max-width: 42rem; }
 .empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
-.empty pre {
-  padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap;
-}
+.empty pre { padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap; }
 
 @media (max-width: 68rem) {
   table { --columns: minmax(0, 1fr) 5rem 6.5rem 8rem 5rem 12rem; }
@@ -4227,9 +4180,7 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
   table:not(.one-game) :is(th, td):nth-child(2), :is(th, td):nth-child(3) { display: block; }
   td:first-child { grid-area: 1 / 1 / 2 / 5; margin-right: .75rem; font-size: 1rem; }
   td:nth-child(5) { grid-area: 1 / 5; width: 7.25rem; }
-  td:nth-child(2), td:nth-child(3), td:nth-child(4) {
-    grid-area: 2 / 1; padding-right: .5rem; color: var(--soft); font-size: .8125rem;
-  }
+  td:nth-child(2), td:nth-child(3), td:nth-child(4) { grid-area: 2 / 1; padding-right: .5rem; color: var(--soft); font-size: .8125rem; }
   td:nth-child(3) { grid-column: 2; }
   td:nth-child(4) { grid-column: 3; }
   td:last-child { grid-area: 2 / 4 / 3 / 6; justify-content: end; }
@@ -4243,22 +4194,20 @@ h1 bdi, h3, dd, li, .from { overflow-wrap: anywhere; }
 h1 bdi { display: inline-block; max-width: 100%; max-height: 4rem; overflow: hidden; vertical-align: top; }
 h1 i { vertical-align: .25rem; }
 .play {
-  display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius:
-  3px; color: var(--accent); font-weight: 650; text-decoration: none;
+  display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius: 3px; color: var(--accent);
+  font-weight: 650; text-decoration: none;
 }
 .play:hover { background: var(--accent); color: var(--ground); }
-dl {
-  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem 2rem; margin: 0;
-}
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem 2rem; margin: 0; }
 dl div { min-width: 0; max-height: 9rem; overflow: hidden; padding-top: .5rem; border-top: 1px solid var(--line); }
 dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 dd { margin: 0; }
-.findings { margin: 0; padding: 0; list-style: none; max-width: 48rem; }
-.findings li { padding: 1rem 0; border-top: 1px solid var(--line); overflow: hidden; }
+.findings, .servers { margin: 0; padding: 0; list-style: none; }
+.findings { max-width: 48rem; }
+.findings li, .servers li { overflow: hidden; }
+.findings li { padding: 1rem 0; border-top: 1px solid var(--line); }
 .findings li:first-child { border-left: 2px solid var(--accent); padding-left: 1rem; border-top: 0; }
 .from { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
-.servers { margin: 0; padding: 0; list-style: none; }
-.servers li { overflow: hidden; }
 .servers small { margin-left: .5rem; color: var(--soft); white-space: nowrap; }
 .servers code { margin-left: .5rem; }
 .servers bdi { font-weight: 650; }
@@ -4277,9 +4226,7 @@ figure { margin: .75rem 0 0; }
 .chart .peak { fill: var(--accent); opacity: .18; }
 .chart .mean { stroke: var(--accent); stroke-width: 1.75; }
 .chart circle { fill: var(--ground); stroke: var(--accent); stroke-width: 1.5; }
-.chart .label {
-  fill: var(--ink); paint-order: stroke; stroke: var(--ground); stroke-width: 4px; stroke-linejoin: round;
-}
+.chart .label { fill: var(--ink); paint-order: stroke; stroke: var(--ground); stroke-width: 4px; stroke-linejoin: round; }
 .chart .latest { fill: var(--accent); font-size: .9375rem; font-weight: 650; }
 .middle { text-anchor: middle; }
 .end { text-anchor: end; }
