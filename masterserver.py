@@ -8068,7 +8068,7 @@ def command_announce(arguments: argparse.Namespace) -> int:
 # --- Command line ----------------------------------------------------------------------------------------------------
 
 # What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
-# NoAnswer says in words why there is nothing.
+# an OSError (NoAnswer, say) or Malformed says in words why there is nothing.
 
 ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
 FETCH_S = 10.0                      # silence of a list server, after which it has gone
@@ -8076,7 +8076,15 @@ FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its 
 AIO_TEXT_S = 3.0                    # masters answer text at once; one without that dialect says nothing
 
 
-class NoAnswer(Exception):
+class ToolError(Exception):
+    """A tool's end: its exit status and a message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NoAnswer(OSError):
     """Nothing usable came back."""
 
 
@@ -8252,15 +8260,12 @@ def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
         fields = [field for i, field in enumerate(fields) if i % 5]
     texts = [clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS) for field in fields]
     rows = [dict(zip(("name", "description", "address", "port"), texts[i:i + 4])) for i in range(0, len(texts) - 3, 4)]
-    # The document's entry for an empty list
-    return [dict(row, port=aio_port(row["port"])) for row in rows
+    for row in rows:
+        if not re.fullmatch(r"[0-9]{1,5}", row["port"]):
+            raise Malformed("port: %r" % row["port"][:20])
+    # Without the document's entry for an empty list
+    return [dict(row, port=int(row["port"])) for row in rows
             if not (row["address"] == "127.0.0.1" and row["name"].startswith("No servers currently online"))]
-
-
-def aio_port(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", text):
-        raise Malformed("port: %r" % text[:20])
-    return int(text)
 
 
 def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
@@ -8334,9 +8339,8 @@ def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callab
     """Print what `ask` learns, as JSON or in words; the exit status."""
     try:
         result = ask()
-    except (NoAnswer, Malformed, OSError) as error:
-        print("masterserver.py: %s: %s" % (endpoint(*arguments.place), error), file=sys.stderr)
-        return EXIT_FAILED
+    except (Malformed, OSError) as error:
+        raise ToolError(EXIT_FAILED, "%s: %s" % (endpoint(*arguments.place), error)) from None
     text = json.dumps(result, indent=2) if arguments.json else "\n".join(words(result))
     encoding = sys.stdout.encoding or "ascii"
     sys.stdout.write((text + "\n").encode(encoding, "replace").decode(encoding))
@@ -8363,20 +8367,6 @@ def list_line(row: Dict[str, Any]) -> str:
     return "%7s  %-21s  %s" % (players, endpoint(row["address"], row["port"]), row.get("name", ""))
 
 
-def add_client_commands(commands: Any) -> None:
-    ping = commands.add_parser("ping", help="what a game server answers")
-    ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
-                      help="the game's port, also where questions go to another")
-    ping.add_argument("--game", choices=sorted(PINGS), required=True)
-    ping.set_defaults(command=command_ping)
-    listing = commands.add_parser("list", help="what a master server lists")
-    listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place))
-    listing.add_argument("--game", choices=sorted(LISTS), required=True)
-    listing.set_defaults(command=command_list)
-    for command in (ping, listing):
-        command.add_argument("--json", action="store_true", help="as JSON")
-
-
 def arguments_parser() -> argparse.ArgumentParser:
     """Serving is what it does without a command. In order to add one: a function command_NAME(arguments) -> int, and its part here."""
     parser = argparse.ArgumentParser(prog="masterserver.py", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXIT_STATUSES,
@@ -8391,7 +8381,17 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version="masterserver.py " + __version__)
     parser.set_defaults(command=command_serve)
     commands = parser.add_subparsers(title="other things it can do", metavar="COMMAND")
-    add_client_commands(commands)
+    ping = commands.add_parser("ping", help="what a game server answers")
+    ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
+                      help="the game's port, also where questions go to another")
+    ping.add_argument("--game", choices=sorted(PINGS), required=True)
+    ping.set_defaults(command=command_ping)
+    listing = commands.add_parser("list", help="what a master server lists")
+    listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place))
+    listing.add_argument("--game", choices=sorted(LISTS), required=True)
+    listing.set_defaults(command=command_list)
+    for command in (ping, listing):
+        command.add_argument("--json", action="store_true", help="as JSON")
 
     export = commands.add_parser("export", help="write a master's list as XML", description=EXPORT_HELP,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -8507,14 +8507,6 @@ def write_file(path: str, data: bytes) -> None:
         except OSError:
             pass
         raise
-
-
-def write_ready_file(path: str, listeners: Sequence[Listener]) -> None:
-    text = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in listeners]})
-    try:
-        write_file(path, text.encode("utf-8") + b"\n")
-    except OSError as error:
-        raise StartError("the ready file cannot be written: %s" % error) from None
 
 
 def summary(server: MasterServer) -> str:
@@ -8634,7 +8626,11 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         for line in first_contact(server):
             log.info("%s", line)
         if arguments.ready_file:
-            write_ready_file(arguments.ready_file, server.listeners)
+            ready = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in server.listeners]})
+            try:
+                write_file(arguments.ready_file, ready.encode("utf-8") + b"\n")
+            except OSError as error:
+                raise StartError("the ready file cannot be written: %s" % error) from None
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
         server.tell("READY=1")
@@ -8677,14 +8673,6 @@ the user's folder (%2F at its front: in the root); if it does not end in /, its 
 
 Exit status: 0 done; 2 wrong usage; 3 no connection to the master; 4 it is no Hyperbol master; 6 its list is empty;
 7 the file cannot be written; 8 the upload failed. With --every it goes on until it is stopped by Ctrl-C."""
-
-
-class ToolError(Exception):
-    """A tool's end: its exit status and a message."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def command_export(arguments: argparse.Namespace) -> int:
@@ -8843,9 +8831,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return EXIT_OK if getattr(arguments, "every", None) else EXIT_FAILED
     except (SettingsError, StartError, ToolError) as error:
         print("masterserver.py: %s" % error, file=sys.stderr)
-        if isinstance(error, ToolError):
-            return error.status
-        return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
+        return error.status if isinstance(error, ToolError) else EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
 
 
 if __name__ == "__main__":
