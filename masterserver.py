@@ -36,6 +36,7 @@ import bisect
 import codecs
 import collections
 import configparser
+import contextlib
 import copy
 import difflib
 import email.errors
@@ -173,8 +174,7 @@ class SettingsError(Exception):
     """A setting that cannot be used; the text names file, key and the nearest right name."""
 
 
-def read_text(text: str) -> str:
-    return text.strip()
+read_text = str.strip
 
 
 def read_flag(text: str) -> bool:
@@ -196,14 +196,9 @@ def read_number(low: float, high: float, kind: Callable[[str], Any] = int) -> Ca
     return read
 
 
-def read_port(text: str) -> Optional[int]:
+def read_port(text: str, last: int = 65535) -> Optional[int]:
     """A port; empty switches the listener off, 0 takes a free one."""
-    return read_number(0, 65535)(text) if text.strip() else None
-
-
-def read_port_before(text: str) -> Optional[int]:
-    """The same for a port that the next one belongs to."""
-    return read_number(0, 65534)(text) if text.strip() else None
+    return read_number(0, last)(text) if text.strip() else None
 
 
 def read_list(read: Callable[[str], Any], separator: str = ",") -> Callable[[str], Tuple[Any, ...]]:
@@ -378,7 +373,7 @@ SETTINGS = (
     Setting("hyperbol", "port", "20203", read_port, "TCP port of the list."),
     Setting("hyperbol", "servers", "", read_list(read_known_hyperbol, "\n"),
             "Known game servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official, by kind of game).", live=True),
-    Setting("subspace", "port", "4990", read_port_before,
+    Setting("subspace", "port", "4990", functools.partial(read_port, last=65534),
             "UDP port of the zone list; announcements and pings come to the port after it."),
     Setting("subspace", "zones", "", read_list(read_zone, "\n"),
             "Known zones, one ADDRESS:PORT a line; they are pinged without announcing themselves.", live=True),
@@ -748,13 +743,9 @@ class Tally:
 
     __slots__ = ("received", "sent", "bytes_in", "bytes_out", "malformed", "limited", "unsent", "errors", "connections")
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:         # what each counts: TALLY_HELP, section 9
         self.received = self.sent = self.bytes_in = self.bytes_out = 0
-        self.malformed = 0          # packets or connections that were not what the document says
-        self.limited = 0            # turned away by a limit
-        self.unsent = 0             # replies that the system would not take
-        self.errors = 0             # faults of this program
-        self.connections = 0
+        self.malformed = self.limited = self.unsent = self.errors = self.connections = 0
 
     def items(self) -> List[Tuple[str, int]]:
         return [(name, getattr(self, name)) for name in self.__slots__]
@@ -800,9 +791,8 @@ class Rules:
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
-        self.datagrams.set_rate(settings["limits.datagrams"])
-        self.connections.set_rate(settings["limits.connections"])
-        self.requests.set_rate(settings["limits.requests"])
+        for name in ("datagrams", "connections", "requests"):
+            getattr(self, name).set_rate(settings["limits." + name])
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
@@ -2555,12 +2545,8 @@ def hyperbol_lists(blocks: Blocks) -> Tuple[bytes, bytes]:
 
 def hyperbol_entries_of(servers: List[Server]) -> Tuple[bytes, bytes]:
     shown = [server for server in servers if server.responding and ":" not in server.address]
-    entries = parts(shown, "hyperbol", hyperbol_entry)
+    entries = parts(shown, "hyperbol", lambda server: HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor))
     return b"".join(entry for entry, server in zip(entries, shown) if server.flavor), b"".join(entries)
-
-
-def hyperbol_entry(server: Server) -> bytes:
-    return HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor)
 
 
 def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
@@ -3169,7 +3155,7 @@ class SubSpaceList(UdpProtocol):
         self.limiter_in_all = Limiter(LIST_RATE_IN_ALL)
         self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
-        self.zones = Rendered(self.registry, "subspace", zone_list)
+        self.zones = Rendered(self.registry, "subspace", lambda blocks: [block.part("subspace", zones_of) for block in blocks])
 
     def read(self, settings: Settings) -> None:
         self.unproven_limiter.set_rate(LIST_UNPROVEN_RATE)          # others may be exempt now
@@ -3235,10 +3221,6 @@ class SubSpaceList(UdpProtocol):
 
 
 Zones = List[List[Tuple[int, bytes]]]           # by block, each zone's players and list entry
-
-
-def zone_list(blocks: Blocks) -> Zones:
-    return [block.part("subspace", zones_of) for block in blocks]
 
 
 def zones_of(servers: List[Server]) -> List[Tuple[int, bytes]]:
@@ -7286,20 +7268,6 @@ def port_holder(transport: str, port: int) -> str:
     return ""
 
 
-def set_inherited(sock: socket.socket) -> None:
-    """What the connections of a listener inherit: each write goes out at once, and the kernel finds peers that vanished without a word."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEP_ALIVE:
-        if hasattr(socket, name):
-            try:
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            except OSError:             # an older Windows: two hours instead of two minutes
-                pass
-
-
-
-
 def bound_socket(family: int, transport: str, address: str, port: int) -> socket.socket:
     """A non-blocking socket on this address; port 0 takes a free one. Raises OSError."""
     sock = socket.socket(family, socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM)
@@ -7318,8 +7286,12 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
                 except OSError:         # not privileged, or more than the system allows
                     pass
         sock.bind((address, port))
-        if transport == "tcp":
-            set_inherited(sock)
+        if transport == "tcp":              # what connections inherit: writes go out at once, and the kernel finds peers that have vanished
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEP_ALIVE:
+                with contextlib.suppress(AttributeError, OSError):          # macOS has other names, an older Windows none
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             sock.listen(BACKLOG)
         sock.setblocking(False)
         return sock
