@@ -1632,14 +1632,12 @@ class Storage:
             self._file = None
         elif version != SCHEMA_VERSION or not tables.issuperset(SCHEMA):
             raise sqlite3.DatabaseError("the tables are not those of this program")
-        try:
+        with contextlib.suppress(sqlite3.OperationalError):     # file systems without shared memory: SQLite's default is slower and as safe
             # With the log and NORMAL a commit is a write without fsync: it outlives the process, and a power cut costs
             # the last seconds and never the file.
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("PRAGMA journal_size_limit = %d" % WAL_BYTES).fetchall()
-        except sqlite3.OperationalError:
-            pass    # file systems without shared memory: SQLite's default is slower and as safe
         [(newest,)] = db.execute("SELECT max(start) FROM block WHERE step = ?", (MINUTE,))
         self._sampled = newest or 0
 
@@ -5873,11 +5871,9 @@ class MessageVector:
     @classmethod
     def make(cls) -> Optional[MessageVector]:
         """None where there is no such thing, or where the system refuses it."""
-        try:
+        with contextlib.suppress(NameError, AttributeError, OSError):
             if sys.platform == "linux" and struct.calcsize("P") == 8 and sys.implementation.name == "cpython":      # PyPy's is slower
                 return cls(ctypes.CDLL(None, use_errno=True))
-        except (NameError, AttributeError, OSError):
-            pass
         return None
 
     def __init__(self, library: Any) -> None:
@@ -6725,16 +6721,12 @@ class Loop:
 
     def wake(self) -> None:
         """Make select() return; from any thread."""
-        try:
+        with contextlib.suppress(OSError):
             self.wake_out.send(b"\0")
-        except OSError:
-            pass
 
     def woken(self, now: float) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self.wake_in.recv(4096)
-        except OSError:
-            pass
         self.names.deliver(now)
 
 
@@ -6950,10 +6942,8 @@ class MasterServer(Loop):
             return None
         answer.given += 1
         if answer.given == 2 and HAS_PAGES and len(self.held_pages) < PAGES_KEPT:          # many are given but once
-            try:
+            with contextlib.suppress(OSError):          # no room
                 answer.kept = Pages(answer, self.held_pages)
-            except OSError:             # no room
-                pass
         pages: Optional[Pages] = answer.kept
         return pages
 
@@ -7076,14 +7066,7 @@ class MasterServer(Loop):
 
     def stamp(self) -> Dict[str, Tuple[int, ...]]:
         """By file, the ini and those that it names, what changes when the file does."""
-        stamps: Dict[str, Tuple[int, ...]] = {}
-        for path in [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]:
-            try:
-                found = os.stat(path)
-                stamps[path] = found.st_mtime_ns, found.st_size, found.st_ino
-            except OSError:
-                stamps[path] = ()
-        return stamps
+        return {path: file_stamp(path) for path in [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]}
 
     def reload(self, asked: bool = True) -> None:
         """Read the settings again. With any error the old ones stay in force, whole. `asked`: by somebody, or by a change; else it is one
@@ -7179,6 +7162,15 @@ class MasterServer(Loop):
             log.info("and %d more listed or gone in this second", self.more_events)
         self.events.clear()
         self.more_events = 0
+
+
+def file_stamp(path: str) -> Tuple[int, ...]:
+    """What is another when the file is; () if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_text_files(settings: Settings) -> None:
@@ -7280,11 +7272,9 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if transport == "udp":
             for option in (SO_RCVBUFFORCE, socket.SO_RCVBUF) if sys.platform == "linux" else (socket.SO_RCVBUF,):
-                try:
+                with contextlib.suppress(OSError):          # not privileged, or more than the system allows
                     sock.setsockopt(socket.SOL_SOCKET, option, UDP_BUFFER_BYTES)
                     break
-                except OSError:         # not privileged, or more than the system allows
-                    pass
         sock.bind((address, port))
         if transport == "tcp":              # what connections inherit: writes go out at once, and the kernel finds peers that have vanished
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -7794,7 +7784,7 @@ class Announcement(Loop):
         if not self.links:
             raise ValueError("a master is wanted")
         self.players_from = players_from
-        self.players_read: Any = None       # what the file looked like when it was read
+        self.players_read: Optional[Tuple[int, ...]] = None         # its stamp when it was read
         self.give_up = give_up
         self.failure = ""
         self.updates: collections.deque[Mapping[str, Any]] = collections.deque()
@@ -7831,14 +7821,10 @@ class Announcement(Loop):
 
     def read_file(self) -> None:
         """Take the last line over when the file has changed, or say once what is wrong with it."""
-        try:
-            status = os.stat(self.players_from)
-            looks: Any = status.st_mtime_ns, status.st_size, status.st_ino
-        except OSError as error:
-            looks = str(error)
-        if looks == self.players_read:
+        stamp = file_stamp(self.players_from)
+        if stamp == self.players_read:
             return
-        self.players_read = looks
+        self.players_read = stamp
         try:
             with open(self.players_from, encoding="utf-8", errors="replace") as file:
                 lines = [line for line in file.read(HTTP_BODY_BYTES).split("\n") if line.strip()]
@@ -8474,10 +8460,8 @@ def write_file(path: str, data: bytes) -> None:
             file.write(data)
         os.replace(path + ".new", path)
     except OSError:
-        try:
+        with contextlib.suppress(OSError):
             os.remove(path + ".new")
-        except OSError:
-            pass
         raise
 
 
@@ -8698,10 +8682,8 @@ def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Serv
             for number, place in enumerate(list(silent)):
                 timestamp = random.SystemRandom().getrandbits(32)
                 asked[place].append((timestamp, time.monotonic()))
-                try:
+                with contextlib.suppress(OSError, OverflowError):       # no way there, or no port: it does not answer
                     sock.sendto(struct.pack("<BI", 2, timestamp), place)
-                except (OSError, OverflowError):        # no way there, or no port: it does not answer
-                    pass
                 if number % EXPORT_BURST == 0:
                     read_answers(sock, asked, silent, 0.01)
             deadline = time.monotonic() + EXPORT_ROUND_S
