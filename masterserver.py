@@ -3782,8 +3782,7 @@ class Aio(TcpProtocol, Querier):
 
     def list_for(self, make: Callable[[Blocks], bytes], session: AioSession, now: float) -> bytes:
         self.allow(session, now)
-        made: bytes = self.lists[make].get(now)
-        return made
+        return self.lists[make].get(now)
 
     def news_for(self, session: AioSession, now: float) -> Tuple[bytes, bytes]:
         """The news as text and framed."""
@@ -6780,8 +6779,7 @@ class MasterServer(Loop):
         super().__init__()
         self.timer_numbers = itertools.count()
         self.disk = Worker("disk", self.wake)
-        self.events: List[Tuple[str, Server]] = []          # to be logged, and how many more there were
-        self.more_events = 0
+        self.events: List[Tuple[str, Server]] = []          # to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
@@ -6827,7 +6825,7 @@ class MasterServer(Loop):
             restored = []
         if restored:
             log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
-        self.registry.watch(self.log_event, events=("listed", "gone"))
+        self.registry.watch(lambda event, server: self.events.append((event, server)), events=("listed", "gone"))
 
     def free_ports(self, row: Row) -> int:
         """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
@@ -6944,8 +6942,7 @@ class MasterServer(Loop):
         if answer.given == 2 and HAS_PAGES and len(self.held_pages) < PAGES_KEPT:          # many are given but once
             with contextlib.suppress(OSError):          # no room
                 answer.kept = Pages(answer, self.held_pages)
-        pages: Optional[Pages] = answer.kept
-        return pages
+        return answer.kept
 
     def placed(self, connection: Connection) -> None:
         if connection in self.connections:
@@ -7148,20 +7145,13 @@ class MasterServer(Loop):
         except Exception:
             log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
-    def log_event(self, event: str, server: Server) -> None:
-        if len(self.events) < LOGGED_EVENTS:
-            self.events.append((event, server))
-        else:
-            self.more_events += 1
-
     def log_events(self) -> None:
         """Who came and went in this second, one by one unless they are many."""
-        for event, server in self.events:
+        for event, server in self.events[:LOGGED_EVENTS]:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
-        if self.more_events:
-            log.info("and %d more listed or gone in this second", self.more_events)
+        if len(self.events) > LOGGED_EVENTS:
+            log.info("and %d more listed or gone in this second", len(self.events) - LOGGED_EVENTS)
         self.events.clear()
-        self.more_events = 0
 
 
 def file_stamp(path: str) -> Tuple[int, ...]:
@@ -7603,7 +7593,7 @@ class AioAnnouncer(TcpAnnouncer):
             raise Malformed("a question has the one byte 00")
         server = self.server
         name, description = cut_utf8(server.name, 65535), cut_utf8(server.description, 65535)
-        return zlib.compress(struct.pack("<BH", 0, len(name)) + name + struct.pack("<H", len(description)) + description + struct.pack(
+        return zlib.compress(b"\0" + aio_string16(name) + aio_string16(description) + struct.pack(
             "<IIH", clamp(server.players), clamp(server.max_players), clamp(int(server.version) if server.version.isdigit() else 0)))
 
 
@@ -8779,8 +8769,7 @@ class FtpPlace:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = arguments_parser().parse_args(argv)
     try:
-        status: int = arguments.command(arguments)
-        return status
+        return arguments.command(arguments)
     except KeyboardInterrupt:
         return EXIT_OK if getattr(arguments, "every", None) else EXIT_FAILED
     except (SettingsError, StartError, ToolError) as error:
