@@ -2404,8 +2404,6 @@ class Hyperbol(TcpProtocol, Querier):
         self.lists = Rendered(self.registry, self.game, hyperbol_lists)
         core.announcers[self.game] = self.announce
         self.registry.watch(self.watch, self.game)
-        for server in self.registry.servers(self.game):
-            self.watch("listed", server)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -2732,8 +2730,6 @@ class SubSpacePing(UdpProtocol, Querier):
         self.names: Dict[Server, str] = {}                          # the way back
         self.known = Known(core, self, offset=1)
         self.registry.watch(self.watch, self.game)
-        for server in self.registry.servers("subspace"):
-            self.watch("listed", server)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
