@@ -2727,7 +2727,6 @@ class SubSpacePing(UdpProtocol, Querier):
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
         # A name's password (None: listed before a restart, not announced since), and the zones that have it
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server]]] = {}
-        self.names: Dict[Server, str] = {}                          # the way back
         self.known = Known(core, self, offset=1)
         self.registry.watch(self.watch, self.game)
         self.read(core.settings)
@@ -2810,6 +2809,7 @@ class SubSpacePing(UdpProtocol, Querier):
             if target is None or target.querier is self:
                 self.poller.add(self, source, claim.port + 1, claim.port)
             self.registry.refresh(server, now)
+            self.disown(server)             # of the name that it may give up now
             self.registry.update(server, fields)
             self.own(server, claim.password)
             self.registry.note(source, "subspace", claim.port, "listed", now)
@@ -2832,24 +2832,14 @@ class SubSpacePing(UdpProtocol, Querier):
             raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
 
     def own(self, server: Server, password: Optional[bytes]) -> None:
-        name = server.name.casefold()
-        if self.names.get(server) != name:
-            self.disown(server)
-        owner = self.owners.get(name)
-        if owner is None or owner[0] is None:
-            self.owners[name] = password, {server} | (owner[1] if owner else set())
-        elif owner[1] == {server}:
-            self.owners[name] = password, {server}
-        else:
-            owner[1].add(server)
-        self.names[server] = name
+        before, servers = self.owners.get(server.name.casefold(), (None, set()))
+        self.owners[server.name.casefold()] = password if before is None else before, servers | {server}
 
     def disown(self, server: Server) -> None:
-        name = self.names.pop(server, None)
-        if name is not None:
-            self.owners[name][1].discard(server)
-            if not self.owners[name][1]:
-                del self.owners[name]
+        _, servers = self.owners.get(server.name.casefold(), (None, set()))
+        servers.discard(server)
+        if not servers:
+            self.owners.pop(server.name.casefold(), None)
 
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
@@ -2923,6 +2913,9 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.update(server, fields)
             return True
         address = self.registry.rules.listed_address(source)
+        before = self.registry.get("subspace", address, port)           # from another source
+        if before is not None:
+            self.disown(before)
         told: Dict[str, Any] = {"name": endpoint(address, port)}
         lifetime = float("inf")
         try:

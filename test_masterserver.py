@@ -2254,7 +2254,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.run(3)
         self.assertIsNone(world.zone())
         self.assertFalse(world.core.poller.targets)
-        self.assertFalse(world.ping.owners or world.ping.names)
+        self.assertFalse(world.ping.owners)
 
     def test_three_silent_polls_end_it(self) -> None:
         world = SubSpaceWorld()
