@@ -6574,6 +6574,13 @@ class Loop:
     """
 
     disk: Worker
+    # What each kind of loop does its own way
+    open_all: Callable[[], None]                        # open what can fail; raises StartError
+    round: Callable[[], None]                           # wait for what comes next, and see to it and to what is due
+    leave: Callable[[], None]                           # the rounds after stop() has been called
+    close_all: Callable[[], None]                       # close what open_all() has opened, and every connection
+    forget: Callable[[Connection], None]                # the connection is about to be closed
+    wake_at: Callable[[float, Connection], None]        # tick the connection's session at this time too
 
     def __init__(self) -> None:
         self.state = "new"                  # then binding, bound, running, closed
@@ -6587,36 +6594,12 @@ class Loop:
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
         self.names = Worker("names", self.wake)
 
-    def open_all(self) -> None:
-        """Open what can fail; raises StartError."""
-        raise NotImplementedError
-
-    def round(self) -> None:
-        """Wait for what comes next, and see to it and to what is due."""
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        """The rounds after stop() has been called."""
-        raise NotImplementedError
-
-    def close_all(self) -> None:
-        """Close what open_all() has opened, and every connection."""
-        raise NotImplementedError
-
-    def forget(self, connection: Connection) -> None:
-        """The connection is about to be closed."""
-        raise NotImplementedError
-
     def placed(self, connection: Connection) -> None:
         """The connection is not the idlest any more."""
 
     def pages(self, answer: Lasting) -> Optional[Pages]:
         """A long answer as pages, if it is worth it."""
         return None
-
-    def wake_at(self, at: float, connection: Connection) -> None:
-        """Tick the connection's session at this time too."""
-        raise NotImplementedError
 
     def bind(self) -> None:
         """Open what can fail, once; raises StartError."""
@@ -8403,15 +8386,10 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
         signal.signal(number, lambda number, frame: stop())
 
 
-class Sparing(logging.Filter):
-    """Lets through as many tracebacks as FAULT_RATE has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.limiter = Limiter(FAULT_RATE)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.exc_info or self.limiter.allow("", time.monotonic())
+def sparing() -> Callable[[logging.LogRecord], bool]:
+    """A filter for the log that lets through as many tracebacks as FAULT_RATE has."""
+    limiter = Limiter(FAULT_RATE)
+    return lambda record: not record.exc_info or limiter.allow("", time.monotonic())
 
 
 def start_log(settings: Settings, verbose: bool) -> None:
@@ -8424,7 +8402,7 @@ def start_log(settings: Settings, verbose: bool) -> None:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
         handler = logging.StreamHandler()
-    handler.addFilter(Sparing())
+    handler.addFilter(sparing())
     logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)

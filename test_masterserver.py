@@ -6376,11 +6376,11 @@ class FaultsTest(unittest.TestCase):
                     self.assertEqual(fetch(port_of(server, "http"), "/healthz")[0], 200)
 
     def test_tracebacks_are_few(self) -> None:
-        sparing = ms.Sparing()
+        sparing = ms.sparing()
         record = ms.logging.LogRecord("x", 40, "x", 1, "x", (), (ValueError, ValueError("x"), None))
-        self.assertEqual(sum(sparing.filter(record) for _ in range(1000)), ms.FAULT_RATE[1])
+        self.assertEqual(sum(sparing(record) for _ in range(1000)), ms.FAULT_RATE[1])
         record.exc_info = None
-        self.assertTrue(all(sparing.filter(record) for _ in range(1000)))
+        self.assertTrue(all(sparing(record) for _ in range(1000)))
 
     def test_a_watcher_that_fails_keeps_nobody_in_the_list(self) -> None:
         registry = make_core().registry
