@@ -4506,10 +4506,6 @@ def fill(template: string.Template, **values: object) -> Html:
                                      for key, value in values.items()}))
 
 
-def joined(parts: Iterable[str]) -> Html:
-    return Html("".join(parts))
-
-
 def list_template(text: str) -> string.Template:
     """An operator's own list page from its text. ValueError says what does not parse or is unknown."""
     template = string.Template(text)
@@ -4599,12 +4595,8 @@ def sparkline(values: Sequence[Optional[float]]) -> Html:
     return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="%sh%dV9"/></svg>' % ("".join(path), width))
 
 
-def head(title: str) -> Html:
-    return fill(HEAD, title=title)
-
-
 def page(look: Any, title: str, main: Html) -> Html:
-    return fill(PAGE, head=head("%s · %s" % (title, look.title)), title=look.title, main=main, foot=Html(FOOT))
+    return fill(PAGE, head=fill(HEAD, title="%s · %s" % (title, look.title)), title=look.title, main=main, foot=Html(FOOT))
 
 
 def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Html:
@@ -4626,13 +4618,13 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
             format(shown, ","), plural(total, "server"))
     else:
         status = plural(total, "server") if total else "No server matches." if name or players_min else ""
-    tabs = joined([tab("/", "All games", not game, sum(counts.values()))] + [
+    tabs = "".join([tab("/", "All games", not game, sum(counts.values()))] + [
         tab("/?game=" + urllib.parse.quote(key), title, key == game, counts.get(key, 0)) for key, title in titles.items()])
     nothing = not total and not name and not players_min
     number, word = plural(players, "player").split(" ")
     servers, servers_word = plural(total, "server").split(" ")
     page = fill(
-        look.template or LIST_PAGE, title=look.title, head=head(look.title), foot=Html(FOOT),
+        look.template or LIST_PAGE, title=look.title, head=fill(HEAD, title=look.title), foot=Html(FOOT),
         intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
         totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
         tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % tabs)
@@ -4681,10 +4673,9 @@ def server_page(server: Any, known: Any, series: Any, span: str, wall: float, lo
         SERVER_PAGE, name=name, badges=badges(server) if server else "", lead=lead,
         play=fill(string.Template('<p><a class="play" href="iceball://$address">Play</a></p>\n'), address=address)
         if server and server.game == "iceball" else "",
-        tabs=joined(tab(Html("%s&amp;span=%s" % (server_link(here), key)), key.capitalize(), key == span)
-                           for key in SPANS),
+        tabs=Html("".join(tab(Html("%s&amp;span=%s" % (server_link(here), key)), key.capitalize(), key == span) for key in SPANS)),
         chart=chart(series, wall),
-        facts=joined(fill(fact, key=key, value=value) for key, value in facts if value)))
+        facts=Html("".join(fill(fact, key=key, value=value) for key, value in facts if value))))
 
 
 def check_page(address: str, port: int, findings: Iterable[tuple], listed: Sequence[Any], wall: float,
@@ -4692,13 +4683,11 @@ def check_page(address: str, port: int, findings: Iterable[tuple], listed: Seque
     """What became of what an address sent. port: 0 for any; findings: (when, protocol, address, port, outcome, what to
     do), the latest first; listed: the servers of this address that are listed now."""
     item = string.Template('<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>\n')
-    servers = joined(fill(
-        item, link=server_link(server), name=server.name or endpoint(server.address, server.port),
-        badges=badges(server),
+    servers = "".join(fill(
+        item, link=server_link(server), name=server.name or endpoint(server.address, server.port), badges=badges(server),
         peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
-    what = joined(fill(
-        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port) if peer_port else peer, outcome=outcome,
-        todo=todo)
+    what = "".join(fill(
+        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port) if peer_port else peer, outcome=outcome, todo=todo)
         for when, protocol, peer, peer_port, outcome, todo in findings)
     whom = endpoint(address, port) if port else address
     return page(look, "Is my server listed?", fill(
@@ -5930,6 +5919,17 @@ class MessageVector:
         return sent, size
 
 
+def failed(error: Exception, tally: Tally, peer: str, name: str, data: bytes = b"") -> None:
+    """A packet or a connection that the protocol could not read, which is nothing special, or that it failed on, which is a fault."""
+    if isinstance(error, Malformed):
+        tally.malformed += 1
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s %s malformed: %s%s", peer, name, error, ": " + ascii(data[:48]) if data else "")
+    else:
+        tally.errors += 1
+        log.error("%s %s: an error of the program%s", peer, name, ": " + ascii(data[:600]) if data else "", exc_info=error)
+
+
 class Datagrams:
     """A UDP socket and its protocol."""
 
@@ -5956,7 +5956,7 @@ class Datagrams:
                 for reply, to in handle(packet, peer, now):
                     answers.append((reply, name if to is peer else vector.name(to) if vector else to))
             except Exception as error:
-                self.failed(error, packet, peer)
+                failed(error, tally, endpoint(*peer[:2]), self.name, packet)
         if answers:
             sent, size = vector.send(self.sock, answers) if vector else self.send_all(answers)
             tally.sent += sent
@@ -5986,17 +5986,6 @@ class Datagrams:
                 continue
             sent += 1
         return sent, size
-
-    def failed(self, error: Exception, data: bytes, peer: Peer) -> None:
-        """A packet that the protocol could not read, which is nothing special, or that it failed on, which is a fault."""
-        if isinstance(error, Malformed):
-            self.tally.malformed += 1
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("%s %s malformed: %s: %s", endpoint(peer[0], peer[1]), self.name, error, ascii(data[:48]))
-        else:
-            self.tally.errors += 1
-            log.error("%s %s: a packet ended in an error of the program: %s", endpoint(peer[0], peer[1]), self.name, ascii(data[:600]),
-                      exc_info=error)
 
     def send(self, data: bytes, to: Peer) -> bool:
         try:
@@ -6098,13 +6087,8 @@ class Connection:
         self.give(answer, arguments[-1])
 
     def failed(self, error: Exception) -> bytes:
-        """The session could not read what came, which is nothing special, or it failed on it, which is a fault. Either ends it."""
-        if isinstance(error, Malformed):
-            self.tally.malformed += 1
-            log.debug("%s %s malformed: %s", self.address, self.name, error)
-        else:
-            self.tally.errors += 1
-            log.error("%s %s: a connection ended in an error of the program", self.address, self.name, exc_info=error)
+        """Either ends it."""
+        failed(error, self.tally, self.address, self.name)
         self.session.done = True
         return b""
 
@@ -6237,9 +6221,8 @@ class Connection:
         self.sock.close()
         try:
             self.session.closed(now)
-        except Exception:
-            self.tally.errors += 1
-            log.exception("%s %s: an error of the program at the end of a connection", self.address, self.name)
+        except Exception as error:
+            failed(error, self.tally, self.address, self.name)
 
 
 class Acceptor:
