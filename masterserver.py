@@ -888,6 +888,15 @@ STORED: Dict[str, Any] = {
     "verified": str, "responding": bool, "details": dict, "source": str}
 
 
+def stored_fields(text: str) -> List[Any]:
+    """What stored_row() (section 11) made a text of, and whether it lasts; as many values whatever the text is."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = []
+    return ((fields if type(fields) is list else []) + [None] * (len(STORED) + 1))[:len(STORED) + 1]
+
+
 def ranking(server: Server) -> Rank:
     """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
     own; what identifies them tells them apart, so that each is found in the list at once."""
@@ -5214,8 +5223,6 @@ class Web(TcpProtocol):
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
-        self.poller = core.poller
-        self.announcers = core.announcers
         self.epoch = 0.0            # wall clock minus monotonic clock, told by the event loop
         # All lists change together, from one edition to the next: when a server has changed, but at most once in RENDER_S,
         # and after RENDER_STALE_S anyway. What is remembered is of this edition.
@@ -5427,7 +5434,7 @@ class Web(TcpProtocol):
         try:
             sent = announced_fields(request.exchange, request.body)
             named = announced_text(sent, "game") if "game" in sent else ""
-            games = [*self.announcers, *self.settings["games"]]
+            games = [*self.core.announcers, *self.settings["games"]]
             if named not in games:
                 raise Refused("bad packet", "game: one of %s is wanted, not %s" % (", ".join(games), ascii(named)))
             game = named
@@ -5442,8 +5449,8 @@ class Web(TcpProtocol):
                 return self.stop(game, source, port, now)
             if action not in ("", "announce"):
                 raise Refused("bad packet", "action: stop, or nothing, is wanted")
-            if game in self.announcers:
-                self.announcers[game](source, port, fields, now)
+            if game in self.core.announcers:
+                self.core.announcers[game](source, port, fields, now)
             else:
                 self.announce_own(game, source, port, fields, now)
         except Refused as refused:
@@ -5452,7 +5459,7 @@ class Web(TcpProtocol):
         server = self.registry.get(game, self.registry.rules.listed_address(source), port)
         if server is not None and server.responding:
             return Answer(to_json({"listed": True, "ttl": ANNOUNCED_TTL_S}), JSON_TYPE)
-        target = self.poller.find(game, source, port)
+        target = self.core.poller.find(game, source, port)
         reason = "waiting for its answer to a query on UDP port %d" % (target.port if target else port)
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": reason}), JSON_TYPE)
 
@@ -5469,9 +5476,9 @@ class Web(TcpProtocol):
     def stop(self, game: str, source: str, port: int, now: float) -> Answer:
         """action=stop: only the address that a server is announced from can end it."""
         server = self.registry.get(game, self.registry.rules.listed_address(source), port)
-        target = self.poller.find(game, source, port)
+        target = self.core.poller.find(game, source, port)
         if target is not None and not target.known:
-            self.poller.remove(target)
+            self.core.poller.remove(target)
         if server is not None and server.source == source:
             self.registry.remove(server)
         elif target is None:
@@ -5644,11 +5651,8 @@ def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
 
 def remembered(game: str, address: str, port: int, known: Remembered) -> types.SimpleNamespace:
     """A server that has left, as pages show it."""
-    try:
-        name = json.loads(known.fields)[0]
-    except (ValueError, LookupError, TypeError):
-        name = ""
-    return types.SimpleNamespace(game=game, address=address, port=port, name=clean(str(name)), first_seen=known.first_seen, last_seen=known.last_seen)
+    name = clean(str(stored_fields(known.fields)[0] or ""))
+    return types.SimpleNamespace(game=game, address=address, port=port, name=name, first_seen=known.first_seen, last_seen=known.last_seen)
 
 
 def day_total(recent: Mapping[Key, Sequence[Optional[int]]], games: Iterable[str]) -> List[Optional[int]]:
@@ -6450,15 +6454,6 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
 
 STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a number counts players
 STORED_DEFAULTS = {"playing": None, "responding": True}         # of the others "", 0, {}
-
-
-def stored_fields(text: str) -> List[Any]:
-    """What stored_row() made a text of; as many values whatever the text is."""
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        fields = []
-    return ((fields if type(fields) is list else []) + [None] * (len(STORED) + 1))[:len(STORED) + 1]
 
 
 def mended_field(name: str, value: Any) -> Any:
@@ -8491,10 +8486,8 @@ def command_check(settings: Settings) -> int:
     read_text_files(settings)
     errors, warnings = check(settings)
     print("The settings are good." if not errors else "The settings can be read, but it cannot start:")
-    for text in errors:
-        print("error: " + text)
-    for text in warnings:
-        print("warning: " + text)
+    for text in ["error: " + text for text in errors] + ["warning: " + text for text in warnings]:
+        print(text)
     return EXIT_FAILED if errors else EXIT_OK
 
 
