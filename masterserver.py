@@ -2683,6 +2683,24 @@ def arena_blocks(data: bytes) -> List[Tuple[bytes, int, int]]:
         data = data[4:]
 
 
+def ping_answer(data: bytes, total: int, playing: int, arenas: Iterable[Tuple[bytes, int, int]]) -> bytes:
+    """The answer of at most 512 bytes to a ping of 4 or 8; `arenas` as arena_blocks() gives them."""
+    if len(data) == 4:
+        return struct.pack("<I", total) + data
+    options = data[4] & (PING_SUMMARY | PING_ARENAS)
+    out = data[:4] + struct.pack("<I", options)
+    if options & PING_SUMMARY:
+        out += struct.pack("<II", total, playing)
+    if options & PING_ARENAS:
+        for name, *counts in arenas:
+            block = name + struct.pack("<xHH", *counts)
+            if len(out) + len(block) >= PING_BYTES:
+                break
+            out += block
+        out += b"\0"
+    return out
+
+
 def ping_nonce() -> int:
     """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500` means the total."""
     return 3000 * random.SystemRandom().randrange((1 << 32) // 3000) + random.SystemRandom().randrange(300)
@@ -2766,23 +2784,11 @@ class SubSpacePing(UdpProtocol, Querier):
         return []
 
     def ping(self, data: bytes) -> bytes:
-        """The answer of at most 512 bytes to a ping of 4 or 8."""
+        """The answer for this master itself, one arena a game."""
         census = self.registry.census
         total, playing = (min(sum(counts[i] for counts in census.values()), 0xFFFFFFFF) for i in (1, 2))
-        if len(data) == 4:
-            return struct.pack("<I", total) + data
-        options = data[4] & (PING_SUMMARY | PING_ARENAS)
-        out = data[:4] + struct.pack("<I", options)
-        if options & PING_SUMMARY:
-            out += struct.pack("<II", total, playing)
-        if options & PING_ARENAS:
-            for game in sorted(game for game, counts in census.items() if counts[0]):
-                block = game.encode() + struct.pack("<xHH", clamp(census[game][1]), clamp(census[game][2]))
-                if len(out) + len(block) >= PING_BYTES:
-                    break
-                out += block
-            out += b"\0"
-        return out
+        return ping_answer(data, total, playing, (
+            (game.encode(), clamp(counts[1]), clamp(counts[2])) for game, counts in sorted(census.items()) if counts[0]))
 
     # Announcements
 
@@ -3814,11 +3820,10 @@ class Aio(TcpProtocol, Querier):
         except Refused as refused:
             self.registry.note(server.source, "aio", server.port, refused.outcome, now, str(refused))
             name = endpoint(server.address, server.port)
-        assert target.asked_at is not None
         self.registry.refresh(server, now)
         self.registry.update(server, {
             "name": name, "description": description, "players": clamp(players), "max_players": clamp(max_players),
-            "version": str(version), "ping_ms": round((now - target.asked_at) * 1000)})
+            "version": str(version), "ping_ms": round(target.ping_ms)})
         return True
 
     def missed(self, target: Target, now: float) -> bool:
@@ -7273,7 +7278,6 @@ ICEBALL_BURST = 5                   # announcements in a burst; the document
 ICEBALL_GAP_S = 1.0                 # between two of them; the document
 ICEBALL_PERIOD_S = 40.0             # from burst to burst; the document
 SUBSPACE_PERIOD_S = 60.0            # as asss does
-SUBSPACE_VERSION = 134              # of the game; in every announcement that was seen
 AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s; the master forgets after 120 s
 AIO_SILENT_S = 100.0                # three keepalives unanswered: the connection leads nowhere
 AIO_MASTER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
@@ -7296,7 +7300,6 @@ class Announcer:
     refused    the master does not want this server; `state` says why
     """
 
-    transport = "udp"
     master_port = 27790             # where its masters listen
     port_offset = 0                 # from the port that is named to the one that takes announcements
     asked_at: Optional[int] = None  # from the game port to the UDP port where masters ask; None: they do not
@@ -7402,8 +7405,8 @@ class SubSpaceAnnouncer(UdpProtocol, Announcer):
 
     def announcement(self) -> bytes:
         server = self.server
-        return struct.pack("<IHHHI32s48s", 0, server.port, clamp(server.players), 1, SUBSPACE_VERSION,
-                           self.text(server.name, 31), b"cane") + self.text(server.description, 385) + b"\0"
+        return ZONE_ANNOUNCEMENT.pack(bytes(4), server.port, clamp(server.players), 1, ZONE_VERSION,
+                                      self.text(server.name, 31), ZONE_PASSWORD) + self.text(server.description, 385) + b"\0"
 
     def text(self, text: str, size: int) -> bytes:
         """Windows-1252, which clients show, or UTF-8 for what that does not have."""
@@ -7425,23 +7428,13 @@ class SubSpaceAnnouncer(UdpProtocol, Announcer):
     def answer(self, data: bytes) -> bytes:
         total = clamp(self.server.players)
         playing = total if self.server.playing is None else clamp(self.server.playing, total)
-        if len(data) == 4:
-            return struct.pack("<I", total) + data
-        if len(data) != 8:
+        if len(data) not in (4, 8):
             raise Malformed("a ping has 4 or 8 bytes")
-        options = data[4] & 3
-        out = data[:4] + struct.pack("<I", options)
-        if options & 1:
-            out += struct.pack("<II", total, playing)
-        if options & 2:
-            out += (self.text(self.server.map, 15) or b"0") + struct.pack("<xHHx", total, playing)
-        return out
+        return ping_answer(data, total, playing, [(self.text(self.server.map, 15) or b"0", total, playing)])
 
 
 class TcpAnnouncer(Session, Announcer):
     """An announcer that is the session of one connection after another."""
-
-    transport = "tcp"
 
     def failed(self, why: str, now: float) -> None:
         super().failed(why, now)
@@ -7640,10 +7633,10 @@ class HyperbolAnnouncer(HttpAnnouncer):
             raise Malformed("a question is 02 and a timestamp")
         server = self.server
         address = ipv4_bytes(server.address) if server.address and ":" not in server.address else bytes(4)
-        return b"\x1b" + data[1:] + struct.pack(
-            "<32s32sBBB64s20sxII4s16sIIIIB20s3BBxxx", cut_utf8(server.name, 31), cut_utf8(server.mode, 31), clamp(server.players, 255),
-            clamp(server.max_players, 255), 0, cut_utf8(server.map, 63), server.address.encode()[:19], server.port, 0, address,
-            cut_utf8(server.version, 15), 0, 0, 0, 0, 0, b"", 0, 0, 0, 0)
+        return b"\x1b" + data[1:] + HYPERBOL_INFO.pack(
+            cut_utf8(server.name, 31), cut_utf8(server.mode, 31), clamp(server.players, 255), clamp(server.max_players, 255), 0,
+            cut_utf8(server.map, 63), server.address.encode()[:19], server.port, 0, *address, cut_utf8(server.version, 15),
+            0, 0, 0, 0, 0, b"", 0, 0, 0, 0)
 
 
 class GamePort(UdpProtocol):

@@ -7555,7 +7555,7 @@ class AnnouncersHoldAgainstGarbage(unittest.TestCase):
             announcer: Any = randomly.choice(makers)(announced("x", 1000))      # type: ignore[operator]
             try:
                 announcer.master = MASTER
-                if announcer.transport == "udp":
+                if isinstance(announcer, ms.UdpProtocol):
                     announcer.datagram(bytes(data), MASTER, 0.0)
                 else:
                     announcer.opened(0.0)
