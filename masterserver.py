@@ -629,6 +629,13 @@ def source_key(address: str) -> str:
     return address
 
 
+def uncount(counts: Dict[Any, int], key: Any) -> None:
+    """One less of these; who has none left is forgotten."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
 def endpoint(address: str, port: int) -> str:
     return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
 
@@ -994,11 +1001,10 @@ class Registry:
         self.rules = rules
         self.games: Dict[str, Dict[Tuple[str, int], Server]] = collections.defaultdict(dict)
         self.census: Dict[str, List[int]] = collections.defaultdict(lambda: [0, 0, 0])     # servers, players, playing
-        self.sources: Dict[str, int] = {}
+        self.sources: Dict[str, int] = collections.defaultdict(int)         # servers by source
         self.total = 0
         self.generation = 0
-        self.watchers: Dict[str, Dict[str, List[Callable[[str, Server], None]]]] = {
-            event: collections.defaultdict(list) for event in ("listed", "changed", "gone")}        # by event and game ("": all)
+        self.watchers: Dict[Tuple[str, str], List[Callable[[str, Server], None]]] = collections.defaultdict(list)     # by event, game ("": all)
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
@@ -1014,7 +1020,7 @@ class Registry:
     def watch(self, call: Callable[[str, Server], None], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
         """Have `call(event, server)` called for a game, or for all."""
         for event in events:
-            self.watchers[event][game].append(call)
+            self.watchers[event, game].append(call)
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
@@ -1068,8 +1074,7 @@ class Registry:
         """A new server, admitted or restored, into every index."""
         self.mark(server)
         self.games[server.game][server.address, server.port] = server
-        source = source_key(server.source)
-        self.sources[source] = self.sources.get(source, 0) + 1
+        self.sources[source_key(server.source)] += 1
         self.total += 1
         self.count_in(server)
         self.schedule(server)
@@ -1096,23 +1101,16 @@ class Registry:
 
     def move_source(self, server: Server, source: str) -> None:
         if server.source != source:
-            self.uncount_source(server)
+            uncount(self.sources, source_key(server.source))
             server.source = source
-            key = source_key(source)
-            self.sources[key] = self.sources.get(key, 0) + 1
+            self.sources[source_key(source)] += 1
             server.batch = self.batch
-
-    def uncount_source(self, server: Server) -> None:
-        key = source_key(server.source)
-        self.sources[key] -= 1
-        if not self.sources[key]:
-            del self.sources[key]
 
     def remove(self, server: Server) -> None:
         if self.games[server.game].pop((server.address, server.port), None) is not server:
             return
         self.count_out(server)
-        self.uncount_source(server)
+        uncount(self.sources, source_key(server.source))
         self.total -= 1
         self.changed("gone", server)
 
@@ -1149,10 +1147,7 @@ class Registry:
             self.left.add(server.key)
         else:
             server.batch = self.batch
-        watchers = self.watchers[event]
-        for watcher in watchers[server.game]:
-            watcher(event, server)
-        for watcher in watchers[""]:
+        for watcher in self.watchers[event, server.game] + self.watchers[event, ""]:
             watcher(event, server)
 
     def mark(self, server: Server) -> None:
@@ -1872,9 +1867,7 @@ class Poller(UdpProtocol):
         del self.targets[target.address, target.port]
         self.open.pop((target.address, target.port), None)
         for key in self.counted(target):
-            self.sources[key] -= 1
-            if not self.sources[key]:
-                del self.sources[key]
+            uncount(self.sources, key)
 
     def counted(self, target: Target) -> Tuple[Tuple[str, str], ...]:
         return (target.querier.game, ""), (target.querier.game, source_key(target.address))
@@ -6728,7 +6721,7 @@ class MasterServer(Loop):
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
         self.lingering: collections.deque[Tuple[float, Connection]] = collections.deque()         # and when each is looked at
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
-        self.connections_by_source: Dict[str, int] = {}
+        self.connections_by_source: Dict[str, int] = collections.defaultdict(int)
         self.timers: List[Tuple[float, int, Connection]] = []
         self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()
         super().__init__()
@@ -6853,7 +6846,7 @@ class MasterServer(Loop):
             self.refused[connection] = None
         else:
             self.connections[connection] = None
-            self.connections_by_source[source] = self.connections_by_source.get(source, 0) + 1
+            self.connections_by_source[source] += 1
         try:
             if acceptor.protocol.speaks_first:
                 connection.call(session.opened, now)
@@ -6913,13 +6906,9 @@ class MasterServer(Loop):
         self.watch(connection, 0)
         if connection in self.refused:
             del self.refused[connection]
-            return
-        self.connections.pop(connection, None)
-        others = self.connections_by_source.get(connection.source, 0) - 1
-        if others > 0:
-            self.connections_by_source[connection.source] = others
-        else:
-            self.connections_by_source.pop(connection.source, None)
+        elif connection in self.connections:
+            del self.connections[connection]
+            uncount(self.connections_by_source, connection.source)
 
     # Running
 
