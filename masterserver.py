@@ -1304,6 +1304,7 @@ WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY    # the longest of each, so th
 # what exceeds 1,002 bytes to a page of its own, which would waste most of it: hence a week of hours and not a
 # fortnight.
 BLOCKS = {MINUTE: (HOUR, DAY), QUARTER: (DAY, MONTH), HOUR: (WEEK, YEAR)}
+WIDTHS = {MINUTE: 2, QUARTER: 4, HOUR: 4}                           # bytes of a sample
 SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH), "year": (HOUR, YEAR)}
 SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1 = n players
 SPARKLINE_HOURS = 24
@@ -1477,7 +1478,7 @@ class Storage:
             data = b"".join(self._block(db, step, block, server) for block in range(first, end, covers))
             return list(struct.unpack("<%dH" % (len(data) // 2), data))
         values = [value - 1 if value else None for value in self._run(work, "BEGIN")]
-        width = self._width(step) // 2
+        width = WIDTHS[step] // 2
         values = values[(start - first) // step * width:(end - first) // step * width]
         return Series(start, step, values[::width], values[width - 1::width])
 
@@ -1509,25 +1510,21 @@ class Storage:
         late = MINUTE if step == MINUTE else QUARTER + MINUTE
         return (int(wall) - late) // step * step + step
 
-    @staticmethod
-    def _width(step: int) -> int:
-        return 2 if step == MINUTE else 4
-
     def _check(self, step: int, samples: Any) -> bytes:
-        if not isinstance(samples, bytes) or len(samples) != BLOCKS[step][0] // step * self._width(step):
+        if not isinstance(samples, bytes) or len(samples) != BLOCKS[step][0] // step * WIDTHS[step]:
             raise sqlite3.DatabaseError("a block of history has the wrong size")
         return samples
 
     def _block(self, db: sqlite3.Connection, step: int, start: int, server: Optional[int]) -> bytes:
         rows = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
                           (step, start, server)).fetchall()
-        return self._check(step, rows[0][0]) if rows else bytes(BLOCKS[step][0] // step * self._width(step))
+        return self._check(step, rows[0][0]) if rows else bytes(BLOCKS[step][0] // step * WIDTHS[step])
 
     def _put(self, db: sqlite3.Connection, step: int, at: int, server: int, new: bytes) -> None:
         """Write the samples from the time `at` on, all of them in one block."""
         start = at // BLOCKS[step][0] * BLOCKS[step][0]
         samples = self._block(db, step, start, server)
-        offset = (at - start) // step * self._width(step)
+        offset = (at - start) // step * WIDTHS[step]
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (step, start, server, samples[:offset] + new + samples[offset + len(new):]))
 
@@ -2140,16 +2137,22 @@ class Iceball(UdpProtocol):
         if len(data) < 10:
             raise self.unreadable("an announcement without its versions", peer, now)
         hbversion, version = struct.unpack_from("<HI", data, 4)
-        if hbversion != ICEBALL_HBVERSION or self.accepted and not self.accepts(version):
-            why = ("heartbeat version %d" % hbversion if hbversion != ICEBALL_HBVERSION
-                   else "Iceball version %s" % iceball_version_text(version))
-            self.registry.note(peer[0], "iceball", 0, "version", now, why)
-            return self.reproach(b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version), peer, now, why)
-        if len(data) != ICEBALL_ANNOUNCEMENT_BYTES:
+        outcome, packet = "version", b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version)
+        if hbversion != ICEBALL_HBVERSION:
+            why = "heartbeat version %d" % hbversion
+        elif self.accepted and version not in self.accepted and version & ~ICEBALL_BUILD not in self.accepted:
+            why = "Iceball version %s" % iceball_version_text(version)
+        elif len(data) != ICEBALL_ANNOUNCEMENT_BYTES:
+            outcome, packet = "bad packet", b"BADF"
             why = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
-            self.registry.note(peer[0], "iceball", 0, "bad packet", now, why)
-            return self.reproach(b"BADF", peer, now, why)
-        return None
+        else:
+            return None
+        self.registry.note(peer[0], "iceball", 0, outcome, now, why)
+        # Its receiver stops announcing to every master, so a source that has a listed server does not get one (the packet may be
+        # forged to silence it), and no source gets many
+        if source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now):
+            raise Malformed(why)
+        return [(packet, peer)]
 
     def handshake(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) <= len(self.thanks):           # of a server that is listed already
@@ -2185,16 +2188,6 @@ class Iceball(UdpProtocol):
             return
         server.packet = fingerprint((packet, source))
         self.known[server.packet] = server
-
-    def accepts(self, version: int) -> bool:
-        return version in self.accepted or version & ~ICEBALL_BUILD in self.accepted
-
-    def reproach(self, packet: bytes, peer: Peer, now: float, wrong: str) -> Replies:
-        """BADV or BADF: its receiver stops announcing to every master, so a source that has a listed server does not get one (the
-        packet may be forged to silence it), and no source gets many."""
-        if source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now):
-            raise Malformed(wrong)
-        return [(packet, peer)]
 
     def watch(self, event: str, server: Server) -> None:
         self.known.pop(server.packet, None)

@@ -1488,8 +1488,9 @@ class IceballTest(unittest.TestCase):
         for text in ("banana", "v0.2.1", "0.2.x", "99", "0.2.1-2000"):
             self.assertRaises(ms.SettingsError, ms.Settings, {"iceball.accept_versions": text})
         self.start(iceball__accept_versions="0.2.0-3, 0.2.1-037")
-        for version, good in (("0.2-3", True), ("0.2.1-37", True), ("0.2-4", False)):
-            self.assertEqual(self.iceball.accepts(ms.read_iceball_version(version)), good)
+        for number, (version, answer) in enumerate((("0.2-3", b"MSOK"), ("0.2.1-37", b"MSOK"), ("0.2-4", b"BADV"))):
+            packet = announcement(version=ms.read_iceball_version(version))
+            self.assertEqual(self.send(packet, 0.0, ("203.0.113.%d" % number, 1))[0][:4], answer)
         for number in range(32):
             self.assertTrue(ms.iceball_version_text(number << 10).isprintable())
 
