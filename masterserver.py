@@ -754,9 +754,6 @@ class Tally:
         self.received = self.sent = self.bytes_in = self.bytes_out = 0
         self.malformed = self.limited = self.unsent = self.errors = self.connections = 0
 
-    def items(self) -> List[Tuple[str, int]]:
-        return [(name, getattr(self, name)) for name in self.__slots__]
-
 
 # =====================================================================================================================
 # 5  Registry
@@ -1816,8 +1813,8 @@ class Poller(UdpProtocol):
         self.fresh: collections.deque[Target] = collections.deque()     # to be asked before all others
         self.open: collections.OrderedDict[Tuple[str, int], Target] = collections.OrderedDict()     # asked, by time
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
-        self.added = 0              # targets ever
-        self.count = 0              # of the entries in the heap, to keep equals in order
+        self.phases = itertools.count()
+        self.numbers = itertools.count()        # of the entries in the heap, to keep equals in order
         self.asked = 0              # questions since the last tick
         self.read(settings)
 
@@ -1839,14 +1836,13 @@ class Poller(UdpProtocol):
         target = self.targets.get((address, port))
         if target is None or target.querier is not querier:
             before = target
-            target = Target(querier, address, port, server_port or port, self.added * POLL_PHASE % 1.0)
+            target = Target(querier, address, port, server_port or port, next(self.phases) * POLL_PHASE % 1.0)
             if before is not None:
                 if before.known:
                     return target                   # one that is not asked: the ini's goes on
                 self.remove(before)
                 before.querier.displaced(before)
             self.targets[address, port] = target
-            self.added += 1
             self.sources.update(self.counted(target))
             if known:
                 self.wait(target, 0.0)      # a long list in the ini takes its turn
@@ -1935,8 +1931,7 @@ class Poller(UdpProtocol):
         self.wait(target, now + ((target.phase * self.interval - now) % self.interval or self.interval))
 
     def wait(self, target: Target, due: float) -> None:
-        self.count += 1
-        heapq.heappush(self.waiting, (due, self.count, target))
+        heapq.heappush(self.waiting, (due, next(self.numbers), target))
 
 
 class Core(NamedTuple):
@@ -4342,7 +4337,6 @@ const number = n => n.toLocaleString('en');
 
 function tellStatus() {
   const status = document.querySelector('#status');
-  if (!status) return;
   const visible = order.filter(row => !row.hidden).length, total = Math.max(+table.dataset.total, order.length);
   status.classList.toggle('old', failed);
   put(status, failed
@@ -5804,8 +5798,6 @@ SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.
 KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))     # a dead peer is found after two minutes
 STREAM = int(socket.SOCK_STREAM)
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-
-
 TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go: a line costs as much as listing a server
 LOOP_DELAY_FADES = 0.99             # a second: the longest delay is remembered for some minutes
@@ -5983,13 +5975,10 @@ class Datagrams:
         return sent, size
 
     def send(self, data: bytes, to: Peer) -> bool:
-        try:
-            self.sock.sendto(data, to)
-        except OSError:             # no room, or no way there from this socket
-            return False
-        self.tally.sent += 1
-        self.tally.bytes_out += len(data)
-        return True
+        sent, size = self.send_all([(data, to)])
+        self.tally.sent += sent
+        self.tally.bytes_out += size
+        return sent > 0
 
 
 class Pages:
@@ -8505,7 +8494,8 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         server.stop()
         manager.close()
     for name, tally in server.tallies.items():
-        log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in tally.items() if item[1]) or "nothing")
+        counts = {field: getattr(tally, field) for field in TALLY_HELP}
+        log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in counts.items() if item[1]) or "nothing")
     return EXIT_OK
 
 
