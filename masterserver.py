@@ -4906,8 +4906,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         if answer.etag:
             self.send_header("ETag", answer.etag)
-        if not any(name == "Cache-Control" for name, _ in answer.headers):
-            self.send_header("Cache-Control", "public, max-age=%d" % CACHE_S if answer.shared else "no-store")
+        self.send_header("Cache-Control", "public, max-age=%d" % CACHE_S if answer.shared else "no-store")
         self.send_header("Connection", "close" if self.close_connection else "keep-alive")
         self.end_headers()
         return self.out.getvalue() + (answer.body if self.command != "HEAD" and answer.status != 304 else b"")
@@ -7274,6 +7273,7 @@ class Announcer:
     master_port = 27790             # where its masters listen
     port_offset = 0                 # from the port that is named to the one that takes announcements
     asked_at: Optional[int] = None  # from the game port to the UDP port where masters ask; None: they do not
+    done = False                    # of a connection, if there is one: as in Session
 
     def __init__(self, server: Server, now: float = 0.0) -> None:
         self.server = server
@@ -7287,8 +7287,8 @@ class Announcer:
         """The server's numbers or texts are others than before."""
 
     def leave(self, now: float) -> None:
-        """Announce no more, and say goodbye where the protocol has a way to."""
-        self.due = float("inf")
+        """Announce no more, and say goodbye where the protocol has a way to; the end of a connection is one."""
+        self.due, self.done = float("inf"), True
 
     def answer(self, data: bytes) -> bytes:
         """What the game server answers to a master's question; raises Malformed if it is none."""
@@ -7296,13 +7296,13 @@ class Announcer:
 
     def failed(self, why: str, now: float) -> None:
         """No way to the master; try again after a pause that grows. Its spread keeps a hundred servers from coming back at once."""
-        self.state = why
+        self.state, self.done = why, True
         pause = min(RETRY_MAX_S, RETRY_S * 2 ** min(self.failures, 10))
         self.failures += 1
         self.due = now + pause * random.uniform(0.8, 1.0)
 
     def refuse(self, why: str, now: float) -> None:
-        self.state = "refused: " + why
+        self.state, self.done = "refused: " + why, True
         self.refused = True
         self.due = now + REFUSED_S
 
@@ -7407,14 +7407,6 @@ class SubSpaceAnnouncer(UdpProtocol, Announcer):
 class TcpAnnouncer(Session, Announcer):
     """An announcer that is the session of one connection after another."""
 
-    def failed(self, why: str, now: float) -> None:
-        super().failed(why, now)
-        self.done = True
-
-    def refuse(self, why: str, now: float) -> None:
-        super().refuse(why, now)
-        self.done = True
-
     def closed(self, now: float) -> None:
         if self.due <= now:         # else it is known already when to come again
             self.failed("the master has closed the connection", now)
@@ -7461,17 +7453,14 @@ class AioAnnouncer(TcpAnnouncer):
     def receive(self, data: bytes, now: float) -> bytes:
         self.buffer += data
         self.heard_at = now
-        out = self.frames(now) if self.framed else self.messages()
-        if len(self.buffer) > AIO_MASTER_BYTES:
-            raise Malformed("a message without end")
-        return out
-
-    def messages(self) -> bytes:
-        while b"#%" in self.buffer:
+        out = self.frames(now) if self.framed else b""
+        while not self.framed and b"#%" in self.buffer:
             message, _, self.buffer = self.buffer.partition(b"#%")
             if message.endswith(b"SUCCESS#13"):
                 self.accepted("announced")
-        return b""
+        if len(self.buffer) > AIO_MASTER_BYTES:
+            raise Malformed("a message without end")
+        return out
 
     def frames(self, now: float) -> bytes:
         out = b""
@@ -7497,10 +7486,6 @@ class AioAnnouncer(TcpAnnouncer):
             self.keepalive_at = now + AIO_KEEPALIVE_EVERY_S
             out += self.frame(b"\4") if self.framed else b"KEEPALIVE#%\n"
         return out
-
-    def leave(self, now: float) -> None:
-        super().leave(now)
-        self.done = True            # the end of the connection is the goodbye
 
     def answer(self, data: bytes) -> bytes:
         if data != b"\0":
@@ -7890,15 +7875,10 @@ ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
 
 def read_players(line: str) -> Dict[str, Any]:
     """`5`, `5/16` or `5/16 map name`: players, their maximum, the map. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(\S.*?))?\s*", line)
+    match = re.fullmatch(r"\s*(?P<players>\d{1,5})(?:\s*/\s*(?P<max_players>\d{1,5}))?(?:\s+(?P<map>\S.*?))?\s*", line)
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line.strip()[:60])
-    fields: Dict[str, Any] = {"players": int(match.group(1))}
-    if match.group(2):
-        fields["max_players"] = int(match.group(2))
-    if match.group(3):
-        fields["map"] = match.group(3)
-    return fields
+    return {name: text if name == "map" else int(text) for name, text in match.groupdict().items() if text}
 
 
 def command_announce(arguments: argparse.Namespace) -> int:
