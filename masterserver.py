@@ -573,12 +573,6 @@ def clamp(value: int, high: int = PLAYERS_MAX) -> int:
     return 0 if value < 0 else high if value > high else value
 
 
-LOCAL_NETWORKS = tuple(ipaddress.ip_network(n) for n in (
-    "127.0.0.0/8", "::1/128",                                   # loopback
-    "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
-    "169.254.0.0/16", "fe80::/10", "fc00::/7"))                 # link-local, unique local
-
-
 def canonical(address: str) -> str:
     """The address as lists and limits know it: no scope, IPv4-mapped IPv6 as IPv4."""
     if ":" not in address:
@@ -587,21 +581,8 @@ def canonical(address: str) -> str:
     return str(parsed.ipv4_mapped or parsed)
 
 
-def is_local(address: str) -> bool:
-    """Loopback, private or link-local: may name another address for itself."""
-    return in_networks(address, LOCAL_NETWORKS)
-
-
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
-
-
-parsed_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)        # 3 µs each time, for addresses that come again and again
-
-
-def in_networks(address: str, networks: Iterable[Network]) -> bool:
-    parsed = parsed_address(address)
-    return any(parsed.version == n.version and parsed in n for n in networks)
 
 
 Ranges = Tuple[Tuple[int, int], ...]
@@ -618,6 +599,22 @@ def address_number(address: str) -> int:
 def address_ranges(networks: Iterable[Network]) -> Ranges:
     """The first and the last address of each, as numbers: for whoever asks about strangers, tens of thousands a second."""
     return tuple((address_number(str(n[0])), address_number(str(n[-1]))) for n in networks)
+
+
+def in_ranges(address: str, ranges: Ranges) -> bool:
+    number = address_number(address)
+    return any(first <= number <= last for first, last in ranges)
+
+
+LOCAL_RANGES = address_ranges(map(ipaddress.ip_network, (
+    "127.0.0.0/8", "::1/128",                                   # loopback
+    "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
+    "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
+
+
+def is_local(address: str) -> bool:
+    """Loopback, private or link-local: may name another address for itself."""
+    return in_ranges(address, LOCAL_RANGES)
 
 
 def source_key(address: str) -> str:
@@ -788,10 +785,9 @@ class Rules:
         self.address_map: Dict[str, str] = settings["address_map"]
         self.official: Dict[Tuple[str, int], bool] = settings["official"]
         self.priority: Dict[Tuple[str, int], int] = settings["priority"]
-        self.bans: Dict[Network, str] = settings["bans"]
-        self.blocks: Dict[Network, str] = settings["blocked"]
-        self.exempt: Tuple[Network, ...] = settings["limits.exempt"]
-        self.block_ranges, self.exempt_ranges = address_ranges(self.blocks), address_ranges(self.exempt)
+        self.block_ranges, self.exempt_ranges = address_ranges(settings["blocked"]), address_ranges(settings["limits.exempt"])
+        self.bans = [(address_ranges([network])[0], reason or "no reason given") for section in ("bans", "blocked")
+                     for network, reason in settings[section].items()]
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
@@ -828,12 +824,8 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
-        if not self.bans and not self.blocks:
-            return ""
-        for network, reason in list(self.bans.items()) + list(self.blocks.items()):
-            if any(in_networks(address, (network,)) for address in addresses):
-                return reason or "no reason given"
-        return ""
+        numbers = [address_number(address) for address in addresses] if self.bans else []
+        return next((reason for (first, last), reason in self.bans if any(first <= number <= last for number in numbers)), "")
 
     def refused_name(self, name: str) -> str:
         return next((pattern.pattern for pattern in self.refuse_names if pattern.search(name)), "")
@@ -1823,13 +1815,13 @@ class Poller(UdpProtocol):
         self.rate: int = settings["poll.rate"]
         self.most: int = settings["limits.servers"]
         self.most_by_source: int = settings["limits.servers_per_source"]
-        self.exempt: Tuple[Network, ...] = settings["limits.exempt"]
+        self.exempt_ranges = address_ranges(settings["limits.exempt"])
 
     def crowded(self, game: str, address: str) -> bool:
         """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked; not those of
         other games, which may have come with a false address."""
         return self.sources[game, ""] >= self.most or (
-            self.sources[game, source_key(address)] >= self.most_by_source and not in_networks(address, self.exempt))
+            self.sources[game, source_key(address)] >= self.most_by_source and not in_ranges(address, self.exempt_ranges))
 
     def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
         """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
@@ -4947,7 +4939,7 @@ class HttpSession(Session):
         self.web = web
         self.address = address
         self.limited = limited
-        self.proxied = bool(web.trusted) and in_networks(address, web.trusted)          # limits count its clients, not it
+        self.proxied = bool(web.trusted) and in_ranges(address, web.trusted)          # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
         self.request_bytes = b""
@@ -5233,7 +5225,7 @@ class Web(TcpProtocol):
         return HttpSession(self, address, now, limited=True)
 
     def read(self, settings: Settings) -> None:
-        self.trusted: Tuple[Network, ...] = settings["http.trusted_proxies"]
+        self.trusted = address_ranges(settings["http.trusted_proxies"])
         self.renderings.clear()
         self.edition_generation = -1
         self.registry.forget_parts()                # titles stand in them
@@ -5242,7 +5234,7 @@ class Web(TcpProtocol):
         """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
         address = peer
         for text in reversed(exchange.headers.get("X-Forwarded-For", "").split(",")):
-            if not in_networks(address, self.trusted):
+            if not in_ranges(address, self.trusted):
                 break
             try:
                 address = canonical(read_address(text))
@@ -6803,7 +6795,7 @@ class MasterServer(Loop):
 
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
         rules = self.rules
-        if rules.blocks and rules.verdict(address) == BLOCKED:
+        if rules.block_ranges and rules.verdict(address) == BLOCKED:
             acceptor.tally.limited += 1
             sock.close()
             return
