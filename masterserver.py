@@ -3727,7 +3727,7 @@ class Aio(TcpProtocol, Querier):
 
     def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> Server:
         """List the server of this connection, or refresh it; raises Refused. Without a name it keeps the one it had."""
-        claim = claim if is_unicast(claim) else session.claimed
+        claim = claim if self.rules.believes(session.address, claim) else session.claimed
         address = self.registry.rules.listed_address(session.address, claim)
         if session.server is not None and (session.server.address, session.server.port) != (address, port):
             self.registry.remove(session.server)
