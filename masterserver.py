@@ -132,7 +132,7 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deployed servers return it within a second
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
-SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once, each of the four ways in which
+SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once, each of the five ways in which
                                     # they can: 200 lists a second, and 0.8 Mbit/s for somebody who sends with false addresses
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
@@ -3173,9 +3173,11 @@ class SubSpaceList(UdpProtocol):
                 if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus("list", peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
-            elif packet[:2] == b"\0\3" and self.rules.verdict(peer[0]) != EXEMPT and not (
-                    self.limiter.allow(peer[0], now, len(packet)) and self.limiter_in_all.allow("", now, len(packet))):
-                continue                # as if it were lost on the way
+            elif packet[:2] == b"\0\3" and self.rules.verdict(peer[0]) != EXEMPT:
+                again = link.flights[int.from_bytes(packet[2:6], "little")].tries > 1          # what was paid for by no acknowledgement
+                if not self.limiter.allow(peer[0], now, len(packet)) or not (
+                        self.rules.allow_surplus("list again", peer[0], len(packet), now) if again else self.limiter_in_all.allow("", now, len(packet))):
+                    continue            # as if it were lost on the way
             out.append((packet, peer))
         if link.closed:
             self.proven.pop(peer, None)

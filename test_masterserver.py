@@ -5894,6 +5894,14 @@ class AmplificationTest(unittest.TestCase):
                     size += sum(len(data) for data, _ in self.ports["list"].tick(float(second)))
                 self.assertLessEqual(size, burst + 10 * rate + victims * ms.LIST_UNPROVEN_BYTES)
                 self.assertGreater(size, burst / 2, "the limit was reached")
+        self.start()
+        size = 0
+        for number in range(500):           # and what a single one brings is hardly ever sent again
+            for data in (CONNECT, REQUEST, acknowledgements[0]):
+                size += sum(len(out) for out, _ in self.ports["list"].datagram(data, ("60.%d.%d.1" % divmod(number, 250), 5000), 0.0))
+        for second in range(10):
+            size += sum(len(data) for data, _ in self.ports["list"].tick(float(second)))
+        self.assertLessEqual(size, 500 * 5 * 500 + ms.SURPLUS_BYTES[1] + 10 * ms.SURPLUS_BYTES[0])
 
 
 def master(**settings: str) -> ms.MasterServer:
