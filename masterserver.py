@@ -1343,10 +1343,10 @@ def roll_up(samples: Sequence[int]) -> bytes:
 
 def is_damage(error: Exception) -> bool:
     """Is the file itself broken? Locks, full disks and the like are OperationalErrors; damage is the bare base class
-    (SQLITE_CORRUPT, SQLITE_NOTADB), a broken constraint, or text that is not UTF-8, in a row or in SQLite's message.
-    https://www.sqlite.org/rescode.html"""
+    (SQLITE_CORRUPT, SQLITE_NOTADB), a broken constraint, text that is not UTF-8, in a row or in SQLite's message, or
+    noise in the file's head. https://www.sqlite.org/rescode.html"""
     return (type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError)
-            or str(error).startswith("Could not decode to UTF-8"))
+            or str(error).startswith(("Could not decode to UTF-8", "unsupported file format")))
 
 
 def typed(rows: Iterable[Tuple[Any, ...]], *kinds: type) -> List[Any]:
@@ -1355,6 +1355,11 @@ def typed(rows: Iterable[Tuple[Any, ...]], *kinds: type) -> List[Any]:
     if any(set(map(type, column)) != {kind} for column, kind in zip(zip(*found), kinds)):
         raise sqlite3.DatabaseError("a value of the wrong type")
     return found
+
+
+def has_content(path: str) -> bool:
+    """Is this a file that is not empty? Where the disk is full, SQLite leaves empty ones."""
+    return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
 class Storage:
@@ -1392,10 +1397,18 @@ class Storage:
         """The servers listed and not expired at `wall`, as save() took them, with the time each was first seen ever.
         If the clock was put back meanwhile, `expires` may lie further ahead than any server lives."""
         self._wall = wall
-        return self._run(lambda db: typed(db.execute(
-            "SELECT game, address, port, expires, first_seen, listed.last_seen, fields FROM listed JOIN server"
-            " ON id = server WHERE expires > ? ORDER BY server", (wall,)),
-            str, str, int, float, float, float, str), "BEGIN")
+        return self._run(lambda db: self._listed(db, wall), "BEGIN")
+
+    def peek(self, wall: float) -> List[ListedRow]:
+        """load() where the file cannot be opened as it should be: the disk is full or the folder read-only. That needs a
+        file without a log, and heeds no lock."""
+        if any(has_content(self.path + suffix) for suffix in ("-wal", "-journal")):
+            raise sqlite3.OperationalError("a log stands beside the file")
+        db = sqlite3.connect("file:%s?mode=ro&immutable=1" % urllib.parse.quote(self.path, ""), uri=True)
+        try:
+            return self._listed(db, wall)
+        finally:
+            db.close()
 
     def save(self, listed: Sequence[ListedRow], seen: Sequence[Tuple[float, float, str, str, int]],
              gone: Sequence[Key]) -> None:
@@ -1539,6 +1552,12 @@ class Storage:
     # -- the file
 
     @staticmethod
+    def _listed(db: sqlite3.Connection, wall: float) -> List[ListedRow]:
+        return typed(db.execute(
+            "SELECT game, address, port, expires, first_seen, listed.last_seen, fields FROM listed JOIN server"
+            " ON id = server WHERE expires > ? ORDER BY server", (wall,)), str, str, int, float, float, float, str)
+
+    @staticmethod
     def _leave(db: sqlite3.Connection, which: str, values: Sequence[Any]) -> None:
         db.execute("UPDATE server SET last_seen = (SELECT last_seen FROM listed WHERE server = id)"
                    " WHERE id IN (SELECT server FROM listed WHERE " + which + ")", values)
@@ -1643,6 +1662,7 @@ class Storage:
             if os.path.lexists(self.path + suffix):
                 os.replace(self.path + suffix, free + suffix)
         self.set_aside = free
+        log.warning("the database was damaged; it is now %s, and a new one begins", free)
         self._file = None
 
 
@@ -6328,20 +6348,50 @@ class Keeper:
         self.storage, self.registry, self.worker, self.health = storage, registry, worker, health
         self.busy = False
         self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
+        self.rows: Optional[List[ListedRow]] = None         # read and not listed yet; None: the file could not be read so far
         self.renewed = 0
         self.saved_at = self.minute = 0.0
         self.told_at = float("-inf")        # when the log was told of trouble
         self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch; the first one after a start is whole
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
-    def restore(self, now: float, wall: float) -> List[Server]:
-        """List what was listed before the restart. Raises sqlite3.Error if the file can neither be read nor made."""
+    def restore(self, now: float, wall: float, needed: bool = False) -> None:
+        """List what was listed before the restart, now or when the file can be read. Raises sqlite3.Error if it is `needed`, there is
+        none and none can be made."""
+        needed = needed and not has_content(self.storage.path)
+        try:
+            self.rows = self.read(wall)
+        except sqlite3.Error as error:
+            if needed:
+                raise
+            log.warning("the database %s cannot be used: %s; until it can, the list will not outlive a restart", self.storage.path, error)
+            self.health["database"] = str(error)
+            self.whole = True
+            try:
+                self.rows = self.storage.peek(wall)
+            except (sqlite3.Error, OSError, UnicodeDecodeError):
+                pass
+        self.renewed = self.storage.renewed
+        self.list_again(now, wall)
+
+    def read(self, wall: float) -> List[ListedRow]:
         self.storage.open(wall)
-        servers = []
-        for row, server in restored_servers(self.storage.load(wall), now, wall):
+        rows = self.storage.load(wall)
+        self.recent = self.storage.recent(wall)
+        return rows
+
+    def list_again(self, now: float, wall: float) -> None:
+        """List what was read, but for those that were heard from before it could be."""
+        if not self.rows:
+            return
+        rows, self.rows = self.rows, []
+        count = 0
+        for row, server in restored_servers(rows, now, wall):
             if server is None:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
+                continue
+            if self.registry.get(*server.key):
                 continue
             try:
                 self.registry.admit(server.game, server.address, server.port, server.source, server.name)
@@ -6351,12 +6401,8 @@ class Keeper:
             self.registry.insert(server)
             if server.lifetime == math.inf:
                 self.registry.schedule(server, now + RESTORED_S)
-            servers.append(server)
-        self.recent = self.storage.recent(wall)
-        self.renewed = self.storage.renewed
-        if self.storage.set_aside:
-            log.warning("the database was damaged; it is now %s, and a new one has begun", self.storage.set_aside)
-        return servers
+            count += 1
+        log.info("%d servers listed before the restart are listed again, unconfirmed", count)
 
     def tick(self, now: float, wall: float) -> None:
         """Hand over what has changed, and once a minute the player counts."""
@@ -6378,6 +6424,8 @@ class Keeper:
     def write(self, batch: int, since: float, left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
               ) -> Optional[Dict[Key, List[Optional[int]]]]:
         """In the worker. A server that changes meanwhile is in the next batch again."""
+        if self.rows is None:
+            self.rows = self.read(wall)
         altered, heard = self.registry.news(batch, since)
         self.storage.save([stored_row(server, epoch) for server in altered],
                           [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key)
@@ -6391,6 +6439,7 @@ class Keeper:
 
     def written(self, left: Set[Key], result: Any, now: float) -> None:
         self.busy = False
+        self.list_again(now, now + self.epoch)
         failed = isinstance(result, Exception)
         trouble = str(result) if failed else self.storage.trouble       # which an empty batch does not end
         self.whole = bool(trouble) or self.storage.renewed != self.renewed
@@ -6409,6 +6458,7 @@ class Keeper:
 
     def close(self, now: float, wall: float) -> None:
         """The last batch, once the worker has stopped."""
+        self.rows = []                      # what could not be read stays as it is
         try:
             if not self.busy:
                 registry = self.registry
@@ -6734,20 +6784,12 @@ class MasterServer(Loop):
         self.next_tick = time.monotonic() + TICK_S
 
     def restore(self) -> None:
-        now = time.monotonic()
-        try:
-            restored = self.keeper.restore(now, time.time()) if self.keeper else []
-        except sqlite3.Error as error:
-            assert self.keeper is not None
-            trouble = "the database %s cannot be used: %s" % (self.keeper.storage.path, error)
-            if "server.database" in self.settings.given:
-                raise StartError("%s. Change [server] database, or leave it empty." % trouble) from None
-            log.warning("%s; the list will not outlive a restart", trouble)
-            self.health["database"] = str(error)
-            self.keeper.whole = True
-            restored = []
-        if restored:
-            log.info("%d servers listed before the restart are listed again, unconfirmed", len(restored))
+        if self.keeper:
+            try:
+                self.keeper.restore(time.monotonic(), time.time(), "server.database" in self.settings.given)
+            except sqlite3.Error as error:
+                raise StartError("the database %s cannot be made: %s. Change [server] database, or leave it empty." % (
+                    self.keeper.storage.path, error)) from None
         self.registry.watch(lambda event, server: self.events.append((event, server)), events=("listed", "gone"))
 
     def free_ports(self, row: Row) -> int:

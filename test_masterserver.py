@@ -592,9 +592,9 @@ class StorageCase(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
         self.path = os.path.join(self.folder, "master.db")
-        patch = mock.patch.object(ms, "STORAGE_BUSY_SECONDS", 0.02)
-        patch.start()
-        self.addCleanup(patch.stop)
+        for patch in (mock.patch.object(ms, "STORAGE_BUSY_SECONDS", 0.02), mock.patch.object(ms.log, "warning")):
+            patch.start()
+            self.addCleanup(patch.stop)
 
     def storage(self, wall=T0):
         made = ms.Storage(self.path)
@@ -923,6 +923,13 @@ class Damage(StorageCase):
                 keeper = self.storage()
                 self.use(keeper)
                 keeper.close()
+
+    def test_noise_in_the_head(self):
+        """SQLite reports some of it as it does a full disk."""
+        data = self.whole()
+        for at in (16, 19, 47):
+            with self.subTest(at=at):
+                self.assert_renewed(data[:at] + b"\x09" + data[at + 1:])
 
     def test_bytes_of_noise(self):
         data = self.whole()
@@ -2357,11 +2364,11 @@ class SubSpaceAnnouncements(unittest.TestCase):
             before.zones["203.0.113.9", 25001] = asss
             before.ping.announced("203.0.113.9", 25000, {"name": "By HTTP"}, 0.0)
             before.run(40)
-            storage = mock.Mock(load=lambda wall: [ms.stored_row(before.zone(), T0)], recent=lambda wall: {}, set_aside="", renewed=0)
+            storage = mock.Mock(load=lambda wall: [ms.stored_row(before.zone(), T0)], recent=lambda wall: {}, path="", renewed=0)
             world = SubSpaceWorld()
             if answers:
                 world.zones["203.0.113.9", 25001] = asss
-            ms.Keeper.restore(mock.Mock(registry=world.registry, storage=storage), 0.0, T0 + 45)
+            ms.Keeper(storage, world.registry, Virtual(), {}).restore(0.0, T0 + 45)
             world.run(50)
             self.assertIsNotNone(world.zone())
             world.run(300)
@@ -6490,6 +6497,67 @@ class DiskTest(unittest.TestCase):
         keeper.storage.close()
         registry, keeper = self.keeper(os.path.join(mount, "master.db"))
         self.assertEqual(registry.total, listed)
+
+    def test_a_restart_on_a_full_disk(self) -> None:
+        """The list is there, and all of it is kept when there is room again."""
+        path = os.path.join(self.folder, "ma%20?ster.db")
+        registry, keeper = self.keeper(path)
+        for port in (1, 2, 3):
+            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 100.0, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+        keeper.storage.close()
+        full = mock.patch.object(ms.Storage, "_connect", side_effect=sqlite3.OperationalError("database or disk is full"))
+        with full, self.assertLogs("masterserver") as logged:
+            server = master(server__database=path)          # asked for, and there
+            with mock.patch.object(time, "time", return_value=T0 + 4.0):
+                server.restore()
+            server.stop()
+            self.assertEqual(server.registry.total, 3)
+            registry, keeper = self.keeper(path)
+            keeper.tick(2.0, T0 + 2)
+            self.assertIn("full", keeper.health["database"])
+        self.assertEqual([record.levelname for record in logged.records if "cannot be used" in record.getMessage()], ["WARNING"] * 2)
+        registry.remove(registry.servers()[0])
+        registry.hear("iceball", "203.0.113.9", 4, "203.0.113.9", 2.0, 100.0, {"name": "S"})
+        with self.assertLogs("masterserver") as logged:
+            keeper.tick(4.0, T0 + 4)
+        self.assertEqual(([record.getMessage() for record in logged.records], keeper.health), (["the list is kept again"], {}))
+        self.assertEqual([row[2] for row in keeper.storage.load(T0)], [2, 3, 4])
+
+    def test_a_restart_while_another_program_has_the_file(self) -> None:
+        """What was listed is listed when the file can be read, but for what was heard from since and those who left."""
+        path = os.path.join(self.folder, "master.db")
+        registry, keeper = self.keeper(path)
+        for port in (1, 2, 3):
+            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 100.0, {"name": "old"})
+        keeper.tick(2.0, T0 + 2)
+        keeper.storage.close()
+        with mock.patch.object(ms, "STORAGE_BUSY_SECONDS", 0.02), contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("PRAGMA locking_mode = EXCLUSIVE")
+            other.execute("UPDATE listed SET last_seen = last_seen + 1")       # into a log; the file alone is old
+            with self.assertLogs("masterserver", "WARNING") as logged:
+                registry, keeper = self.keeper(path)
+                registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 1.0, 100.0, {"name": "new"})
+                for second in (2, 4, 6):
+                    keeper.tick(float(second), T0 + second)
+            self.assertEqual((len(logged.output), registry.total, list(keeper.health)), (1, 1, ["database"]))
+        with self.assertLogs("masterserver"):
+            keeper.tick(8.0, T0 + 8)
+        self.assertEqual(sorted((s.port, s.name, s.unconfirmed) for s in registry.servers()), [(1, "new", False), (2, "old", True), (3, "old", True)])
+        self.assertEqual((keeper.health, [row[2] for row in keeper.storage.load(T0)]), ({}, [1, 2, 3]))
+        registry.expire(101.5)
+        self.assertEqual(registry.total, 0)
+
+    def test_damage_while_it_runs_is_told(self) -> None:
+        registry, keeper = self.keeper(os.path.join(self.folder, "master.db"))
+        with open(keeper.storage.path, "r+b") as file:
+            file.write(b"noise" * 1000)
+        keeper.storage.close()
+        registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 100.0, {"name": "S"})
+        with self.assertLogs("masterserver", "WARNING") as logged:
+            keeper.tick(2.0, T0 + 2)
+        self.assertEqual(len(logged.output), 1)
+        self.assertIn("the database was damaged; it is now " + keeper.storage.set_aside, logged.output[0])
 
     def test_the_folder_is_removed_and_comes_back(self) -> None:
         folder = os.path.join(self.folder, "data")
