@@ -8350,12 +8350,27 @@ def sparing() -> Callable[[logging.LogRecord], bool]:
     return lambda record: not record.exc_info or limiter.allow("", time.monotonic())
 
 
+LOG_FILE_BYTES = 10 << 20
+
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    """Goes on in the same file where its folder lets none be renamed; the next try is so much later."""
+
+    def doRollover(self) -> None:
+        self.maxBytes = LOG_FILE_BYTES
+        try:
+            super().doRollover()
+        except OSError as error:
+            self.maxBytes += os.path.getsize(self.baseFilename)
+            log.warning("the log file cannot be rotated, and grows: %s", error)
+
+
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
     path = settings.file("server.log_file")
     if path:
         try:
-            handler = logging.handlers.RotatingFileHandler(path, maxBytes=10 << 20, backupCount=3, encoding="utf-8")
+            handler = LogFile(path, maxBytes=LOG_FILE_BYTES, backupCount=3, encoding="utf-8")
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
@@ -8432,12 +8447,14 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         errors += str(error).split("\n")
     server.stop()
     path = settings.file("server.database")
-    if path and not writable(path):
-        (errors if "server.database" in settings.given else warnings).append(
+    if path and not (writable(path) and writable(path + "-wal")):           # SQLite makes files beside it
+        (errors if "server.database" in settings.given and not has_content(path) else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
+    elif path and not writable(path + ".new"):
+        warnings.append("[server] log_file: %s cannot be rotated, and would grow; its folder cannot be written." % path)
     bound = settings["server.bind"]
     if any(":" in address for address in bound):
         try:

@@ -6695,6 +6695,13 @@ class ServiceTest(unittest.TestCase):
                         write=mock.Mock(side_effect=OSError(28, "No space left on device")))):
                     ms.log.info("lost")
                 self.assertEqual(stderr.getvalue(), "")
+                with mock.patch.object(ms, "LOG_FILE_BYTES", 1000), mock.patch.object(os, "rename", side_effect=PermissionError(13, "Permission denied")):
+                    handler.maxBytes = 1000
+                    for number in range(12):
+                        ms.log.info("line %d %s", number, "x" * 100)
+                with open(path) as file:
+                    text = file.read()
+                self.assertEqual([text.count(word) for word in ("line 0 ", "line 11 ", "cannot be rotated, and grows")], [1, 1, 1])
                 handler.close()
             finally:
                 ms.log.handlers[:] = handlers
@@ -8232,12 +8239,23 @@ class Checking(unittest.TestCase):
                 self.assertIn("[server] log_file", self.check(server__log_file=path)[0])
             self.assertEqual(self.check(server__log_file=os.path.join(folder, "log"))[0], "")
             self.assertEqual(os.listdir(folder), [])
+            path = os.path.join(folder, "log")
+            with open(path, "w"), mock.patch.object(os, "access", lambda name, mode: name != folder):
+                errors, warnings = self.check(server__log_file=path)
+            self.assertEqual(errors, "")
+            self.assertIn("[server] log_file: %s cannot be rotated" % path, warnings)
 
     def test_a_database_that_cannot_be_written(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.assertIn("[server] database", self.check(server__database=os.path.join(folder, "none", "db"))[0])
-            self.assertEqual(self.check(server__database=os.path.join(folder, "db"))[0], "")
+            path = os.path.join(folder, "db")
+            self.assertEqual(self.check(server__database=path)[0], "")
             self.assertEqual(os.listdir(folder), [])
+            with mock.patch.object(os, "access", lambda name, mode: name != folder):
+                for content, place in (("", 0), ("as of a database", 1)):           # with a database it starts, and is in trouble
+                    with open(path, "w") as file:
+                        file.write(content)
+                    self.assertIn("[server] database: %s cannot be written" % path, self.check(server__database=path)[place])
 
     def test_addresses_that_players_cannot_use(self) -> None:
         self.assertIn("from this machine alone", self.check()[1])
