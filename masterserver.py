@@ -423,7 +423,8 @@ class Settings:
 
     def __init__(self, values: Optional[Mapping[str, str]] = None) -> None:
         """`values`: texts by name as for --set; anything wrong raises SettingsError."""
-        self.path = ""              # of the ini, if one was read
+        self.path = ""              # of the ini, there or not
+        self.found = False          # it is there
         self.folder: Optional[str] = None       # where relative paths begin; None: settings made by a program, which keeps nothing unasked
         self.given: Set[str] = set()
         self.texts: Dict[str, str] = {}         # of the files that settings in TEXT_FILES name, read by the event loop
@@ -468,7 +469,7 @@ class Settings:
             raise SettingsError("%s: not UTF-8 text: %s" % (path, error)) from None
         if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
             raise SettingsError("%s: cannot be read; is the name right?" % path)
-        self.path = path if found else ""
+        self.path, self.found = path, bool(found)
         self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
@@ -7037,9 +7038,10 @@ class MasterServer(Loop):
             self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
             new = self.read_again()
-            if self.settings.path and not new.path:
+            if self.settings.found and not new.found:
                 raise SettingsError("%s: it is gone" % self.settings.path)
             read_text_files(new)
+            self.settings.found = new.found
         except SettingsError as error:
             self.ini_trouble = str(error)
             if asked or self.ini_trouble != told:

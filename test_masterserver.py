@@ -5016,6 +5016,23 @@ class ReloadTest(unittest.TestCase):
             server.tick(130.0)
             self.assertEqual(read.call_count, 2)
 
+    def test_an_ini_that_comes_after_the_start(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver") as logged:
+            path = os.path.join(folder, "masterserver.ini")
+            server = ms.MasterServer(ms.Settings.load(path, ["server.database="], missing_ok=True),
+                                     reload=lambda: ms.Settings.load(path, ["server.database="], missing_ok=True))
+            self.addCleanup(server.stop)
+            server.tick(100.0)
+            for number, title in enumerate(("First", "Second", "")):
+                if title:
+                    with open(path, "w", encoding="utf-8") as file:
+                        file.write("[http]\ntitle = %s\n" % title)
+                else:
+                    os.remove(path)
+                server.tick(110.0 + 10 * number)
+                self.assertEqual(server.settings["http.title"], title or "Second")
+        self.assertIn("it is gone", logged.output[-1])
+
     def test_what_the_ini_names(self) -> None:
         """A text file that comes later, or goes, or changes, is read once, and so is the ini that names it."""
         with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver") as logged:
