@@ -5523,7 +5523,7 @@ class Web(TcpProtocol):
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
-        lines = [line for name, line in contact_lines(self.core.listeners, self.settings["server.public_address"] or "THIS-HOST")
+        lines = [line for name, line in contact_lines(self.core.listeners, lambda name: self.settings["server.public_address"] or "THIS-HOST")
                  if game in ("", name)]
         return fill(string.Template("<pre><code>$lines</code></pre>\n"), lines="\n".join(lines)) if lines else Html("")
 
@@ -5710,11 +5710,12 @@ CONTACTS = {
 }
 
 
-def contact_lines(listeners: Iterable[Any], host: str) -> List[Tuple[str, str]]:
-    """(protocol, line for the settings of its game servers) of what listens; of several ports of one protocol the last takes announcements."""
+def contact_lines(listeners: Iterable[Any], host: Callable[[str], str]) -> List[Tuple[str, str]]:
+    """(protocol, line for the settings of its game servers) of what listens; of several ports of one protocol the last takes announcements.
+    `host` gives the address to name for a protocol."""
     ports = {listener.protocol: listener.port for listener in listeners}
-    page = next((endpoint(host, listener.port) for listener in listeners if listener.protocol == "http"), host)
-    return [(name, line % {"host": host, "port": ports[name], "page": page}) for name, line in CONTACTS.items() if name in ports]
+    page = next((endpoint(host("http"), listener.port) for listener in listeners if listener.protocol == "http"), "")
+    return [(name, line % {"host": host(name), "port": ports[name], "page": page or host(name)}) for name, line in CONTACTS.items() if name in ports]
 
 
 def metrics_text(web: Web) -> str:
@@ -8411,24 +8412,34 @@ def summary(server: MasterServer) -> str:
         if page else "")
 
 
-def own_address() -> str:
-    """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))          # an address for documentation: no one has it
+def own_address(far: str = "192.0.2.1") -> str:
+    """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent.
+    `far`: an address for documentation, which no one has."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in far else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((far, 9))
             return str(sock.getsockname()[0])
-        except OSError:
-            return ""
+    except OSError:
+        return ""
 
 
 def first_contact(server: MasterServer) -> List[str]:
-    """For people: what to put into each game server's settings, and where players look."""
-    bound = server.settings["server.bind"]
-    wild = any(ipaddress.ip_address(address).is_unspecified for address in bound)
-    host = server.rules.public_address or (own_address() if wild else bound[0]) or "localhost"
-    lines = contact_lines(server.listeners, host)
+    """For people: what to put into each game server's settings, and where players look. Each protocol has an address that it listens on."""
+    public = server.rules.public_address
+    hosts: Dict[str, str] = {}
+    for listener in sorted(server.listeners, key=lambda l: (":" in l.host) != (":" in public)):        # without a public one IPv4 comes first
+        if listener.protocol not in hosts:
+            bound = {"0.0.0.0": own_address(), "::": own_address("2001:db8::1")}.get(listener.host, listener.host) or "localhost"
+            hosts[listener.protocol] = public if public and (":" in public) == (":" in listener.host) else bound
     page = next((l.port for l in server.listeners if l.protocol == "http"), None)
-    return [line for _, line in lines] + (["Players and browsers: http://%s/" % endpoint(host, page)] if page else [])
+    return [line for _, line in contact_lines(server.listeners, hosts.__getitem__)] + (
+        ["Players and browsers: http://%s/" % endpoint(hosts["http"], page)] if page else [])
+
+
+def unserved(server: MasterServer) -> List[str]:
+    """What is switched on and listens nowhere."""
+    return ["[server] bind: no IPv4 address is there, and %s has no other; it is not served." % name
+            for name in server.tallies if name not in {l.protocol for l in server.listeners}]
 
 
 def writable(path: str) -> bool:
@@ -8445,6 +8456,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     server = MasterServer(trial)
     try:
         server.bind()
+        warnings += unserved(server)
     except StartError as error:
         errors += str(error).split("\n")
     server.stop()
@@ -8513,6 +8525,8 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         log.info("%s", summary(server))
         for line in first_contact(server):
             log.info("%s", line)
+        for line in unserved(server):
+            log.warning("%s", line)
         if arguments.ready_file:
             ready = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in server.listeners]})
             try:

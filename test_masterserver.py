@@ -6712,7 +6712,8 @@ class ServiceTest(unittest.TestCase):
                         write=mock.Mock(side_effect=OSError(28, "No space left on device")))):
                     ms.log.info("lost")
                 self.assertEqual(stderr.getvalue(), "")
-                with mock.patch.object(ms, "LOG_FILE_BYTES", 1000), mock.patch.object(os, "rename", side_effect=PermissionError(13, "Permission denied")):
+                refused = PermissionError(13, "Permission denied")
+                with mock.patch.object(ms, "LOG_FILE_BYTES", 1000), mock.patch.object(os, "rename", side_effect=refused):
                     handler.maxBytes = 1000
                     for number in range(12):
                         ms.log.info("line %d %s", number, "x" * 100)
@@ -8279,6 +8280,27 @@ class Checking(unittest.TestCase):
         self.assertIn("public_address is empty", self.check(server__public_address="")[1])
         self.assertIn("192.168.1.5 is private", self.check(server__public_address="192.168.1.5")[1])
         self.assertIn("10.1.2.3 is private", self.check(server__bind="10.1.2.3")[1])
+
+    def test_games_that_know_ipv4_alone(self) -> None:
+        try:
+            ms.bound_socket(socket.AF_INET6, "udp", "::1", 0).close()
+        except OSError:
+            self.skipTest("no IPv6 here")
+        everything = {row.setting.replace(".", "__"): "0" for row in ms.PROTOCOLS if row.setting}
+        self.assertRegex(self.check(server__bind="::1", **everything)[1], "iceball has no other; it is not served(?s:.*)subspace has no other")
+        self.assertNotIn("not served", self.check(server__bind="::1, 127.0.0.1", **everything)[1])
+        own = mock.patch.object(ms, "own_address", lambda far="": "2001:db8::9" if far else "192.0.2.9")
+        for bind, public, of_ipv4, of_page in (
+                ("::1, 127.0.0.1", "", "127.0.0.1", "127.0.0.1"), ("::", "", None, "[2001:db8::9]"), ("0.0.0.0, ::", "", "192.0.2.9", "192.0.2.9"),
+                ("0.0.0.0, ::", "2001:db8::7", "192.0.2.9", "[2001:db8::7]"), ("::", "203.0.113.5", None, "[2001:db8::9]")):
+            server = master(server__bind=bind, server__public_address=public, **everything)
+            self.addCleanup(server.stop)
+            server.bind()
+            with own:
+                lines = "\n".join(ms.first_contact(server))
+            server.stop()
+            self.assertEqual(re.findall(r'(?:"heartbeat": \[\["|Server1 = )([^",]*)', lines), [of_ipv4] * 2 if of_ipv4 else [])
+            self.assertIn("Players and browsers: http://%s:" % of_page, lines)
 
     def test_exit_statuses(self) -> None:
         options = [word for name, value in LOOPBACK.items() for word in ("--set", "%s=%s" % (name, value))]
