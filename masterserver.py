@@ -7954,6 +7954,7 @@ def command_announce(arguments: argparse.Namespace) -> int:
 ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
 FETCH_S = 10.0                      # silence of a list server, after which it has gone
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
+ASK_TOTAL_S = OUTPUT_TOTAL_S        # for all of it, however it comes: our master gives no reader more
 AIO_TEXT_S = 3.0                    # masters answer text at once; one without that dialect says nothing
 
 
@@ -8216,15 +8217,48 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_argument
 
 
+def say(text: str) -> None:
+    """Write lines to standard output, with what it can show of them. Raises ToolError where it takes none; a pipe whose reader has gone
+    is no mistake, and its message empty."""
+    if sys.stdout is None:
+        raise ToolError(EXIT_FAILED, "standard output is closed")
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        sys.stdout.write((text + "\n").encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # for what is left, which the interpreter writes at its end
+        raise ToolError(EXIT_FAILED, "" if isinstance(error, BrokenPipeError) else "standard output: %s" % error) from None
+
+
+def reason(error: Exception) -> str:
+    """Why nothing came, in words."""
+    return "that is no host name" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or str(error)
+
+
+def within(seconds: float, ask: Callable[[], Any]) -> Any:
+    """What `ask` gives or raises; NoAnswer if that takes longer: whoever sends a byte now and then could hold it for ever."""
+    ended = threading.Event()
+    worker = Worker("ask", ended.set)
+    worker.submit(ask, lambda result, now: None)
+    worker.stop(0.0)
+    until = time.monotonic() + seconds
+    while not ended.wait(0.1):          # on Windows nothing interrupts a long wait
+        if time.monotonic() > until:
+            raise NoAnswer("no end of it came within %g s" % seconds)
+    result = worker.results[0][1]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
 def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callable[[Any], Iterable[str]]) -> int:
     """Print what `ask` learns, as JSON or in words; the exit status."""
     try:
-        result = ask()
-    except (Malformed, OSError) as error:
-        raise ToolError(EXIT_FAILED, "%s: %s" % (endpoint(*arguments.place), error)) from None
-    text = json.dumps(result, indent=2) if arguments.json else "\n".join(words(result))
-    encoding = sys.stdout.encoding or "ascii"
-    sys.stdout.write((text + "\n").encode(encoding, "replace").decode(encoding))
+        result = within(ASK_TOTAL_S, ask)
+    except (Malformed, OSError, UnicodeError) as error:
+        raise ToolError(EXIT_FAILED, "%s: %s" % (endpoint(*arguments.place), reason(error))) from None
+    say(json.dumps(result, indent=2) if arguments.json else "\n".join(words(result)))
     return EXIT_OK
 
 
@@ -8496,9 +8530,8 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
 def command_check(settings: Settings) -> int:
     read_text_files(settings)
     errors, warnings = check(settings)
-    print("The settings are good." if not errors else "The settings can be read, but it cannot start:")
-    for text in ["error: " + text for text in errors] + ["warning: " + text for text in warnings]:
-        print(text)
+    say("\n".join(["The settings are good." if not errors else "The settings can be read, but it cannot start:"]
+                  + ["error: " + text for text in errors] + ["warning: " + text for text in warnings]))
     return EXIT_FAILED if errors else EXIT_OK
 
 
@@ -8550,7 +8583,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def command_serve(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
-        sys.stdout.write(config_text())
+        say(config_text()[:-1])
         return EXIT_OK
     settings = load_settings(arguments)
     return command_check(settings) if arguments.check else serve(settings, arguments)
@@ -8583,11 +8616,13 @@ def command_export(arguments: argparse.Namespace) -> int:
     upload = FtpPlace(arguments.ftp, os.path.basename(arguments.output)) if arguments.ftp else None
     while True:
         try:
-            print(export_once(host, port, arguments.output, upload), flush=True)
+            done = export_once(host, port, arguments.output, upload)
         except ToolError as error:
             if not arguments.every:
                 raise
             print("masterserver.py: %s" % error, file=sys.stderr, flush=True)
+        else:
+            say(done)
         if not arguments.every:
             return EXIT_OK
         time.sleep(arguments.every)
@@ -8597,8 +8632,8 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
     """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
     try:
         entries = hyperbol_list(host, port)
-    except OSError as error:
-        raise ToolError(EXIT_CONNECTION, "No list from %s: %s" % (endpoint(host, port), error.strerror or error)) from None
+    except (OSError, UnicodeError) as error:
+        raise ToolError(EXIT_CONNECTION, "No list from %s: %s" % (endpoint(host, port), reason(error))) from None
     except Malformed as error:
         raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
     if not entries:
@@ -8730,7 +8765,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except KeyboardInterrupt:
         return EXIT_OK if getattr(arguments, "every", None) else EXIT_FAILED
     except (SettingsError, StartError, ToolError) as error:
-        print("masterserver.py: %s" % error, file=sys.stderr)
+        if str(error):
+            print("masterserver.py: %s" % error, file=sys.stderr)
         return error.status if isinstance(error, ToolError) else EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
 
 

@@ -6840,6 +6840,57 @@ class ClientTools(unittest.TestCase):
         self.assertEqual(command("list", "127.0.0.1:%d" % port, "--game", "iceball")[0], 1)
         self.assertEqual(command("ping", "127.0.0.1:65535", "--game", "subspace")[0], 1)
 
+    def test_what_is_no_host_name(self) -> None:
+        for host in ("a..b", "x" * 64 + ".example"):
+            for words in [("list", "--game", game, host) for game in ms.LISTS] + [("ping", "--game", game, host + ":5") for game in ms.PINGS]:
+                status, out, err = command(*words)
+                self.assertEqual((status, out), (1, ""), words)
+                self.assertIn(host, err)
+                self.assertIn("that is no host name", err)
+            status, out, err = command("export", host)
+            self.assertEqual((status, out, err), (3, "", "masterserver.py: No list from %s:20203: that is no host name\n" % host))
+
+    def test_a_master_that_comes_to_no_end(self) -> None:
+        def drip(first: bytes, more: bytes) -> Callable[[socket.socket], None]:
+            def serve(sock: socket.socket) -> None:
+                sock.sendall(first)
+                while not over.is_set():
+                    sock.sendall(more)
+                    over.wait(0.05)
+            return serve
+        with mock.patch.object(ms, "ASK_TOTAL_S", 0.3), mock.patch.object(ms, "AIO_TEXT_S", 0.1), mock.patch.object(ms, "EXPORT_LIST_S", 0.2):
+            for game, first, more in (("iceball", b"", b"HTTP/1.1 100 Continue\r\n\r\n"), ("iceball", b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+                                      ("hyperbol", b"HBSL" + bytes(8), b"\0"), ("aio", b"", hexa("01000000 00"))):
+                over = threading.Event()
+                with self.subTest(game=game, first=first), FakeServer(serve=drip(first, more)) as server:
+                    status, out, err = command("list", "--game", game, "127.0.0.1:%d" % server.port)
+                    over.set()
+                self.assertEqual((status, out), (1, ""))
+                self.assertRegex(err, "within 0.3 s|waited in vain for its list")
+        with FakeServer(serve=lambda sock: [sock.sendall(piece) for piece in [b"HBSL" + bytes(8)] + [bytes(65536)] * 1000]) as server:  # type: ignore
+            status, out, err = command("list", "--game", "hyperbol", "127.0.0.1:%d" % server.port)
+        self.assertEqual(status, 0)
+        self.assertLess(out.count("\n"), ms.EXPORT_LIST_BYTES // 6)
+
+    @unittest.skipIf(ms.WINDOWS, "other pipes, and no /dev/full")
+    def test_where_standard_output_takes_nothing(self) -> None:
+        closed, full, gone = (">&-", "standard output is closed"), (">/dev/full", "standard output: .*No space left on device"), ("| exit 0", "")
+        with MasterOf(ExportTest.greeting, entry("203.0.113.9", 5, 0)) as hyperbol:
+            for words, (redirection, message) in (
+                    (["--print-config"], closed), (["--print-config"], full), (["--print-config"], gone),
+                    (["--check", "--set", "server.bind=127.0.0.1"], full), (["list", "--game", "hyperbol", hyperbol.place], gone)):
+                with self.subTest(words=words, redirection=redirection):
+                    line = "(sleep 0.2; exec \"$@\") | exit 0" if redirection[0] == "|" else '"$@" ' + redirection       # the reader has gone by then
+                    result = subprocess.run(["sh", "-c", line, "sh", *START, *words], capture_output=True, timeout=20)
+                    self.assertRegex(result.stderr.decode(), "^masterserver.py: %s\n$" % message if message else "^$")
+                    self.assertEqual((result.returncode, result.stdout), (1 if message else 0, b""))
+
+    def test_a_terminal_that_cannot_show_it(self) -> None:
+        result = subprocess.run([*START, "--check", "--set", "server.database=/no/\u0416/x"], capture_output=True, timeout=20,
+                                env=dict(os.environ, PYTHONIOENCODING="cp1252"))
+        self.assertEqual((result.returncode, result.stderr), (1, b""))
+        self.assertIn(b"/no/?/x", result.stdout)
+
     def test_usage(self) -> None:
         for words in (("ping", "127.0.0.1", "--game", "aio"), ("ping", "127.0.0.1:1", "--game", "chess"),
                       ("list", "::1:x:y", "--game"), ("frob",)):
