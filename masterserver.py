@@ -8421,12 +8421,17 @@ def start_log(settings: Settings, verbose: bool) -> None:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """All of it or nothing: readers find the old file or the new one. Raises OSError."""
+    """All of it or nothing: readers find the old file or the new one. What is no file (a pipe, a device) is written to. Raises OSError."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:
+            file.write(data)
+        return
+    path = os.path.realpath(path)
     try:
         with open(path + ".new", "wb") as file:
             file.write(data)
         os.replace(path + ".new", path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             os.remove(path + ".new")
         raise
@@ -8585,8 +8590,12 @@ def command_serve(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         say(config_text()[:-1])
         return EXIT_OK
-    settings = load_settings(arguments)
-    return command_check(settings) if arguments.check else serve(settings, arguments)
+    if arguments.check:
+        return command_check(load_settings(arguments))
+    if arguments.ready_file and os.path.isfile(arguments.ready_file):           # an earlier start's; one that fails leaves none
+        with contextlib.suppress(OSError):                  # then it cannot be written either, which is told
+            os.remove(os.path.realpath(arguments.ready_file))
+    return serve(load_settings(arguments), arguments)
 
 
 # --- Export ----------------------------------------------------------------------------------------------------------

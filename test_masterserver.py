@@ -8283,6 +8283,42 @@ class ChildProcess(unittest.TestCase):
         self.assertIn(b"http://203.0.113.5:%d/" % ports["http"], err)
 
 
+class WritingFiles(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.path = os.path.join(folder.name, "file")
+
+    def read(self, path: str) -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    @unittest.skipIf(ms.WINDOWS, "links and pipes are others there")
+    def test_what_is_no_regular_file(self) -> None:
+        link, pipe = (os.path.join(self.folder, name) for name in ("link", "pipe"))
+        os.symlink(self.path, link)
+        os.mkfifo(pipe)
+        ms.write_file(link, b"one")
+        ms.write_file(link, b"two")
+        read: List[bytes] = []
+        reader = threading.Thread(target=lambda: read.append(self.read(pipe)))
+        reader.start()
+        ms.write_file(pipe, b"three")
+        reader.join(5)
+        self.assertEqual((self.read(self.path), os.path.islink(link), read), (b"two", True, [b"three"]))
+        self.assertRaises(OSError, ms.write_file, self.folder, b"five")
+        self.assertEqual(sorted(os.listdir(self.folder)), ["file", "link", "pipe"])
+
+    def test_a_start_that_fails_leaves_no_ready_file(self) -> None:
+        for more in (["--set", "server.bind=203.0.113.77"], ["--set", "http.portz=1"]):
+            ms.write_file(self.path, b"{}")
+            self.assertEqual(command("--check", "--ready-file", self.path, *more)[0], 1 if "bind" in more[1] else 2)
+            self.assertTrue(os.path.exists(self.path))
+            self.assertNotEqual(run_program("--ready-file", self.path, "--set", "server.database=", *more).returncode, 0)
+            self.assertFalse(os.path.exists(self.path))
+
+
 class Checking(unittest.TestCase):
     def check(self, **settings: str) -> Tuple[str, str]:
         errors, warnings = ms.check(ms.Settings(dict(LOOPBACK, **{name.replace("__", "."): value for name, value in settings.items()})))
