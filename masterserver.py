@@ -74,6 +74,7 @@ import threading
 import time
 import types
 import urllib.parse
+import warnings
 import weakref
 import zlib
 from datetime import datetime, timedelta, timezone
@@ -191,7 +192,7 @@ def read_number(low: float, high: float, kind: Callable[[str], Any] = int) -> Ca
         except ValueError:
             raise ValueError("a number is wanted") from None
         if not low <= value <= high:
-            raise ValueError("a number from %g to %g is wanted" % (low, high))
+            raise ValueError("a number from %.12g to %.12g is wanted" % (low, high))
         return value
     return read
 
@@ -210,7 +211,8 @@ def read_list(read: Callable[[str], Any], separator: str = ",") -> Callable[[str
 
 def read_address(text: str) -> str:
     try:
-        return str(ipaddress.ip_address(text.strip().strip("[]")))
+        parsed = ipaddress.ip_address(text.strip().strip("[]"))
+        return str(getattr(parsed, "ipv4_mapped", None) or parsed)
     except ValueError:
         raise ValueError("%r is not an IP address" % text.strip()) from None
 
@@ -240,12 +242,15 @@ def is_unicast(address: str) -> bool:
 
 
 def read_unicast(text: str) -> str:
-    """An address that a list may carry, or nothing."""
-    if not text.strip():
-        return ""
+    """An address that a list may carry."""
     if not is_unicast(read_address(text)):
         raise ValueError("%s cannot be the address of a server" % text.strip())
     return read_address(text)
+
+
+def read_public(text: str) -> str:
+    """The same, or nothing."""
+    return read_unicast(text) if text.strip() else ""
 
 
 def read_network(text: str) -> Network:
@@ -259,7 +264,7 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     """`ADDRESS:PORT` or `[ADDRESS]:PORT`; the address may be a host name."""
     host, _, port = text.strip().rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not host or not port.isdigit() or not 0 < int(port) <= 65535 or (":" in host and not bracketed):
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535 or (":" in host and not bracketed):
         raise ValueError("%r is not ADDRESS:PORT" % text.strip())
     return host.strip("[]"), int(port)
 
@@ -284,8 +289,10 @@ def read_known_hyperbol(text: str) -> Tuple[str, int, int]:
 
 def read_pattern(text: str) -> Pattern:
     try:
-        return re.compile(text, re.IGNORECASE)
-    except (re.error, OverflowError, RecursionError, Warning) as error:       # warnings where Python is told to raise them
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")      # of what later versions read otherwise
+            return re.compile(text, re.IGNORECASE)
+    except (re.error, OverflowError, RecursionError, Warning) as error:
         raise ValueError("%r is not a regular expression: %s" % (text, error)) from None
 
 
@@ -345,7 +352,7 @@ class Setting(NamedTuple):
 SETTINGS = (
     Setting("server", "bind", "0.0.0.0, ::", read_addresses,
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
-    Setting("server", "public_address", "", read_unicast,
+    Setting("server", "public_address", "", read_public,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
     Setting("server", "database", "masterserver.db", read_text,
             "What outlives a restart: the list and the history of player counts (SQLite). A path, from the folder of this file on; "
@@ -446,6 +453,8 @@ class Settings:
             raise SettingsError("%s: [%s] has no key %s%s" % (where, section, key, nearest(key, rows)))
         self.given.add(row.name)
         try:
+            if re.search("[\0\ud800-\udfff]", key + text):     # no file has such a name, and no answer can carry it
+                raise ValueError("there is a character in it that no text has")
             if row.key:
                 self.values[row.name] = row.read(text)
             else:
@@ -466,7 +475,7 @@ class Settings:
         except configparser.Error as error:
             raise SettingsError("%s: %s" % (path, " ".join(str(error).split()))) from None
         except UnicodeDecodeError as error:
-            raise SettingsError("%s: not UTF-8 text: %s" % (path, error)) from None
+            raise SettingsError("%s: not UTF-8 text (%s); save it as UTF-8" % (path, error)) from None
         if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
             raise SettingsError("%s: cannot be read; is the name right?" % path)
         self.path, self.found = path, bool(found)
@@ -7061,8 +7070,9 @@ class MasterServer(Loop):
                 self.apply()
             self.ini_stamp = {path: before.get(path, stamp) for path, stamp in self.stamp().items()}
             log.info("settings read again; changed: %s", ", ".join(row.name for row in different if row.live) or "nothing")
-        if asked:
-            self.tell("READY=1")
+        finally:
+            if asked:
+                self.tell("READY=1")
 
     def apply(self) -> None:
         """Let the live settings take effect."""
@@ -7135,8 +7145,10 @@ def read_text_files(settings: Settings) -> None:
         if path:
             try:
                 with open(path, encoding="utf-8-sig") as file:
-                    settings.texts[name] = file.read(TEXT_FILE_CHARACTERS)
-            except (OSError, UnicodeDecodeError) as error:
+                    settings.texts[name] = file.read(TEXT_FILE_CHARACTERS + 1)
+                if len(settings.texts[name]) > TEXT_FILE_CHARACTERS:
+                    raise ValueError("it has more than %d characters" % TEXT_FILE_CHARACTERS)
+            except (OSError, ValueError) as error:
                 raise SettingsError("[%s] %s = %s: %s" % (*name.split("."), path, error)) from None
     try:
         list_template(settings.texts["http.template"])
@@ -8347,7 +8359,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 def load_settings(arguments: argparse.Namespace) -> Settings:
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
     overrides = arguments.set + ["server.log_level=debug"] * arguments.verbose
-    return Settings.load(arguments.config or beside, overrides, missing_ok=not arguments.config)
+    return Settings.load(beside if arguments.config is None else arguments.config, overrides, missing_ok=arguments.config is None)
 
 
 def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:

@@ -212,7 +212,14 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[official]\nsomewhere = yes\n", "ADDRESS:PORT")
         self.wrong("[official]\n1.2.3.4:5 = perhaps\n", "yes or no")
         self.wrong("[address_map]\n192.168.1.5 = 224.0.0.1\n", "cannot be the address")
+        self.wrong("[address_map]\n192.168.1.5 =\n", "not an IP address")
         self.wrong("[server]\nrefuse_names = (\n", "regular expression")
+        self.wrong("[server]\nrefuse_names = [[a]\n", "regular expression", "nested set")
+        self.wrong("[hyperbol]\nservers = a:\u00b2\n", "is not ADDRESS:PORT")
+        self.wrong("[limits]\nservers = 0\n", "from 1 to 10000000 is wanted")
+        self.wrong("[limits]\ndatagrams = 0\n", "from 0.01 to 1000000 is wanted")
+        self.wrong("[server]\ndatabase = a\0b\n", "[server] database", "no text has")
+        self.wrong("[games]\na\0 = b\n", "[games] a", "no text has")
         self.wrong("[server]\nbind = here\n", "not an IP address")
         self.wrong("[server]\nbind =\n", "an address")
         self.wrong("[DEFAULT]\nport = 1\n", "no section [DEFAULT]")
@@ -226,9 +233,19 @@ class SettingsTest(unittest.TestCase):
             with open(path, "wb") as file:
                 file.write(b"[server]\n\xff\xfe")
             self.assertRaisesRegex(ms.SettingsError, "UTF-8", ms.Settings.load, path)
+            with open(path, "w", encoding="utf-16") as file:
+                file.write("[server]\n")
+            self.assertRaisesRegex(ms.SettingsError, "save it as UTF-8", ms.Settings.load, path)
+        self.assertRaisesRegex(ms.SettingsError, "--set: .* no text has", self.load, "", "http.title=\udcff")
+
+    def test_ipv4_in_ipv6_is_ipv4(self) -> None:
+        settings = self.load("[server]\nbind = ::ffff:127.0.0.1, ::1\npublic_address = ::ffff:1.2.3.4\n[address_map]\n::ffff:10.0.0.1 = 1.2.3.4\n")
+        self.assertEqual((settings["server.bind"], settings["server.public_address"], settings["address_map"]),
+                         (("127.0.0.1", "::1"), "1.2.3.4", {"10.0.0.1": "1.2.3.4"}))
 
     def test_missing_file(self) -> None:
         self.assertRaisesRegex(ms.SettingsError, "nowhere.ini", ms.Settings.load, "nowhere.ini")
+        self.assertEqual(command("--check", "--config", "")[0], 2)
         self.assertEqual(ms.Settings.load("nowhere.ini", missing_ok=True)["iceball.port"], 27790)
 
     def test_overrides(self) -> None:
@@ -4994,6 +5011,28 @@ class ReloadTest(unittest.TestCase):
                 self.assertTrue(server.logged(b"[iceball] timeout has changed; that takes a restart"))
                 self.write(server, "[bans]\n127.0.0.1 = me\n")
                 eventually(lambda: b"Iceball Server" not in fetch(server.port("http"), "/master.json")[2])
+
+    def test_the_end_of_a_reload_is_told_whatever_it_comes_to(self) -> None:
+        for read in (ms.Settings, mock.Mock(side_effect=ms.SettingsError("wrong")), mock.Mock(side_effect=KeyError("a fault"))):
+            server = ms.MasterServer({}, reload=read)
+            self.addCleanup(server.stop)
+            server.tell = mock.Mock()
+            with self.assertLogs("masterserver"):
+                server.guarded(server.reload)
+            self.assertEqual(server.tell.call_args, mock.call("READY=1"))
+
+    def test_a_text_file_that_is_too_long(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(ms, "TEXT_FILE_CHARACTERS", 1000):
+            path = os.path.join(folder, "style.css")
+            for size in (1000, 1001):
+                with open(path, "w", encoding="ascii") as file:
+                    file.write("x" * size)
+                settings = ms.Settings({"http.stylesheet": path})
+                if size == 1000:
+                    ms.read_text_files(settings)
+                    self.assertEqual(len(settings.texts["http.stylesheet"]), size)
+                else:
+                    self.assertRaisesRegex(ms.SettingsError, "stylesheet = .* more than 1000 characters", ms.read_text_files, settings)
 
     def test_a_change_is_read_once(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
