@@ -6828,13 +6828,9 @@ class MasterServer(Loop):
                 if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)
                     continue
-                holder = port_holder(row.transport, wanted) if error.errno == errno.EADDRINUSE else ""
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (
                     row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error,
-                    "Change [server] bind; this machine has no such address." if error.errno == errno.EADDRNOTAVAIL or not row.setting
-                    else "%s Change it with [%s] %s (--set %s=PORT)." % (
-                        "It is held by %s." % holder if holder else "Is another master server running?",
-                        *row.setting.split("."), row.setting))) from None
+                    self.way_out(row, wanted, error.errno))) from None
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
@@ -6847,6 +6843,21 @@ class MasterServer(Loop):
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)
             self.selector.register(sock, selectors.EVENT_READ, source.ready)
+
+    def way_out(self, row: Row, port: int, status: Optional[int]) -> str:
+        """What to do where a port cannot be had."""
+        if status in DESCRIPTORS_SHORT:
+            return "It needs more open files than it may have (ulimit -n)."
+        if status == errno.EADDRNOTAVAIL or not row.setting:
+            return "Change [server] bind; this machine has no such address."
+        if any(l.port == port and l.transport == row.transport for l in self.listeners):
+            why = "Another setting of this program has it."
+        elif status == errno.EACCES and port < 1024:
+            why = "A port under 1024 needs a privilege."
+        else:
+            holder = port_holder(row.transport, port) if status == errno.EADDRINUSE else ""
+            why = "It is held by %s." % holder if holder else "Is another master server running?"
+        return "%s Change it with [%s] %s (--set %s=PORT)." % (why, *row.setting.split("."), row.setting)
 
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
         rules = self.rules
@@ -7691,17 +7702,15 @@ class Announcement(Loop):
         announcement.stop()                         # says goodbye where the game's protocol has one
 
     `game`: iceball, subspace, aio, hyperbol, or any other name that the masters list. `port`: where players find the game server.
-    `masters`: HOST or HOST:PORT. Further fields: name, players, max_players, playing, map, mode, version, description. `dialect`: for AIO, text
-    or framed; text if there is a name. `players_from`: a file whose last line is as for read_players(), read again when it changes.
-    A wrong argument raises ValueError. Where masters ask the game server itself (SubSpace on port + 1, Hyperbol and framed AIO on the port,
-    by UDP), the questions are answered here if that port is free, and left to the game server if not. `give_up`: run() ends
-    when no master is left that is known and has not refused; `failure` then says why.
+    `masters`: HOST or HOST:PORT, or several. Further fields: name, players, max_players, playing, map, mode, version, description.
+    `dialect`: for AIO, text or framed; text if there is a name. `players_from`: a file whose last line is as for read_players(), read again
+    when it changes. A wrong argument raises ValueError. Where masters ask the game server itself (SubSpace on port + 1, Hyperbol and framed
+    AIO on the port, by UDP), the questions are answered here if that port is free, and left to the game server if not. `give_up`: run()
+    ends when no master is left that is known and has not refused; `failure` then says why.
     """
 
-    def __init__(self, game: str, port: int, masters: Sequence[str], dialect: str = "", players_from: str = "", give_up: bool = False,
-                 **fields: Any) -> None:
-        if not 0 < port <= 65535:
-            raise ValueError("port %d is none" % port)
+    def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]], dialect: str = "", players_from: str = "",
+                 give_up: bool = False, **fields: Any) -> None:
         if dialect not in ("", "text", "framed"):
             raise ValueError("the dialect is text or framed")
         if dialect and game != "aio":
@@ -7714,10 +7723,13 @@ class Announcement(Loop):
         if game == "aio":
             make = functools.partial(AioAnnouncer, framed=dialect == "framed" or not self.server.name)
         self.links = []
-        for text in masters:
+        for text in [masters] if isinstance(masters, str) else masters:
             announcer = make(self.server, time.monotonic())
             host, given = read_place(text)
             link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer)
+            for number in (port, port + (announcer.asked_at or 0), link.port):
+                if not 0 < number <= 65535:
+                    raise ValueError("port %d is wanted, and is none" % number)
             if isinstance(announcer, HttpAnnouncer):
                 announcer.host = endpoint(link.host, link.port)
             self.links.append(link)
@@ -7950,6 +7962,8 @@ def command_announce(arguments: argparse.Namespace) -> int:
             except ValueError as error:
                 log.warning("standard input: %s", error)
     stop_on_signals(announcement.stop)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:        # as nohup leaves it
+        signal.signal(signal.SIGHUP, lambda number, frame: announcement.stop())
     if from_stdin:
         read_stdin(take, announcement.stop)
     announcement.run()
@@ -8629,12 +8643,14 @@ The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD
 the user's folder (%2F at its front: in the root); if it does not end in /, its last part is the name of the file.
 
 Exit status: 0 done; 2 wrong usage; 3 no connection to the master; 4 it is no Hyperbol master; 6 its list is empty;
-7 the file cannot be written; 8 the upload failed. With --every it goes on until it is stopped by Ctrl-C."""
+7 the file cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends with 0."""
 
 
 def command_export(arguments: argparse.Namespace) -> int:
     host, port = arguments.master[0], arguments.master[1] or LISTS["hyperbol"][1]
     upload = FtpPlace(arguments.ftp, os.path.basename(arguments.output)) if arguments.ftp else None
+    if arguments.every:
+        stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))         # KeyboardInterrupt
     while True:
         try:
             done = export_once(host, port, arguments.output, upload)

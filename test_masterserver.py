@@ -5975,6 +5975,12 @@ def master(**settings: str) -> ms.MasterServer:
     return ms.MasterServer(chosen)
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 def port_of(server: ms.MasterServer, protocol: str) -> int:
     return next(l.port for l in server.listeners if l.protocol == protocol)
 
@@ -7243,6 +7249,8 @@ class ExportTest(unittest.TestCase):
             self.assertEqual(place.login(), ("user", "more"))
 
     def test_every(self) -> None:
+        for number in ms.END_SIGNALS:
+            self.addCleanup(signal.signal, number, signal.getsignal(number))
         with MasterOf(self.greeting, entry("127.0.0.1", 70000, 1)) as master, \
                 unittest.mock.patch.object(ms.time, "sleep") as sleep:
             sleep.side_effect = [None, KeyboardInterrupt]  # the second round finds no master, and that does not end it
@@ -7251,6 +7259,17 @@ class ExportTest(unittest.TestCase):
         self.assertEqual((status, sleep.call_count, sleep.call_args[0]), (0, 2, (300.0,)))
         self.assertIn("1 servers, 0 of them responding", out)
         self.assertIn("No list from", err)
+
+    @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
+    def test_every_until_a_signal(self) -> None:
+        with MasterOf(self.greeting, entry("127.0.0.1", 70000, 1)) as master:
+            with subprocess.Popen([*START, "export", "--every", "300", "--output", self.output, master.place], stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE) as process:
+                self.addCleanup(process.kill)
+                assert process.stdout is not None
+                self.assertIn(b"1 servers", process.stdout.readline())
+                process.terminate()
+                self.assertEqual((process.communicate(timeout=20), process.returncode), ((b"", b""), 0))
 
     def upload(self, command: Sequence[str], port: int, cases: Sequence[Tuple[str, str, int]]) -> None:
         """Start an FTP server, export to each URL with each password, and compare the exit status."""
@@ -7911,9 +7930,15 @@ class Announcing(unittest.TestCase):
         for arguments, fields in ((("iceball", 0, ["m"]), {}), (("iceball", 1, []), {}), (("iceball", 1, ["m:x"]), {}), (("Ice Ball", 1, ["m"]), {}),
                                   (("iceball", 1, ["m"]), {"players": "5"}), (("iceball", 1, ["m"]), {"players": -1}),
                                   (("iceball", 1, ["m"]), {"version": "new"}), (("iceball", 1, ["m"]), {"dialect": "text"}),
-                                  (("aio", 1, ["m"]), {"dialect": "binary"})):
+                                  (("aio", 1, ["m"]), {"dialect": "binary"}), (("iceball", 65536, ["m"]), {}), (("subspace", 65535, ["m"]), {}),
+                                  (("subspace", 1, ["m:65535"]), {}), (("iceball", 1, "m:x"), {})):
             with self.assertRaises(ValueError):
                 ms.Announcement(*arguments, **fields)           # type: ignore[arg-type, unused-ignore]
+
+    def test_one_master_needs_no_list(self) -> None:
+        announcement = ms.Announcement("iceball", 65535, "master.example:65535")
+        self.addCleanup(announcement.stop)
+        self.assertEqual([(link.host, link.port) for link in announcement.links], [("master.example", 65535)])
 
     def test_players_as_they_are_written(self) -> None:
         for line, fields in (("5", {"players": 5}), (" 5 / 16\r", {"players": 5, "max_players": 16}),
@@ -7995,6 +8020,15 @@ class Announcing(unittest.TestCase):
         self.assertIn(b"refused: the master cannot read the announcement", err)
         self.assertIn(b"cannot be resolved", err)
         self.assertNotIn(b"Traceback", err)
+
+    @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
+    def test_command_says_goodbye_when_its_terminal_is_closed(self) -> None:
+        with ms.MasterServer(dict(LOOPBACK, **{"http.ports": "0", "games.mygame": "Mine"})) as master:
+            process = self.command("--game", "mygame", "--port", "4000", "127.0.0.1:%d" % port_of(master, "http"))
+            eventually(master.registry.servers, 20)
+            process.send_signal(signal.SIGHUP)
+            out, err = process.communicate(timeout=20)
+            self.assertEqual((process.returncode, out, master.registry.servers()), (0, b"", []), err)
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_command_ends_on_a_signal(self) -> None:
@@ -8373,6 +8407,15 @@ class Checking(unittest.TestCase):
         self.assertIn("iceball cannot listen on UDP 127.0.0.1:%d" % port, errors)
         self.assertIn("http cannot listen on TCP", errors)
         self.assertEqual(errors.count("(process %d)" % os.getpid()), 2 if sys.platform == "linux" else 0, errors)
+
+    def test_other_reasons_why_a_port_cannot_be_had(self) -> None:
+        port = str(free_port())
+        errors, _ = self.check(http__ports=port, aio__port=port)
+        self.assertIn("Another setting of this program has it. Change it with [http] ports", errors)
+        for status, port, words in ((errno.EACCES, "80", "A port under 1024 needs a privilege. Change it with [http] ports"),
+                                    (errno.EACCES, "8080", "Is another master server running?"), (errno.EMFILE, "8080", "more open files")):
+            with mock.patch.object(ms, "bound_socket", side_effect=OSError(status, os.strerror(status))):
+                self.assertIn(words, self.check(http__ports=port)[0])
 
     def test_an_address_that_this_machine_does_not_have(self) -> None:
         self.assertIn("[server] bind", self.check(server__bind="203.0.113.77")[0])
