@@ -4876,6 +4876,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         if not head:
             return
+        if re.search(rb"\r(?!\n)|\0", head):
+            raise HttpError(400, "A carriage return or a NUL stands alone in the head.")         # others may see a line end (RFC 9112, 2.2)
         self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
         self.parse_request()
         if not re.match(r"HTTP/0*1\.", self.request_version):
@@ -4886,12 +4888,16 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         hosts = len(self.headers.get_all("Host", []))
         if hosts > 1 or not hosts and self.request_version >= "HTTP/1.1":
             raise HttpError(400, "HTTP/1.1 asks for one Host header.")
-        if re.search(r"(^|,)\s*close\s*(,|$)", self.headers.get("Connection", ""), re.IGNORECASE):     # Perl's clients say "TE, close"
+        if re.search(r"(^|,)\s*close\s*(,|$)", self.header("Connection"), re.IGNORECASE):     # Perl's clients say "TE, close"
             self.close_connection = True
         if self.command not in METHODS_KNOWN:
             raise HttpError(501, "The method %s is not known." % self.command[:32])
         if "Transfer-Encoding" in self.headers:
             raise HttpError(501, "Transfer-Encoding is not supported; send Content-Length.")
+
+    def header(self, name: str) -> str:
+        """Of several lines with one name one list (RFC 9110, 5.3)."""
+        return ",".join(self.headers.get_all(name, []))
 
     def body_length(self) -> int:
         lengths = set(self.headers.get_all("Content-Length", []))
@@ -4936,15 +4942,15 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         return self.out.getvalue() + (answer.body if self.command != "HEAD" and answer.status != 304 else b"")
 
     def matches(self, etag: str) -> bool:
-        wanted = self.headers.get("If-None-Match", "") if self.command in ("GET", "HEAD") else ""
+        wanted = self.header("If-None-Match") if self.command in ("GET", "HEAD") else ""
         return wanted.strip() == "*" or etag in re.findall(r'"[^"]*"', wanted)
 
     def takes_gzip(self) -> bool:
-        for coding in self.headers.get("Accept-Encoding", "").lower().split(","):
-            name, _, weight = coding.partition(";")
-            if name.strip() in ("gzip", "x-gzip", "*"):
-                return not re.fullmatch(r"\s*q\s*=\s*0(\.0*)?\s*", weight)
-        return False
+        takes = {}
+        for coding in self.header("Accept-Encoding").lower().split(","):
+            name, *parameters = (part.strip() for part in coding.split(";"))
+            takes[name] = not any(re.fullmatch(r"q\s*=\s*0(\.0*)?", parameter) for parameter in parameters)
+        return takes.get("gzip", takes.get("x-gzip", takes.get("*", False)))
 
 
 class Route(NamedTuple):
@@ -5263,13 +5269,13 @@ class Web(TcpProtocol):
         self.registry.forget_parts()                # titles stand in them
 
     def client(self, exchange: Exchange, peer: str) -> str:
-        """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For that is no such proxy."""
+        """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For, a port after it or not, that is no such proxy."""
         address = peer
-        for text in reversed(exchange.headers.get("X-Forwarded-For", "").split(",")):
+        for text in reversed(exchange.header("X-Forwarded-For").split(",")):
             if not in_ranges(address, self.trusted):
                 break
             try:
-                address = canonical(read_address(text))
+                address = canonical(read_unicast(re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip()))) or address
             except ValueError:
                 break
         return address

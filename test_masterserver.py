@@ -4499,6 +4499,8 @@ class WebTest(unittest.TestCase):
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: \x1f22\r\n\r\n", 400, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", 501, "Transfer-Encoding"),
+                (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\rContent-Length: 3\r\n\r\n", 400, "return"), (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, ""),
+                (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\0b\r\n\r\n", 400, "NUL"),
                 (b"GET / HTTP/1.1\r\nHost: x\r\nHo st: y\r\n\r\n", 400, "header")):
             data = self.exchange(request)[1]
             if not status:
@@ -4546,6 +4548,31 @@ class WebTest(unittest.TestCase):
         self.assertTrue(head.startswith(b"HTTP/1.1 304 Not Modified\r\n") and head.endswith(b"\r\n\r\n"))
         self.list(1)
         self.assertEqual(self.get("/master.json", "If-None-Match: " + etag, now=2.0)[0], 200)
+
+    def test_several_lines_are_one_list(self) -> None:
+        etag = self.get("/master.json")[1]["ETag"]
+        self.assertEqual(self.get("/style.css", "Accept-Encoding: br", "Accept-Encoding: gzip")[1].get("Content-Encoding"), "gzip")
+        self.assertTrue(self.exchange(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: TE\r\nConnection: close\r\n\r\n")[0].done)
+        head = self.exchange(b'GET /master.json HTTP/1.1\r\nHost: x\r\nIf-None-Match: "x"\r\nIf-None-Match: %s\r\n\r\n' % etag.encode())[1]
+        self.assertIn(b" 304 ", head[:20])
+
+    def test_whose_request_it_is_behind_a_proxy(self) -> None:
+        self.core.settings.values["http.trusted_proxies"] = (ms.read_network("127.0.0.0/8"), ms.read_network("2001:db8:1::/48"))
+        self.web.read(self.core.settings)
+        for lines, client in ((["203.0.113.66", "198.51.100.77"], "198.51.100.77"), (["198.51.100.77, 2001:db8:1::1", "127.0.0.2"], "198.51.100.77"),
+                              (["198.51.100.4:5555"], "198.51.100.4"), (["[2001:db8::5]:77"], "2001:db8::5"), (["[2001:db8::5]"], "2001:db8::5"),
+                              (["2001:db8::5"], "2001:db8::5"), (["::ffff:198.51.100.4"], "198.51.100.4"), (["198.51.100.4, "], "198.51.100.4"),
+                              (["198.51.100.4, unknown"], "127.0.0.1"), (["198.51.100.4, 0.0.0.0"], "127.0.0.1"), (["ff02::1"], "127.0.0.1"),
+                              (["198.51.100.4, 255.255.255.255:1, 127.0.0.2"], "127.0.0.2"), (["fe80::1%eth0"], "127.0.0.1"), ([], "127.0.0.1")):
+            page = self.get("/check", *["X-Forwarded-For: " + line for line in lines])[2].decode()
+            self.assertIn("Nothing at %s is" % client, page, lines)
+        self.assertIn(b"Nothing at 203.0.113.1 is", self.get("/check", "X-Forwarded-For: 198.51.100.4", address="203.0.113.1")[2])
+
+    def test_who_takes_gzip(self) -> None:
+        for value, takes in (("gzip", True), ("br, x-gzip;q=0.5", True), ("*", True), ("GZIP ; Q=1", True), ("br", False), ("", False),
+                             ("gzip;q=0", False), ("gzip; q = 0.000", False), ("*;q=0", False), ("*;q=0, gzip", True), ("*, gzip;q=0", False),
+                             ("gzip;level=1;q=0", False), ("gzip;level=1;q=0.1", True)):
+            self.assertEqual("Content-Encoding" in self.get("/style.css", "Accept-Encoding: " + value)[1], takes, value)
 
     def test_limited_clients_get_a_list(self) -> None:
         self.list(1)
