@@ -4298,6 +4298,7 @@ const view = {
 };
 const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
 const players = row => parseInt(row.cells[4].textContent, 10) || 0;
+const fold = text => text.toLowerCase().toUpperCase();  // ß as ss: what Python's casefold() takes for one is one
 const nameOf = row => row.querySelector('bdi').textContent;
 const keyOf = row => row.querySelector('a').getAttribute('href');
 let order = [];                                         // the rows in the master's order
@@ -4321,9 +4322,10 @@ function keepView() {
   }
 }
 
-function wanted(row) {
-  return players(row) >= (+view.players_min || 0) && nameOf(row).toLowerCase().includes(view.name.trim().toLowerCase())
-    && !view.hide.includes(row.className);
+function wanted(row) {                                  // a part of the name or of the address, as the master searches
+  const name = fold(view.name.trim()), address = row.querySelector('code').textContent;
+  return players(row) >= (+view.players_min || 0) && !view.hide.includes(row.className)
+    && [nameOf(row), name.includes(':') ? address : address.replace(/:\d+$/, '')].some(text => fold(text).includes(name));
 }
 
 function sorted(rows) {
@@ -4366,8 +4368,9 @@ function tellStatus() {
   put(status, failed
     ? 'The master does not answer. This list is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
     : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
+    : !visible ? document.querySelector('#empty').hidden ? 'No server matches.' : ''
     : visible < total ? number(visible) + ' of ' + number(total) + ' servers shown'
-    : total === 0 ? '' : number(total) + (total === 1 ? ' server' : ' servers'));
+    : number(total) + (total === 1 ? ' server' : ' servers'));
 }
 
 function source() {                                     // filters stay here, unless the master has too many rows
@@ -4489,7 +4492,7 @@ if (table) {
       view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
       keepView();
       show();
-      if (capped || asked.get('name') || asked.get('players_min')) refresh();   // it came filtered: fetch the rest
+      if (capped) refresh();
     });
   }
   for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
@@ -4505,6 +4508,7 @@ if (table) {
   }
   keepView();
   show();
+  if (view.name || view.players_min) refresh();         // it came filtered: fetch the rest
 }
 
 if (document.querySelector('[data-live]')) {
@@ -5426,7 +5430,7 @@ class Web(TcpProtocol):
             return game, []
         if not name and not least:
             return game, None
-        return game, [s for s in self.registry.in_order(game) if s.players >= least and (name in s.name.casefold() or name in s.address)]
+        return game, [s for s in self.registry.in_order(game) if s.players >= least and is_called(s, name)]
 
     def titles(self) -> Dict[str, str]:
         return {**GAME_TITLES, **self.settings["games"]}
@@ -5639,6 +5643,11 @@ def whole_number(request: Request, name: str, low: int, high: int) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or not low <= int(text) <= high:
         raise HttpError(400, "%s is a number from %d to %d." % (name, low, high))
     return int(text)
+
+
+def is_called(server: Any, name: str) -> bool:
+    """Is `name`, casefolded, a part of its name or of its address? The script has the same rule (wanted)."""
+    return name in server.name.casefold() or name in (endpoint(server.address, server.port) if ":" in name else server.address)
 
 
 def server_asked_for(request: Request) -> Key:

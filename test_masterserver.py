@@ -50,7 +50,7 @@ import xml.dom.minidom
 import zlib
 from types import SimpleNamespace
 from unittest import mock
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import masterserver as ms
@@ -3432,7 +3432,7 @@ def render_list(servers, query=None, sparks=None, look=LOOK, wall=WALL):
     query = query or {}
     game, name, players_min = query.get("game", ""), query.get("name", ""), int(query.get("players_min") or 0)
     counts = {key: sum(server.game == key for server in servers) for key in TITLES}
-    found = [server for server in servers if game in ("", server.game) and name.lower() in server.name.lower()
+    found = [server for server in servers if game in ("", server.game) and ms.is_called(server, name.casefold())
              and server.players >= players_min]
     rows = b"".join(whole_row(server, (sparks or {}).get((server.address, server.port), ms.Html("")), wall,
                                     TITLES[server.game]) for server in found[:ms.PAGE_ROWS])
@@ -3841,6 +3841,9 @@ class BrowserTest(unittest.TestCase):
                     box.dispatchEvent(new Event('input', {bubbles: true}))}""" % (
                         json.dumps(selector), json.dumps(text)))
 
+    def status(self):
+        return self.js("document.querySelector('#status').textContent")
+
     def refresh(self):
         """A refresh now, as when the tab comes to the front."""
         self.js("document.dispatchEvent(new Event('visibilitychange'))")
@@ -3985,6 +3988,31 @@ class BrowserTest(unittest.TestCase):
         until(lambda: self.names() == ["Needle"])
         self.type("[name=name]", "")
         until(lambda: len(self.names()) == 2000)
+
+    def test_search_finds_what_the_master_finds(self):
+        """By name or address, in whatever case; the same among the rows at hand and where the master has to search."""
+        for count in 60, 2100:
+            self.site.servers = make_servers(count)
+            for server, new in zip(self.site.servers[-3:], (("Straße", "198.51.100.77"), ("ΣΊΣΥΦΟΣ", "2001:db8::5"), ("İzmir", "198.51.100.78"))):
+                server.name, server.address = new
+            self.open()
+            for text, found in (("STRASSE", "Straße"), ("Straße", "Straße"), ("σίσυφος", "ΣΊΣΥΦΟΣ"), ("i̇ZM", "İzmir"), ("198.51.100.77", "Straße"),
+                                (ms.endpoint("198.51.100.78", self.site.servers[-1].port), "İzmir"), ("[2001:DB8::5]:", "ΣΊΣΥΦΟΣ")):
+                self.type("[name=name]", text)
+                until(lambda: self.names() == [found])
+                self.assertEqual([server.name for server in self.site.servers if ms.is_called(server, text.casefold())], [found])
+            self.type("[name=name]", "nobody")
+            until(lambda: self.status() == "No server matches.")
+
+    def test_a_page_that_came_searched_has_the_rest_at_once(self):
+        self.open("/?name=nobody")
+        self.assertEqual(self.status(), "No server matches.")
+        self.refresh()
+        self.assertEqual(self.status(), "No server matches.")
+        self.open("/?name=lazy")
+        found = sum("lazy" in server.name.lower() for server in self.site.servers)
+        until(lambda: self.status() == "%d of 60 servers shown" % found, 3)         # and not when five seconds have passed
+        self.assertIn("on <b>60</b>", self.js("document.querySelector('#totals').innerHTML"))
 
     def test_copy(self):
         self.open()
@@ -4191,6 +4219,14 @@ class WebTest(unittest.TestCase):
             self.get(path)
         self.assertEqual((list(self.registry.census), list(self.registry.games)), (["iceball"], ["iceball"]))
         self.assertIn(b"<b>3</b> players", self.get("/?game=iceball")[2])
+
+    def test_a_name_or_an_address_is_searched(self) -> None:
+        self.list(27790, name="Straße 12")
+        self.list(27791, "2001:db8::5", name="Two")
+        for text, ports in (("STRASSE", [27790]), ("203.0.113.", [27790]), ("203.0.113.9:27790", [27790]), ("203.0.113.9:27791", []), ("277", []),
+                            ("[2001:DB8::5]:27791", [27791]), ("2001:db8:", [27791]), ("t", [27790, 27791]), ("three", [])):
+            found = json.loads(self.get("/servers.json?name=" + quote(text))[2].decode())["servers"]
+            self.assertEqual([server["port"] for server in found], ports, text)
 
     def test_check_tells_what_is_listed_from_what_was(self) -> None:
         """A server that was listed and went is neither listed nor one whose handshake never came back."""
