@@ -5243,7 +5243,7 @@ class Web(TcpProtocol):
         self.registry = core.registry
         self.epoch = 0.0            # wall clock minus monotonic clock, told by the event loop
         # All lists change together, from one edition to the next: when a server has changed, but at most once in RENDER_S,
-        # and after RENDER_STALE_S anyway. What is remembered is of this edition.
+        # and after RENDER_STALE_S anyway. What is remembered is of this edition, and no older than RENDER_S and a tick.
         self.edition = 1
         self.edition_at = float("-inf")
         self.edition_generation = -1
@@ -5285,6 +5285,10 @@ class Web(TcpProtocol):
         return address
 
     # What is remembered
+
+    def tick(self, now: float) -> None:
+        if now - self.edition_at >= RENDER_S:
+            self.forget()               # answers tell the time (Date), whatever else they tell
 
     def turn(self, now: float) -> None:
         """Begin a new edition if it is time."""

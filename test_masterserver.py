@@ -4431,6 +4431,18 @@ class WebTest(unittest.TestCase):
             self.assertEqual(self.web.memo_bytes, sum(len(request) + len(answer) for request, (answer, _) in self.web.memo.items()))
         self.assertEqual(len(self.web.memo), 1)
 
+    def test_an_answer_from_memory_is_a_second_old_at_the_most(self) -> None:
+        """The page takes its Date for the master's clock; and while lists change, one is made a second, not two."""
+        made = []
+        for second in range(20):
+            with mock.patch.object(ms.Exchange, "date_time_string", lambda *_: made.append(second) or "%d" % second):
+                self.web.tick(second)
+                for now in (second + 0.1, second + 0.6):
+                    if second > 12:
+                        self.list(1, players=second)
+                    self.assertLessEqual(second - int(self.get("/style.css", now=now)[1]["Date"]), 1)
+        self.assertEqual(made, sorted(set(made)))
+
     def test_a_head_alone(self) -> None:
         """Whatever goes wrong, the answer to HEAD has no body."""
         for request, status in ((b"HEAD /nosuch HTTP/1.0\r\n\r\n", 404), (b"HEAD / HTTP/2.0\r\n\r\n", 505), (b"HEAD / HTTP/1.1\r\n\r\n", 400),
