@@ -4872,6 +4872,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     request_version = "HTTP/1.1"
     command = "GET"
     route = "other"             # its key in ROUTES, for the counters
+    waits = False               # for "100 Continue", with its body
 
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers with the empty line; raises HttpError. Without one: for an answer to no request."""
@@ -4896,15 +4897,20 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         if self.command not in METHODS_KNOWN:
             raise HttpError(501, "The method %s is not known." % self.command[:32])
-        if "Transfer-Encoding" in self.headers:
-            raise HttpError(501, "Transfer-Encoding is not supported; send Content-Length.")
 
     def header(self, name: str) -> str:
         """Of several lines with one name one list (RFC 9110, 5.3)."""
         return ",".join(self.headers.get_all(name, []))
 
-    def body_length(self) -> int:
+    def body_length(self) -> Optional[int]:
+        """In bytes; None: it comes in chunks."""
         lengths = set(self.headers.get_all("Content-Length", []))
+        if "Transfer-Encoding" in self.headers:
+            if lengths or self.request_version < "HTTP/1.1":
+                raise HttpError(400, "Transfer-Encoding is of HTTP/1.1, and excludes Content-Length.")
+            if self.header("Transfer-Encoding").strip(" \t").lower() != "chunked":
+                raise HttpError(501, "The one Transfer-Encoding known here is chunked.")
+            return None
         if not lengths:
             if self.command in ("POST", "PUT", "PATCH"):
                 raise HttpError(411, "A %s needs a Content-Length." % self.command)
@@ -4917,7 +4923,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         return int(text)
 
     def handle_expect_100(self) -> bool:
-        return True                 # the Iceball client exits on "100 Continue"; others send the body anyway
+        self.waits = True
+        return True
 
     def send_error(self, code: int, message: Optional[str] = None, explain: Optional[str] = None) -> None:
         raise HttpError(code, "%s." % message if message else "")
@@ -4985,7 +4992,8 @@ class HttpSession(Session):
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
         self.request_bytes = b""
-        self.body_bytes = 0
+        self.body_bytes = 0                                 # in the buffer; of chunks so many as are known
+        self.chunks: Optional[bytearray] = None             # what is in them
         self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
         self.edition = 0                                    # of the lists when the answer was made
         self.deadline = now + (LINGER_S if limited else HTTP_HEAD_S)
@@ -5042,14 +5050,19 @@ class HttpSession(Session):
             self.buffer = self.buffer[end:]
             exchange = Exchange(head)
             exchange.close_connection = exchange.close_connection or self.limited
-            self.body_bytes = exchange.body_length()
+            length = exchange.body_length()
+            self.body_bytes, self.chunks = length or 0, bytearray() if length is None else None
             self.exchange = exchange
             self.deadline = now + HTTP_BODY_S
-        if len(self.buffer) < self.body_bytes:
+            if exchange.waits and length != 0 and not self.buffer:
+                return b"HTTP/1.1 100 Continue\r\n\r\n"
+        if self.chunks is not None and not self.read_chunks(self.chunks) or len(self.buffer) < self.body_bytes:
             return None
         exchange, self.exchange = self.exchange, None
         body, self.buffer = self.buffer[:self.body_bytes], self.buffer[self.body_bytes:]
         self.request_bytes += body
+        if self.chunks is not None:
+            body = bytes(self.chunks)
         if self.web.leaving and not self.buffer:
             exchange.close_connection = True
         self.wait_for_request(now)
@@ -5059,6 +5072,37 @@ class HttpSession(Session):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
             return None
         return self.respond(exchange, answer)
+
+    def read_chunks(self, body: bytearray) -> bool:
+        """Of a body in chunks (RFC 9112, 7.1) those that are here; True: all of them, with the trailers."""
+        while True:
+            start = self.buffer.find(b"\n", self.body_bytes) + 1
+            if not start and len(self.buffer) - self.body_bytes <= HTTP_LINE_BYTES:
+                return False
+            line = CHUNK_LINE.fullmatch(self.buffer, self.body_bytes, start)
+            if not line:
+                raise HttpError(400, "A chunk does not begin with its size.")
+            size = int(line.group(1), 16)
+            if not size:
+                break
+            end = start + size + 2
+            if len(body) + size > HTTP_BODY_BYTES or end > HTTP_BODY_BYTES + HTTP_HEAD_BYTES:
+                raise HttpError(413, "At most %d bytes are taken." % HTTP_BODY_BYTES)
+            if len(self.buffer) < end:
+                return False
+            if self.buffer[end - 2:end] != b"\r\n":
+                raise HttpError(400, "A chunk does not end with its size.")
+            body += self.buffer[start:end - 2]
+            self.body_bytes = end
+        match = HEAD_END.search(self.buffer, start - 2)
+        if (match.end() if match else len(self.buffer)) - start > HTTP_HEAD_BYTES:
+            raise HttpError(431, "The trailers are longer than %d bytes." % HTTP_HEAD_BYTES)
+        if not match:
+            return False
+        if not TRAILERS.fullmatch(self.buffer, start, match.end()):
+            raise HttpError(400, "A trailer line does not end as it should.")
+        self.body_bytes = match.end()
+        return True
 
     def wait_for_request(self, now: float) -> None:
         """For the next one, of which some may be here."""
@@ -5124,6 +5168,8 @@ class HttpSession(Session):
 
 
 HEAD_END = re.compile(rb"\r?\n\r?\n")
+CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n\0]{0,256})?\r\n")       # size and extensions, which mean nothing here
+TRAILERS = re.compile(rb"(?:[^\r\n\0]+\r\n)*\r\n")
 
 ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before (PROTOCOLS, 6)
 REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and what else there may be: 403

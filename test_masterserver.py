@@ -4546,7 +4546,11 @@ class WebTest(unittest.TestCase):
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: \x1f22\r\n\r\n", 400, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, "Content-Length"),
-                (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", 501, "Transfer-Encoding"),
+                (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501, "chunked"),
+                (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n", 501, "chunked"),
+                (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: \x0bchunked\r\n\r\n", 501, "chunked"),
+                (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", 400, "Content-Length"),
+                (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "HTTP/1.1"),
                 (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\rContent-Length: 3\r\n\r\n", 400, "return"), (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, ""),
                 (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\0b\r\n\r\n", 400, "NUL"),
                 (b"GET / HTTP/1.1\r\nHost: x\r\nHo st: y\r\n\r\n", 400, "header")):
@@ -4871,6 +4875,54 @@ class AnnounceTest(unittest.TestCase):
             ],
         )
         self.assertEqual(self.request("GET /servers.xml?game=nothing HTTP/1.1", now=1.0)[0], 404)
+
+    def test_in_chunks(self) -> None:
+        """As Node and .NET send a body whose length they do not know yet; any split gives the same answer."""
+        head = b"POST /announce HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %s\r\n\r\n"
+        many = ms.HTTP_BODY_BYTES // 16
+        for body, status in (
+                (b"10\r\ngame=mygame&port\r\n5;a=b\r\n=4000\r\n0\r\n\r\n", 200),
+                (b"000015 ;x\r\ngame=mygame&port=4000\r\n00\r\nTrailer: x\r\nAnother: y\r\n\r\n", 200),
+                (b"15\r\ngame=mygame&port=4000\r\n" + b"10\r\n&name=0123456789\r\n" * (many - 2) + b"0\r\n\r\n", 400),        # 50 fields at the most
+                (b"15\r\ngame=mygame&port=4000\r\n" + b"10\r\n&name=0123456789\r\n" * many + b"0\r\n\r\n", 413),
+                (b"4001\r\n", 413), (b"FFFFFF\r\n", 413), (b"1\r\nx\r\n" * 6000, 413),
+                (b"1000000000\r\n", 400), (b"-1\r\n", 400), (b"0x5\r\n", 400), (b" 5\r\n", 400), (b"\r\n", 400), (b"5\n", 400), (b"5;\r;\r\n", 400),
+                (b"5;" + b"x" * 5000, 400), (b"5;" + b"x" * 5000 + b"\r\n", 400), (b"2\r\nabc\r\n", 400), (b"2\r\na\r\n0\r\n\r\n", 400),
+                (b"0\r\nX: y\n\n", 400), (b"0\r\nX: y\r\n\n", 400), (b"0\r\n" + b"X: y\r\n" * 3000, 431),
+                (b"0\r\n" + b"X: y\r\n" * 3000 + b"\r\n", 431)):
+            answers = set()
+            for coding, size in ((b"chunked", sys.maxsize), (b"Chunked ", 1), (b"chunked", 7)):
+                session = self.web.session("203.0.113.9", 0.0)
+                answers.add(undated(feed(session, head % coding + body + (ICEBALL_REQUEST if status == 200 else b""), size)))
+            (answer,) = answers
+            self.assertEqual(split_response(answer)[0], status, body[:40])
+            if status == 200:
+                self.assertEqual(split_response(answer)[2], b'{"listed":true,"ttl":120}')
+                self.assertIn(b"iceball_version", split_response(split_response(answer)[3])[2])
+        session = self.web.session("203.0.113.9", 0.0)
+        self.assertEqual(session.receive(head % b"chunked" + b"5\r\nga", 0.0), b"")
+        self.assertIn(b" 408 ", session.tick(ms.HTTP_BODY_S))
+
+    def test_many_chunks_take_no_time(self) -> None:
+        session, calls = self.web.session("203.0.113.9", 0.0), []
+        with mock.patch.object(ms, "CHUNK_LINE", mock.Mock(fullmatch=lambda *a, line=ms.CHUNK_LINE: calls.append(1) or line.fullmatch(*a))):
+            feed(session, b"POST /announce HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 3000 + b"0\r\n\r\n", 6)
+        self.assertLess(len(calls), 3 * 3000)
+
+    def test_whoever_waits_for_a_word_gets_it(self) -> None:
+        """Expect: 100-continue, from HTTP/1.1 and while the body is not here; the answer follows."""
+        head = b"POST /announce HTTP/%s\r\nHost: x\r\nExpect: 100-Continue\r\n%s\r\n\r\n"
+        word, form = b"HTTP/1.1 100 Continue\r\n\r\n", b"game=mygame&port=4000"
+        for version, length, body, told in ((b"1.1", b"Content-Length: 21", form, word), (b"1.0", b"Content-Length: 21", form, b""),
+                                            (b"1.1", b"Transfer-Encoding: chunked", b"15\r\n%s\r\n0\r\n\r\n" % form, word)):
+            session = self.web.session("203.0.113.9", 0.0)
+            self.assertEqual(session.receive(head % (version, length), 0.0), told)
+            self.assertEqual(split_response(session.receive(body, 0.0))[0], 200)
+            session = self.web.session("203.0.113.9", 0.0)
+            self.assertEqual(session.receive(head % (version, length) + body[:5], 0.0), b"")
+            self.assertEqual(split_response(session.receive(body[5:], 0.0))[0], 200)
+        for length, status in ((b"Content-Length: 0", 400), (b"Content-Length: 16385", 413)):
+            self.assertEqual(split_response(self.web.session("203.0.113.9", 0.0).receive(head % (b"1.1", length), 0.0))[0], status)
 
     def test_fuzz(self) -> None:
         chance = random.Random(4)
@@ -5806,6 +5858,8 @@ class Fuzzer:
             b"GET http://[::1]/server?game=iceball&address=%5B::1%5D&port=1 HTTP/1.1\r\nHost: x\r\n\r\n",
             b"GET /history.json?game=iceball&span=day HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\nGET / HTTP/1.1\r\n\r\n",
             b"POST /announce HTTP/1.1\r\nHost: x\r\nContent-Length: 22\r\n\r\ngame=mygame&port=40001",
+            b"POST /announce HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n"
+            b"5;x\r\ngame=\r\n1\r\nm\r\n0\r\nA: b\r\n\r\n",
             b"OPTIONS /announce HTTP/1.1\r\nHost: x\r\n\r\n")
         self.answers(data)
 
@@ -5825,7 +5879,7 @@ class Fuzzer:
             out += drive(session, data[at:at + size], self.now)
         while session.held and not session.done:
             out += drive(session, b"", self.now)
-        out += session.tick(self.now + 60.0)
+        out = out.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"") + session.tick(self.now + 60.0)
         assert session.done
         while out:
             status, headers, body, rest = split_response(out)
