@@ -4871,7 +4871,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     default_request_version = "HTTP/1.0"
     request_version = "HTTP/1.1"
     command = "GET"
-    route = "other"             # its key in ROUTES, for the counters
+    route = "other"             # its key in ROUTES
+    headers = http.client.HTTPMessage()
     waits = False               # for "100 Continue", with its body
 
     def __init__(self, head: bytes = b"") -> None:
@@ -4897,6 +4898,13 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         if self.command not in METHODS_KNOWN:
             raise HttpError(501, "The method %s is not known." % self.command[:32])
+        try:
+            self.target = urllib.parse.urlsplit(self.path)
+        except ValueError:
+            raise HttpError(400, "The path cannot be read.") from None
+        path = self.target.path or "/"          # of http://host, as clients of a proxy ask
+        if path in ROUTES:
+            self.route = path
 
     def header(self, name: str) -> str:
         """Of several lines with one name one list (RFC 9110, 5.3)."""
@@ -4936,14 +4944,17 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         return "masterserver/" + __version__
 
     def response(self, answer: Answer) -> bytes:
-        """The whole response; for HEAD and 304 without the body, whose length the head still tells."""
+        """The whole response; for HEAD and 304 without the body, whose length the head still tells: to Iceball alone for a 304, as others
+        would take it for that of the 200 (RFC 9110, 8.6), which may be a compressed one."""
         if answer.etag and self.matches(answer.etag):
             answer = answer._replace(status=304)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.type)
         self.send_header("Length", str(len(answer.body)))
-        self.send_header("Content-Length", str(len(answer.body)))
-        for name, value in answer.headers + SECURITY_HEADERS:
+        if answer.status != 304:
+            self.send_header("Content-Length", str(len(answer.body)))
+        route = ROUTES.get(self.route)
+        for name, value in answer.headers + SECURITY_HEADERS + (READABLE_BY_ALL if route and route.readable else ()):
             self.send_header(name, value)
         if answer.etag:
             self.send_header("ETag", answer.etag)
@@ -4967,12 +4978,12 @@ class Exchange(http.server.BaseHTTPRequestHandler):
 class Route(NamedTuple):
     answer: Callable[..., Union[Answer, Later]]     # (web, request) -> answer
     methods: Tuple[str, ...] = ("GET", "HEAD", "OPTIONS")
+    readable: bool = False          # by scripts of other sites
 
 
 class Request(NamedTuple):
     """What a route gets to see."""
 
-    path: str
     query: Dict[str, str]
     body: bytes
     exchange: Exchange
@@ -5048,11 +5059,10 @@ class HttpSession(Session):
                 return None
             head, self.request_bytes = self.buffer[:end], self.buffer[:end]
             self.buffer = self.buffer[end:]
-            exchange = Exchange(head)
+            self.exchange = exchange = Exchange(head)
             exchange.close_connection = exchange.close_connection or self.limited
             length = exchange.body_length()
             self.body_bytes, self.chunks = length or 0, bytearray() if length is None else None
-            self.exchange = exchange
             self.deadline = now + HTTP_BODY_S
             if exchange.waits and length != 0 and not self.buffer:
                 return b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -5150,12 +5160,13 @@ class HttpSession(Session):
 
     def refuse(self, error: HttpError) -> bytes:
         """An error after which the connection ends: what follows in it cannot be trusted to be a request."""
-        exchange = Exchange()
+        exchange = self.exchange or Exchange()
+        exchange.close_connection = True
         if (self.request_bytes or self.buffer).startswith(b"HEAD "):
             exchange.command = "HEAD"
         self.done = True
         self.buffer, self.exchange = b"", None
-        return exchange.response(self.web.error(error))
+        return exchange.response(self.web.refused(error, exchange))
 
     def tick(self, now: float) -> bytes:
         if now < self.deadline or self.job or self.done:
@@ -5206,7 +5217,7 @@ def announced_text(fields: Mapping[str, Any], name: str, characters: int = NAME_
 
 def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
     value = fields.get(name)
-    if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", value) or isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise Refused("bad packet", "%s: a number from %d to %d is wanted" % (name, low, high))
@@ -5363,39 +5374,32 @@ class Web(TcpProtocol):
     def answer(self, exchange: Exchange, body: bytes, address: str, now: float, limited: bool = False) -> Union[Answer, Later]:
         if self.trusted:
             address = self.client(exchange, address)
-        try:
-            parsed = urllib.parse.urlsplit(exchange.path)
-        except ValueError:
-            return self.error(HttpError(400, "The path cannot be read."))
-        path = parsed.path or "/"               # of http://host, as clients of a proxy ask
-        route = ROUTES.get(path)
-        if route is not None:
-            exchange.route = path
+        route = ROUTES.get(exchange.route)
         try:
             if limited or not self.rules.requests.allow(address, now):
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
             if route is None:
-                raise HttpError(404, "There is no page %s here." % path[:100])
+                raise HttpError(404, "There is no page %s here." % exchange.target.path[:100])
+            methods = ", ".join(route.methods)
             if exchange.command not in route.methods:
-                raise HttpError(405, "%s takes %s." % (path, ", ".join(route.methods)), (("Allow", ", ".join(route.methods)),))
+                raise HttpError(405, "%s takes %s." % (exchange.route, methods), (("Allow", methods),))
             if exchange.command == "OPTIONS":
-                answer: Union[Answer, Later] = Answer(b"", headers=(
-                    ("Allow", ", ".join(route.methods)), ("Access-Control-Allow-Origin", "*"),
-                    ("Access-Control-Allow-Methods", ", ".join(route.methods)), ("Access-Control-Max-Age", "86400")))
+                answer: Union[Answer, Later] = Answer(b"", headers=(("Allow", methods),) + (
+                    (("Access-Control-Allow-Methods", methods), ("Access-Control-Max-Age", "86400")) if route.readable else ()))
             else:
-                query = dict(urllib.parse.parse_qsl(parsed.query, keep_blank_values=True, errors="replace", max_num_fields=50))
-                answer = self.finish(exchange, route.answer(self, Request(path, query, body, exchange, address, now)))
+                query = dict(urllib.parse.parse_qsl(exchange.target.query, keep_blank_values=True, errors="replace", max_num_fields=50))
+                answer = self.finish(exchange, route.answer(self, Request(query, body, exchange, address, now)))
         except HttpError as error:
             answer = self.refused(error, exchange)
         except ValueError as error:
-            answer = self.error(HttpError(400, "The query cannot be read: %s." % error))
+            answer = self.refused(HttpError(400, "The query cannot be read: %s." % error), exchange)
         if isinstance(answer, Answer):
             self.requests[exchange.route, answer.status] += 1
         return answer
 
     def refused(self, error: HttpError, exchange: Exchange) -> Answer:
         """An error as whoever asked reads it."""
-        answer = self.error(error, "text/html" in exchange.headers.get("Accept", ""))
+        answer = self.error(error, "text/html" in exchange.header("Accept"))
         if exchange.route == "/announce":
             answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
         if exchange.route == "/master.json" and error.status == 429:
@@ -5436,7 +5440,7 @@ class Web(TcpProtocol):
         def answer(done: Any) -> Answer:
             made = rendering.made
             etag = '"%s-%s-%s-%d"' % (rendering.tag, name, game, made.number)
-            return Answer(made.body, type, etag=etag, shared=True, headers=READABLE_BY_ALL, made=made)
+            return Answer(made.body, type, etag=etag, shared=True, made=made)
         if rendering.edition != self.edition:
             blocks = self.registry.in_blocks(game)
             if min(sum(len(block.servers) for block in blocks), rows) > RENDER_INLINE_SERVERS:
@@ -5457,7 +5461,7 @@ class Web(TcpProtocol):
         game, chosen = self.chosen(request)
         if chosen is None:
             return self.rendered("servers.json", game, request, JSON_TYPE, self.servers_json_frame)
-        return Answer(self.servers_json_frame(blocks_of(chosen), request.now), JSON_TYPE, headers=READABLE_BY_ALL, shared=True)
+        return Answer(self.servers_json_frame(blocks_of(chosen), request.now), JSON_TYPE, shared=True)
 
     def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
@@ -5499,6 +5503,8 @@ class Web(TcpProtocol):
     def announce(self, request: Request) -> Answer:
         """An announcement by HTTP; the address is the connection's."""
         source, now, game, port = request.address, request.now, "announce", 0
+        if request.exchange.header("Sec-Fetch-Site") not in ("", "none", "same-origin"):           # of browsers alone
+            raise HttpError(403, "A web page of another site announces nothing here.")
         try:
             sent = announced_fields(request.exchange, request.body)
             named = announced_text(sent, "game") if "game" in sent else ""
@@ -5631,7 +5637,7 @@ class Web(TcpProtocol):
 
         def then(series: Series) -> Answer:
             return Answer(to_json({"game": game, "address": address, "port": port, "span": span, "start": series.start, "step": series.step,
-                                   "players": series.means, "peak": series.peaks}), JSON_TYPE, headers=READABLE_BY_ALL)
+                                   "players": series.means, "peak": series.peaks}), JSON_TYPE)
         return Later(lambda: storage.history(game, address, port, span, wall), then)
 
     def check(self, request: Request) -> Answer:
@@ -5840,12 +5846,12 @@ ROUTES = {
     "/app.js": Route(lambda web, request: fixed(APP_JS, "text/javascript; charset=utf-8")),
     "/icon.svg": Route(lambda web, request: fixed(ICON_SVG, "image/svg+xml")),
     "/robots.txt": Route(lambda web, request: fixed("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)),
-    "/master.json": Route(Web.master_json),
-    "/servers.json": Route(Web.servers_json),
-    "/history.json": Route(Web.history_json),
+    "/master.json": Route(Web.master_json, readable=True),
+    "/servers.json": Route(Web.servers_json, readable=True),
+    "/history.json": Route(Web.history_json, readable=True),
     "/metrics": Route(lambda web, request: Answer(metrics_text(web).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")),
     "/healthz": Route(Web.healthz),
-    "/servers.xml": Route(Web.servers_xml),
+    "/servers.xml": Route(Web.servers_xml, readable=True),
     "/announce": Route(Web.announce, ("POST", "OPTIONS")),
 }
 

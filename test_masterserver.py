@@ -4165,7 +4165,8 @@ def split_response(data: bytes) -> Tuple[int, Dict[str, str], bytes, bytes]:
         assert name not in headers, line
         headers[name] = value
     length = int(headers["Length"])
-    assert headers["Content-Length"] == headers["Length"] and "Transfer-Encoding" not in headers
+    assert "Transfer-Encoding" not in headers
+    assert "Content-Length" not in headers if match.group(1) == "304" else headers["Content-Length"] == headers["Length"]
     return int(match.group(1)), headers, rest[:length], rest[length:]
 
 
@@ -4598,6 +4599,7 @@ class WebTest(unittest.TestCase):
         request = "GET /master.json HTTP/1.1\r\nHost: x\r\nIf-None-Match: %s\r\n\r\n" % etag
         head = self.exchange(request.encode())[1]
         self.assertTrue(head.startswith(b"HTTP/1.1 304 Not Modified\r\n") and head.endswith(b"\r\n\r\n"))
+        self.assertNotIn(b"Content-Length", head)               # it would be the 200's, whatever its coding (RFC 9110, 8.6)
         self.list(1)
         self.assertEqual(self.get("/master.json", "If-None-Match: " + etag, now=2.0)[0], 200)
 
@@ -4625,6 +4627,20 @@ class WebTest(unittest.TestCase):
                              ("gzip;q=0", False), ("gzip; q = 0.000", False), ("*;q=0", False), ("*;q=0, gzip", True), ("*, gzip;q=0", False),
                              ("gzip;level=1;q=0", False), ("gzip;level=1;q=0.1", True)):
             self.assertEqual("Content-Encoding" in self.get("/style.css", "Accept-Encoding: " + value)[1], takes, value)
+
+    def test_scripts_of_other_sites_read_data_and_what_is_wrong_with_the_question(self) -> None:
+        for path, status in (("/servers.json", 200), ("/servers.json?name=x", 200), ("/servers.json?players_min=x", 400),
+                             ("/servers.xml?game=x", 404), ("/history.json", 400), ("/master.json?" + "&a=1" * 60, 400), ("/master.json", 200)):
+            found, headers, _ = self.get(path)
+            self.assertEqual((found, headers.get("Access-Control-Allow-Origin")), (status, "*"), path)
+        for path in ("/", "/?name=x", "/check", "/nope"):
+            self.assertNotIn("Access-Control-Allow-Origin", self.get(path)[1])
+
+    def test_browsers_get_a_page_for_every_error(self) -> None:
+        for request, status in ((b"GET /nope HTTP/1.1\r\n", 404), (b"GET /?" + b"&a=1" * 60 + b" HTTP/1.1\r\n", 400),
+                                (b"POST / HTTP/1.1\r\n", 411), (b"GET /check?address=x HTTP/1.1\r\n", 400)):
+            found, headers, body, _ = split_response(self.exchange(request + b"Host: x\r\nAccept: text/html\r\n\r\n")[1])
+            self.assertEqual((found, headers["Content-Type"]), (status, ms.HTML_TYPE), request)
 
     def test_limited_clients_get_a_list(self) -> None:
         self.list(1)
@@ -4801,6 +4817,9 @@ class AnnounceTest(unittest.TestCase):
             ("PUT /announce HTTP/1.1\nContent-Length: 0", 405),
             ("POST /announce HTTP/1.1", 411),
             ("POST /announce HTTP/1.1\nContent-Length: 16385", 413),
+            ("POST /announce HTTP/1.1\nContent-Length: x", 400),
+            ("POST /announce?%s HTTP/1.1\nContent-Length: 0" % ("&a=1" * 60), 400),
+            ("POST /announce HTTP/1.1\nTransfer-Encoding: gzip", 501),
             ("POST /announce HTTP/1.1\nContent-Length: 2\nContent-Encoding: gzip", 415),
         ):
             with self.subTest(head=head):
@@ -4809,10 +4828,29 @@ class AnnounceTest(unittest.TestCase):
                     self.assertIn(b" 405 ", session.receive(b"HEAD /announce HTTP/1.1\r\nHost: x\r\n\r\n", 0.0))
                     continue
                 found, headers, body = self.request(head, b"{}" if "gzip" in head else b"")
-                self.assertEqual(found, status)
-                self.assertTrue(body.strip())
+                self.assertEqual((found, headers["Content-Type"]), (status, ms.JSON_TYPE))
+                self.assertTrue(json.loads(body)["reason"])
                 if status == 405:
                     self.assertEqual(headers["Allow"], "POST, OPTIONS")
+
+    def test_whole_numbers_in_json(self) -> None:
+        """Lua and JavaScript write them as they like."""
+        self.assertEqual(self.post(b'{"game":"mygame","port":27500.0,"players":3.0,"max_players":1.6e1}', "application/json")[0], 200)
+        [server] = self.registry.servers("mygame")
+        self.assertEqual((repr(server.port), repr(server.players), repr(server.max_players)), ("27500", "3", "16"))
+        for port in (b"27500.5", b"1e300", b"1e999", b"NaN", b'"27500.0"'):
+            self.assertEqual(self.post(b'{"game":"mygame","port":%s}' % port, "application/json")[0], 400)
+
+    def test_pages_of_other_sites_announce_nothing(self) -> None:
+        form = b"game=mygame&port=4000"
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            found, headers, body = self.request("POST /announce HTTP/1.1\nContent-Length: %d\nSec-Fetch-Site: %s" % (len(form), site), form)
+            self.assertEqual((found, "page" in json.loads(body).get("reason", "")), (status, status == 403))
+            self.assertEqual(len(self.registry.servers()), status == 200)
+        for path, invited in (("/announce", False), ("/servers.json", True), ("/", False)):
+            headers = self.request("OPTIONS %s HTTP/1.1\nOrigin: http://other" % path)[1]
+            self.assertEqual({name for name in headers if name.startswith("Access-Control")}, {
+                "Access-Control-Allow-Origin", "Access-Control-Allow-Methods", "Access-Control-Max-Age"} if invited else set())
 
     def test_names_made_to_break_things(self) -> None:
         for number, name in enumerate(NASTY_NAMES):
