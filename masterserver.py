@@ -4991,6 +4991,14 @@ class Request(NamedTuple):
     now: float
 
 
+class Asked(NamedTuple):
+    """Which servers a list shall have."""
+
+    game: str                   # "": of every game
+    name: str = ""              # a part of their name or address
+    players_min: int = 0
+
+
 class HttpSession(Session):
     """One connection: HTTP/1.0 and 1.1, keep-alive, pipelining, one answer after another."""
 
@@ -5225,10 +5233,10 @@ def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) 
 
 
 class Made:
-    """The bytes of a list, their number, and their compressed form once somebody has asked for it."""
+    """The bytes of a list, their ETag, and their compressed form once somebody has asked for it."""
 
-    def __init__(self, body: bytes, number: int) -> None:
-        self.body, self.number = body, number
+    def __init__(self, body: bytes, etag: str) -> None:
+        self.body, self.etag = body, etag
         self.gzipped: Optional[bytes] = None
 
     def packed(self) -> bytes:
@@ -5241,18 +5249,21 @@ class Rendering:
     """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker: what belongs together is
     replaced in one piece, as the event loop may be answering with it."""
 
-    def __init__(self, make: Callable[[Blocks, float], bytes]) -> None:
+    def __init__(self, name: str, make: Callable[[Blocks, float], bytes]) -> None:
         self.make = make
         self.edition = 0
-        self.made = Made(b"", 0)            # the number moves only when the bytes do
-        self.tag = "%x" % random.getrandbits(32)            # and starts over with the program and with other settings
+        self.made = Made(b"", "")
+        self.tag = '"%x-%s-%%d"' % (random.getrandbits(32), name)       # starts over with the program and with other settings
+        self.number = 0                     # moves only when the bytes do
 
-    def refresh(self, edition: int, blocks: Blocks, now: float) -> None:
+    def refresh(self, edition: int, blocks: Blocks, now: float) -> Made:
         if edition != self.edition:
             body = self.make(blocks, now)
-            if body != self.made.body or not self.made.number:
-                self.made = Made(body, self.made.number + 1)
+            if body != self.made.body:
+                self.number += 1
+                self.made = Made(body, self.tag % self.number)
             self.edition = edition
+        return self.made
 
 
 def to_json(value: Any) -> bytes:
@@ -5417,7 +5428,7 @@ class Web(TcpProtocol):
                                  etag=answer.etag and answer.etag[:-1] + '-gz"')
         if packed.etag and exchange.matches(packed.etag):
             return packed
-        made = answer.made or Made(answer.body, 0)
+        made = answer.made or Made(answer.body, "")
 
         def done(body: bytes) -> Answer:
             return packed._replace(body=body)
@@ -5429,27 +5440,39 @@ class Web(TcpProtocol):
         body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
         return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
-    def rendered(self, name: str, game: str, request: Request, type: str, make: Callable[[Blocks, float], bytes],
+    def rendered(self, name: str, asked: Asked, request: Request, type: str, make: Callable[[Blocks, float], bytes],
                  rows: int = sys.maxsize) -> Union[Answer, Later]:
-        """The list `name` of a game, made by `make(blocks, now)`, of which it takes `rows` at the most."""
-        rendering = self.renderings.get((name, game))
-        if rendering is None:
-            rendering = self.renderings[name, game] = Rendering(make)
+        """The list `name`, made by `make(blocks, now)`, of which it takes `rows` at the most. A game's whole list is kept for everybody."""
+        known = asked.game in ("", *self.titles())
         self.turn(request.now)
 
-        def answer(done: Any) -> Answer:
-            made = rendering.made
-            etag = '"%s-%s-%s-%d"' % (rendering.tag, name, game, made.number)
-            return Answer(made.body, type, etag=etag, shared=True, made=made)
-        if rendering.edition != self.edition:
-            blocks = self.registry.in_blocks(game)
-            if min(sum(len(block.servers) for block in blocks), rows) > RENDER_INLINE_SERVERS:
-                return Later(functools.partial(rendering.refresh, self.edition, blocks, request.now), answer)
-            rendering.refresh(self.edition, blocks, request.now)
-        return answer(None)
+        def answer(made: Made) -> Answer:
+            return Answer(made.body, type, etag=made.etag, shared=True, made=made)
+
+        def pick() -> Made:
+            part = asked.name.casefold()
+            chosen = Block([])
+            chosen.servers = [server for block in blocks for server in block.servers
+                              if server.players >= asked.players_min and is_called(server, part)]
+            body = make([chosen], request.now)
+            return Made(body, etag_of(body))
+        job = pick
+        if known and asked == Asked(asked.game):
+            rendering = self.renderings.get((name, asked.game))
+            if rendering is None:
+                rendering = self.renderings[name, asked.game] = Rendering("%s-%s" % (name, asked.game), make)
+            if rendering.edition == self.edition:
+                return answer(rendering.made)
+            blocks = self.registry.in_blocks(asked.game)
+            job = functools.partial(rendering.refresh, self.edition, blocks, request.now)
+        else:
+            blocks, rows = self.registry.in_blocks(asked.game) if known else [], sys.maxsize            # all are looked at
+        if min(sum(len(block.servers) for block in blocks), rows) > RENDER_INLINE_SERVERS:
+            return Later(job, answer)
+        return answer(job())
 
     def master_json(self, request: Request) -> Union[Answer, Later]:
-        return self.rendered("master.json", "iceball", request, JSON_TYPE,
+        return self.rendered("master.json", Asked("iceball"), request, JSON_TYPE,
                              lambda blocks, now: self.master_json_frame(joined_parts(blocks, "master.json", iceball_json, b",\n")))
 
     def master_json_frame(self, servers: List[bytes]) -> bytes:
@@ -5458,10 +5481,7 @@ class Web(TcpProtocol):
 
     def servers_json(self, request: Request) -> Union[Answer, Later]:
         """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
-        game, chosen = self.chosen(request)
-        if chosen is None:
-            return self.rendered("servers.json", game, request, JSON_TYPE, self.servers_json_frame)
-        return Answer(self.servers_json_frame(blocks_of(chosen), request.now), JSON_TYPE, shared=True)
+        return self.rendered("servers.json", list_asked_for(request), request, JSON_TYPE, self.servers_json_frame)
 
     def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
@@ -5476,16 +5496,6 @@ class Web(TcpProtocol):
             rows[-1] = rows[-1][:-2]        # no comma after the last
         return b"".join([b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation), *rows, b"]}\n"])
 
-    def chosen(self, request: Request) -> Tuple[str, Optional[List[Server]]]:
-        """The game asked for ("" for all), and the servers if a filter picks some of its list."""
-        game, name = request.query.get("game", ""), clean(request.query.get("name", "")).casefold()
-        least = whole_number(request, "players_min", 0, PLAYERS_MAX)
-        if game and game not in self.titles():
-            return game, []
-        if not name and not least:
-            return game, None
-        return game, [s for s in self.registry.in_order(game) if s.players >= least and is_called(s, name)]
-
     def titles(self) -> Dict[str, str]:
         return {**GAME_TITLES, **self.settings["games"]}
 
@@ -5497,7 +5507,7 @@ class Web(TcpProtocol):
         game = request.query.get("game", "hyperbol")
         if game not in GAME_TITLES and game not in self.settings["games"]:
             raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-        return self.rendered("servers.xml", game, request, XML_TYPE,
+        return self.rendered("servers.xml", Asked(game), request, XML_TYPE,
                              lambda blocks, now: servers_xml(joined_parts(blocks, "servers.xml", server_xml), self.epoch + now))
 
     def announce(self, request: Request) -> Answer:
@@ -5561,13 +5571,11 @@ class Web(TcpProtocol):
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
 
     def page(self, request: Request) -> Union[Answer, Later]:
-        game, chosen = self.chosen(request)
-        if chosen is None:
-            return self.rendered("page", game, request, HTML_TYPE, lambda blocks, now: self.list_page(blocks, game, now), PAGE_ROWS)
-        return Answer(self.list_page(blocks_of(chosen), game, request.now, request.query.get("name", ""),
-                                     whole_number(request, "players_min", 0, PLAYERS_MAX)), HTML_TYPE, shared=True)
+        asked = list_asked_for(request)
+        return self.rendered("page", asked, request, HTML_TYPE, lambda blocks, now: self.list_page(blocks, asked, now), PAGE_ROWS)
 
-    def list_page(self, rows: Blocks, game: str, now: float, name: str = "", players_min: int = 0) -> bytes:
+    def list_page(self, rows: Blocks, asked: Asked, now: float) -> bytes:
+        game, name, players_min = asked
         wall = now + self.epoch
         titles, recent, epoch = self.titles(), self.core.recent(), self.epoch
         counts = {id: len(listed) for id, listed in list(self.registry.games.items()) if listed}
@@ -5678,9 +5686,13 @@ class Web(TcpProtocol):
                                "servers": self.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
 
 
+def etag_of(body: bytes) -> str:
+    return '"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest()
+
+
 def fixed(text: str, type: str) -> Answer:
     body = text.encode("utf-8")
-    return Answer(body, type, etag='"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest(), shared=True)
+    return Answer(body, type, etag=etag_of(body), shared=True)
 
 
 class Look(NamedTuple):
@@ -5704,6 +5716,10 @@ def whole_number(request: Request, name: str, low: int, high: int) -> int:
 def is_called(server: Any, name: str) -> bool:
     """Is `name`, casefolded, a part of its name or of its address? The script has the same rule (wanted)."""
     return name in server.name.casefold() or name in (endpoint(server.address, server.port) if ":" in name else server.address)
+
+
+def list_asked_for(request: Request) -> Asked:
+    return Asked(request.query.get("game", ""), clean(request.query.get("name", "")), whole_number(request, "players_min", 0, PLAYERS_MAX))
 
 
 def server_asked_for(request: Request) -> Key:

@@ -4497,7 +4497,7 @@ class WebTest(unittest.TestCase):
             session.resume(packed, 5.0)
         self.assertIs(older.gzipped, packed)
         self.assertIsNone(rendering.made.gzipped)
-        self.assertEqual((older.number, rendering.made.number), (1, 2))
+        self.assertNotEqual(older.etag, rendering.made.etag)
 
     def test_pipelining(self) -> None:
         session, data = self.exchange(ICEBALL_REQUEST * 3 + b"GET /nope HTTP/1.1\r\nHost: x\r\n\r\n" + ICEBALL_REQUEST)
@@ -4641,6 +4641,28 @@ class WebTest(unittest.TestCase):
                                 (b"POST / HTTP/1.1\r\n", 411), (b"GET /check?address=x HTTP/1.1\r\n", 400)):
             found, headers, body, _ = split_response(self.exchange(request + b"Host: x\r\nAccept: text/html\r\n\r\n")[1])
             self.assertEqual((found, headers["Content-Type"]), (status, ms.HTML_TYPE), request)
+
+    def test_a_filtered_list_has_a_tag_and_many_are_looked_through_elsewhere(self) -> None:
+        for port in range(1, 31):
+            self.list(port, name="Server %d" % port, players=port)
+        for inline in (4000, 10):                       # made at once, and by the worker
+            with mock.patch.object(ms, "RENDER_INLINE_SERVERS", inline):
+                for path, found in (("/servers.json?name=server", 30), ("/servers.json?players_min=30&game=iceball", 1),
+                                    ("/?name=30", 1), ("/?name=x", 0)):
+                    session = self.web.session("127.0.0.1", 9.0)
+                    request = "GET %s HTTP/1.1\r\nHost: x\r\n%s\r\n"
+                    self.assertEqual(not session.receive((request % (path, "X: %d\r\n" % inline)).encode(), 9.0), inline == 10)
+                    status, headers, body = self.get(path, now=9.0)
+                    self.assertEqual((status, body.count(b"203.0.113.9") // (1 if "json" in path else 2)), (200, found))
+                    self.assertIn(b" 304 ", drive(self.web.session("127.0.0.1", 9.0), (
+                        request % (path, "If-None-Match: %s\r\n" % headers["ETag"])).encode(), 9.0)[:20])
+        self.assertEqual((len(self.web.renderings), len(self.registry.orders)), (0, 2))
+        tag = self.get("/servers.json?name=server", now=9.0)[1]["ETag"]
+        self.assertNotEqual(self.get("/servers.json?name=server%2030", now=9.0)[1]["ETag"], tag)
+        self.list(1, name="Server one")
+        self.assertEqual(self.get("/servers.json?name=server", "If-None-Match: " + tag, now=11.0)[0], 200)
+        for path in ("/?name=%20", "/?players_min=0", "/", "/?name=%00"):
+            self.assertIn(b'name="name" value=""', self.get(path, now=11.0)[2])
 
     def test_limited_clients_get_a_list(self) -> None:
         self.list(1)
