@@ -3880,6 +3880,7 @@ $head</head>
 <body>
 <header><a class="home" href="/">$title</a></header>
 <main>
+<p id="status" role="status"></p>
 $main</main>
 $foot</body>
 </html>
@@ -4083,6 +4084,7 @@ form.check { margin-top: 1.5rem; }
    Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
 #status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--alert); }
+#status:first-child:empty { display: none; }
 table, thead, tbody { display: block; }
 table { --columns: minmax(0, 1fr) 5rem 6rem 6.5rem 8rem 4.25rem 5rem 12rem; }
 .one-game { --columns: minmax(0, 1fr) 6.5rem 8rem 8rem 5rem 5rem 12rem; }
@@ -4363,10 +4365,12 @@ const number = n => n.toLocaleString('en');
 
 function tellStatus() {
   const status = document.querySelector('#status');
-  const visible = order.filter(row => !row.hidden).length, total = Math.max(+table.dataset.total, order.length);
+  if (!status) return;
   status.classList.toggle('old', failed);
+  const visible = order.filter(row => !row.hidden).length, total = table && Math.max(+table.dataset.total, order.length);
   put(status, failed
-    ? 'The master does not answer. This list is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
+    ? 'The master does not answer. This ' + (table ? 'list' : 'page') + ' is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
+    : !table ? ''
     : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
     : !visible ? document.querySelector('#empty').hidden ? 'No server matches.' : ''
     : visible < total ? number(visible) + ' of ' + number(total) + ' servers shown'
@@ -4457,12 +4461,12 @@ async function refresh() {
         [lastText, lastUrl] = [text, url];
       }
     }
-    if (!reading()) tellTimes();
   } catch {
     failed = true;
   }
   asking = false;
-  if (table) tellStatus();
+  if (!reading()) tellTimes();
+  tellStatus();
   if (url !== source()) refresh();                      // the view moved on while the answer came
 }
 
@@ -4670,7 +4674,7 @@ def server_page(server: Any, known: Any, series: Any, span: str, wall: float, lo
     game = title or here.game
     facts = [("Address", fill(string.Template("<code>$address</code>"), address=address)), ("Game", game)]
     if server:
-        lead = " · ".join(part for part in (game, server.mode, server.map) if part)
+        lead = Html(" · ".join("<bdi>%s</bdi>" % html.escape(part) for part in (game, server.mode, server.map) if part))
         count = format(server.players, ",")
         if server.max_players:
             count += " of %s" % format(server.max_players, ",")

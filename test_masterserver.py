@@ -3684,6 +3684,12 @@ class PagesTest(unittest.TestCase):
         template = string.Template("$a|$b|$c")
         self.assertEqual(ms.fill(template, a="<\"'&>", b=ms.Html("<b>"), c=1), "&lt;&quot;&#x27;&amp;&gt;|<b>|1")
 
+    def test_each_part_of_the_lead_has_its_own_direction(self):
+        """A mode and a map from right to left change places else."""
+        server = make_server(mode="\u05de\u05e6\u05d1", map="<\u05de\u05e4\u05d4>")
+        self.assertIn('<p class="lead"><bdi>Iceball</bdi> · <bdi>\u05de\u05e6\u05d1</bdi> · <bdi>&lt;\u05de\u05e4\u05d4&gt;</bdi></p>',
+                      ms.server_page(server, None, make_series("day"), "day", WALL, LOOK, "Iceball"))
+
     def test_hostile_text_makes_no_tag_and_no_attribute(self):
         for text in every_page():
             for tag, attributes in Outline(text).tags:
@@ -3967,6 +3973,21 @@ class BrowserTest(unittest.TestCase):
         self.site.down = False
         self.refresh()
         until(lambda: self.js("document.querySelector('#status').textContent") == "60 servers")
+        self.browser.console_errors()
+
+    def test_master_away_from_other_pages(self):
+        for target in "/server?game=iceball&address=%s&port=1" % self.site.servers[7].address, "/check?address=192.0.2.77":
+            self.open(target)
+            self.assertEqual((self.status(), self.js("document.querySelector('#status').offsetHeight")), ("", 0))
+            self.site.down = True
+            self.js("for (const time of document.querySelectorAll('time')) time.textContent = 'long ago'")
+            self.refresh()
+            until(lambda: "This page is from" in self.status())
+            self.assertNotIn("long ago", self.js("document.body.innerText"))
+            self.assertGreater(self.js("document.querySelector('#status').offsetHeight"), 10)
+            self.site.down = False
+            self.refresh()
+            until(lambda: not self.status())
         self.browser.console_errors()
 
     def test_first_server_appears(self):
