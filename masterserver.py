@@ -4886,7 +4886,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         if not head:
             return
-        if re.search(rb"\r(?!\n)|\0", head):
+        if head.count(b"\r") != head.count(b"\r\n") or b"\0" in head:
             raise HttpError(400, "A carriage return or a NUL stands alone in the head.")         # others may see a line end (RFC 9112, 2.2)
         self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
         self.parse_request()
