@@ -3204,9 +3204,9 @@ class SubSpaceList(UdpProtocol):
                     continue
                 link.unproven_bytes += len(packet)
             elif packet[:2] == b"\0\3" and self.rules.verdict(peer[0]) != EXEMPT:
-                again = link.flights[int.from_bytes(packet[2:6], "little")].tries > 1          # what was paid for by no acknowledgement
-                if not self.limiter.allow(peer[0], now, len(packet)) or not (
-                        self.rules.allow_surplus("list again", peer[0], len(packet), now) if again else self.limiter_in_all.allow("", now, len(packet))):
+                again, size = link.flights[int.from_bytes(packet[2:6], "little")].tries > 1, len(packet)      # again: no acknowledgement has paid
+                if not self.limiter.allow(peer[0], now, size) or not (
+                        self.rules.allow_surplus("list again", peer[0], size, now) if again else self.limiter_in_all.allow("", now, size)):
                     continue            # as if it were lost on the way
             out.append((packet, peer))
         if link.closed:
@@ -5351,7 +5351,7 @@ class Web(TcpProtocol):
             if not in_ranges(address, self.trusted):
                 break
             try:
-                address = canonical(read_unicast(re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip()))) or address
+                address = read_public(re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip())) or address
             except ValueError:
                 break
         return address
