@@ -1649,9 +1649,9 @@ class IceballDraftTest(unittest.TestCase):
 
     def test_guessing_from_many_addresses_is_hopeless(self) -> None:
         seed = random.Random(3)
-        for number in range(200_000):
+        for number in range(50_000):
             self.iceball.datagram(b"\5" + seed.getrandbits(16).to_bytes(2, "little") + hexa("0151"),
-                                  ("%d.%d.%d.9" % (60 + seed.randrange(40), seed.randrange(256), seed.randrange(256)), 4000), number / 20000)
+                                  ("%d.%d.%d.9" % (60 + seed.randrange(40), seed.randrange(256), seed.randrange(256)), 4000), number / 5000)
         self.assertEqual(self.registry.servers(), [])
 
     def test_right_ids_are_no_guesses(self) -> None:
@@ -4972,7 +4972,7 @@ class AnnounceTest(unittest.TestCase):
                 (b"0\r\nX: y\n\n", 400), (b"0\r\nX: y\r\n\n", 400), (b"0\r\n" + b"X: y\r\n" * 3000, 431),
                 (b"0\r\n" + b"X: y\r\n" * 3000 + b"\r\n", 431)):
             answers = set()
-            for coding, size in ((b"chunked", sys.maxsize), (b"Chunked ", 1), (b"chunked", 7)):
+            for coding, size in ((b"chunked", sys.maxsize), (b"Chunked ", 1 + len(body) // 500), (b"chunked", 7 + len(body) // 100)):
                 session = self.web.session("203.0.113.9", 0.0)
                 answers.add(undated(feed(session, head % coding + body + (ICEBALL_REQUEST if status == 200 else b""), size)))
             (answer,) = answers
@@ -6152,10 +6152,10 @@ class AmplificationTest(unittest.TestCase):
         """The master's numbers begin at 0, so who made up his address can acknowledge what he never saw: of all such victims
         together no more than LIST_RATE_IN_ALL is asked for, of one no more than LIST_RATE."""
         acknowledgements = [hexa("0004") + struct.pack("<I", number) for number in range(400)]
-        for victims, rate, burst in ((1, *ms.LIST_RATE), (50, *ms.LIST_RATE_IN_ALL)):
+        for victims, rate, burst in ((1, *ms.LIST_RATE), (25, *ms.LIST_RATE_IN_ALL)):
             with self.subTest(victims):
                 self.start()
-                for number in range(4000):
+                for number in range(1000):
                     self.core.registry.hear("subspace", "198.51.%d.%d" % divmod(number, 250), 1000, "198.51.%d.%d" % divmod(number, 250), 0.0, 1e6, {
                         "name": "Zone", "description": "x" * 400, "players": 9})
                 size = 0
@@ -7472,12 +7472,12 @@ class ExportTest(unittest.TestCase):
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_every_until_a_signal(self) -> None:
-        with MasterOf(self.greeting, entry("127.0.0.1", 70000, 1)) as master:
+        with MasterOf(self.greeting) as master:
             with subprocess.Popen([*START, "export", "--every", "300", "--output", self.output, master.place], stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE) as process:
                 self.addCleanup(process.kill)
-                assert process.stdout is not None
-                self.assertIn(b"1 servers", process.stdout.readline())
+                assert process.stderr is not None
+                self.assertIn(b"is empty", process.stderr.readline())
                 process.terminate()
                 self.assertEqual((process.communicate(timeout=20), process.returncode), ((b"", b""), 0))
 
