@@ -806,7 +806,7 @@ class Rules:
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
-        return is_local(source) and is_unicast(claimed) and not is_loopback(claimed)
+        return is_local(source) and is_unicast(claimed) and not is_loopback(canonical(claimed))
 
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
@@ -1156,21 +1156,24 @@ class Registry:
 
     def apply_rules(self) -> None:
         """After a reload: addresses and marks as the rules have them now, and those out who are banned since."""
+        moving = []
         for server in self.servers():
-            address = self.rules.listed_address(server.source)
-            if self.rules.ban(server.source, server.address) or self.rules.refused_name(server.name):
+            address = self.rules.listed_address(server.source) if server.verified == "query" else server.address
+            if self.rules.ban(server.source, server.address, address) or self.rules.refused_name(server.name):
                 self.remove(server)
                 continue
-            if server.verified == "query" and server.address != address:        # who is asked claims no other; others say where they are
+            if server.address != address:       # who is asked claims no other; others say where they are
                 self.remove(server)
-                server.address = address
-                if self.get(*server.key) is None:
-                    self.insert(server)
+                moving.append(copy.copy(server))
+                moving[-1].address = address
                 continue
             before = server.official, server.priority
             self.mark(server)
             if before != (server.official, server.priority):
                 self.changed("changed", server)
+        for server in moving:                   # two may change places
+            if self.get(*server.key) is None:
+                self.insert(server)
 
     def schedule(self, server: Server, ends: float = math.inf) -> None:
         """`ends`: when one that was restored and has no lifetime of its own goes, unless it is heard until then."""
@@ -1995,6 +1998,7 @@ class Known:
         for place, target in before.items():
             if target is not None and place not in self.targets:
                 self.release(target)
+        self.places = {self.identity(target): place for place, target in self.targets.items() if target is not None}    # as mapped now
         self.due = float("-inf")
 
     def tick(self, now: float) -> None:
@@ -2280,6 +2284,8 @@ class IceballDraft:
             raise Malformed("no room for an id")
         identity = int.from_bytes(data[1:5], "little")
         server = self.session(identity, peer, now)
+        if server is None and (self.guesses.spent(peer[0], now) or self.guesses_in_all.spent("", now)):
+            return []                       # right or wrong alike, and without a charge, or who goes on with the right one never gets in
         if server is None:
             return [(DRAFT_NO_SESSION, peer)] if self.guesses.allow(peer[0], now) and self.guesses_in_all.allow("", now) else []
         if kind == 5:
@@ -2863,8 +2869,7 @@ class SubSpacePing(UdpProtocol, Querier):
         if event == "listed":           # by us, or by storage after a restart
             if (server.source, server.port + 1) not in self.poller.targets:
                 self.poller.add(self, server.source, server.port + 1, server.port).announced = False
-            if server.unconfirmed:
-                self.own(server, None)
+            self.own(server, None)      # nobody else's until its announcement tells the password
         elif event == "gone":
             self.disown(server)
             self.drop(server.source, server.port)
@@ -3204,9 +3209,11 @@ class SubSpaceList(UdpProtocol):
                     continue
                 link.unproven_bytes += len(packet)
             elif packet[:2] == b"\0\3" and self.rules.verdict(peer[0]) != EXEMPT:
-                again, size = link.flights[int.from_bytes(packet[2:6], "little")].tries > 1, len(packet)      # again: no acknowledgement has paid
+                flight, size = link.flights[int.from_bytes(packet[2:6], "little")], len(packet)
+                again = flight.tries > 1                # no acknowledgement has paid
                 if not self.limiter.allow(peer[0], now, size) or not (
                         self.rules.allow_surplus("list again", peer[0], size, now) if again else self.limiter_in_all.allow("", now, size)):
+                    flight.tries -= not again           # one that has not left waits, and its link with it
                     continue            # as if it were lost on the way
             out.append((packet, peer))
         if link.closed:
@@ -6482,8 +6489,8 @@ class Keeper:
         self.recent = self.storage.recent(wall)
         return rows
 
-    def list_again(self, now: float, wall: float) -> None:
-        """List what was read, but for those that were heard from before it could be."""
+    def list_again(self, now: float, wall: float, left: Iterable[Key] = ()) -> None:
+        """List what was read, but for those that were heard from before it could be, of whom some have `left`."""
         if not self.rows:
             return
         rows, self.rows = self.rows, []
@@ -6493,7 +6500,7 @@ class Keeper:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
-            if self.registry.get(*server.key):
+            if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:
                 continue
             try:
                 self.registry.admit(server.game, server.address, server.port, server.source, server.name)
@@ -6541,7 +6548,7 @@ class Keeper:
 
     def written(self, left: Set[Key], result: Any, now: float) -> None:
         self.busy = False
-        self.list_again(now, now + self.epoch)
+        self.list_again(now, now + self.epoch, left)
         failed = isinstance(result, Exception)
         trouble = str(result) if failed else self.storage.trouble       # which an empty batch does not end
         self.whole = bool(trouble) or self.storage.renewed != self.renewed
@@ -6715,13 +6722,16 @@ class Loop:
         except BaseException:
             self.close()
             raise
-        self.state = "bound"
+        with self.life:
+            self.state = "bound"
+            if self.stopping:               # meanwhile
+                self.close()
 
     def begin(self) -> bool:
         """What run() begins with: False if stop() was quicker."""
         self.bind()
         with self.life:
-            if self.state == "running" or self.thread not in (None, threading.current_thread()) and self.state != "closed":
+            if self.state in ("binding", "running") or self.thread not in (None, threading.current_thread()) and self.state != "closed":
                 raise StartError("It is running already.")
             if self.state == "closed":
                 return False

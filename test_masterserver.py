@@ -324,7 +324,8 @@ class AddressTest(unittest.TestCase):
                 ("127.0.0.1", "", "203.0.113.1"),
                 ("127.0.0.1", "224.0.0.1", "203.0.113.1"), ("127.0.0.1", "0.0.0.0", "203.0.113.1"), ("127.0.0.1", "255.255.255.255", "203.0.113.1"),
                 ("127.0.0.1", "240.0.0.1", "203.0.113.1"), ("127.0.0.1", "::ffff:203.0.113.9%eth0", "203.0.113.1"),
-                ("127.0.0.1", "127.0.0.1", "203.0.113.1"), ("192.168.1.9", "::1", "192.168.1.9"),           # loopback is nobody's
+                ("127.0.0.1", "127.0.0.1", "203.0.113.1"), ("127.0.0.1", "::ffff:127.0.0.1", "203.0.113.1"),
+                ("192.168.1.9", "::1", "192.168.1.9"),           # loopback is nobody's
                 ("127.0.0.1", "name.example", "203.0.113.1"), ("10.1.2.3", "0.1.2.3", "10.1.2.3"),
                 ("fd00::5", "2001:db8::5", "2001:db8::5"), ("2001:db8::6", "2001:db8::5", "2001:db8::6")):
             self.assertEqual(rules.listed_address(source, claim), listed, (source, claim))
@@ -1654,6 +1655,14 @@ class IceballDraftTest(unittest.TestCase):
                                   ("%d.%d.%d.9" % (60 + seed.randrange(40), seed.randrange(256), seed.randrange(256)), 4000), number / 5000)
         self.assertEqual(self.registry.servers(), [])
 
+    def test_who_was_wrong_is_not_shut_out_for_good(self) -> None:
+        """After a restart of the master: a burst with the old id, and then the new one, every five seconds."""
+        for _ in range(12):
+            self.send(b"\5" + hexa("01020151"))
+        for second in range(0, 30, 5):
+            self.send(b"\5" + self.request(float(second)), float(second))
+        self.assertEqual(len(self.registry.servers()), 1)
+
     def test_right_ids_are_no_guesses(self) -> None:
         for port in range(40):
             peer = ("203.0.113.9", 40000 + port)
@@ -1841,6 +1850,16 @@ class HyperbolTest(unittest.TestCase):
         with self.assertRaisesRegex(ms.Refused, "another game"):
             self.hyperbol.announce(*place, {}, self.now)
         self.hyperbol.announce(place[0], 9, {}, self.now)
+
+    def test_flavor_follows_to_another_address(self) -> None:
+        self.start("203.0.113.9:27888 3")
+        self.answers["203.0.113.9", 27888] = {}
+        self.pass_time(30)
+        settings = ms.Settings({"hyperbol.servers": "203.0.113.9:27888 3", "address_map.203.0.113.9": "198.51.100.7"})
+        ms.MasterServer.apply(mock.Mock(settings=settings, rules=self.registry.rules, registry=self.registry, poller=self.poller,
+                                        protocols=[self.hyperbol]))
+        self.assertEqual([(s.address, s.flavor) for s in self.registry.servers()], [("198.51.100.7", 3)])
+        self.assertEqual(list(self.hyperbol.known.places), [("198.51.100.7", 27888)])
 
     def test_other_games_claims_keep_nobody_out(self) -> None:
         self.start()
@@ -2358,6 +2377,25 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.run(300)
             self.assertEqual([s.responding for s in world.registry.servers()], [False] if zones else [])
 
+    def test_addresses_that_change_places(self) -> None:
+        sources = {"192.168.1.5": b"Trench", "192.168.1.6": b"Chaos"}
+        world = SubSpaceWorld()
+        world.registry.rules.address_map = {"192.168.1.5": "203.0.113.7", "192.168.1.6": "203.0.113.8"}
+        for source, name in sources.items():
+            world.zones[source, 25001] = asss
+            world.announce(zone_announcement(name=name, password=b"secret"), source)
+        world.run(2)
+        world.registry.rules.address_map = {"192.168.1.5": "203.0.113.8", "192.168.1.6": "203.0.113.7"}
+        world.registry.apply_rules()
+        self.assertEqual({s.address: s.name for s in world.registry.servers()}, {"203.0.113.8": "Trench", "203.0.113.7": "Chaos"})
+        world.announce(zone_announcement(name=b"Trench", password=b"other"), "198.51.100.9")
+        self.assertEqual(world.outcome("198.51.100.9")[0], "name", "it has its name still")
+        world.run(40)
+        self.assertEqual({place for _, place in world.asked[-6:]}, {(source, 25001) for source in sources})
+        world.registry.rules.read(ms.Settings({"address_map.192.168.1.5": "203.0.113.9", "bans.203.0.113.9": "cheats"}))
+        world.registry.apply_rules()
+        self.assertEqual([s.name for s in world.registry.servers()], ["Chaos"])
+
     def test_forty_zones_of_the_ini_on_one_machine(self) -> None:
         ports = range(25000, 25080, 2)
         world = SubSpaceWorld(subspace__zones="\n".join("203.0.113.9:%d" % port for port in ports))
@@ -2619,6 +2657,26 @@ class SubSpaceLists(unittest.TestCase):
                 out += [reply for reply, _ in world.list.datagram(hexa("0004") + data[2:6], peer, 0.1)]
         self.assertEqual(len(totals), 2)
         self.assertIn(struct.pack("<I", 1 + 78 + 101), totals)
+
+    def test_many_players_at_once_wait_for_each_other(self) -> None:
+        """What the bound for all of them holds back has not been tried."""
+        world = self.world(400)
+        world.list.limiter_in_all.set_rate((30_000, 30_000))
+        world.registry.rules.surplus.set_rate((1000, 10_000))
+        waiting = {("203.0.113.%d" % number, 777): set() for number in range(10)}
+        total = 0
+        arrived: List[Tuple[bytes, Any]] = []
+        for peer in waiting:
+            arrived += world.list.datagram(CONNECT, peer, 0.0) + world.list.datagram(REQUEST, peer, 0.0)
+        for second in range(120):
+            while arrived:
+                data, peer = arrived.pop()
+                if data[:2] == hexa("0003"):
+                    total = -(-int.from_bytes(data[8:12], "little") // ms.LINK_CHUNK_BYTES)
+                    waiting[peer].add(data[2:6])
+                    arrived += world.list.datagram(hexa("0004") + data[2:6], peer, float(second))
+            arrived = list(world.list.tick(second + 1.0))
+        self.assertEqual({len(seen) for seen in waiting.values()}, {total})
 
     def test_strangers_who_only_connect_push_nobody_out(self) -> None:
         """A player 200 ms away asks in the midst of 10,000 connects a second."""
@@ -6811,14 +6869,16 @@ class DiskTest(unittest.TestCase):
             other.execute("UPDATE listed SET last_seen = last_seen + 1")       # into a log; the file alone is old
             with self.assertLogs("masterserver", "WARNING") as logged:
                 registry, keeper = self.keeper(path)
-                registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 1.0, 100.0, {"name": "new"})
+                for port in (1, 2):
+                    registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 1.0, 100.0, {"name": "new"})
                 for second in (2, 4, 6):
                     keeper.tick(float(second), T0 + second)
+                registry.remove(registry.servers()[1])
             self.assertEqual((len(logged.output), registry.total, list(keeper.health)), (1, 1, ["database"]))
         with self.assertLogs("masterserver"):
             keeper.tick(8.0, T0 + 8)
-        self.assertEqual(sorted((s.port, s.name, s.unconfirmed) for s in registry.servers()), [(1, "new", False), (2, "old", True), (3, "old", True)])
-        self.assertEqual((keeper.health, [row[2] for row in keeper.storage.load(T0)]), ({}, [1, 2, 3]))
+        self.assertEqual(sorted((s.port, s.name, s.unconfirmed) for s in registry.servers()), [(1, "new", False), (3, "old", True)])
+        self.assertEqual((keeper.health, [row[2] for row in keeper.storage.load(T0)]), ({}, [1, 3]))
         registry.expire(101.5)
         self.assertEqual(registry.total, 0)
 
@@ -8319,6 +8379,14 @@ class Embedded(unittest.TestCase):
             eventually(lambda: len(server.registry.servers()) == 2)
             self.assertEqual(sum(tally.errors for tally in server.tallies.values()), 0)
         self.assertIn("on_event('listed'", logs.output[0])
+
+    def test_what_others_do_while_it_binds(self) -> None:
+        for meanwhile, state in ((lambda server: server.stop(), "closed"), (lambda server: self.assertRaises(ms.StartError, server.run), "bound")):
+            server = ms.MasterServer(LOOPBACK)
+            self.addCleanup(server.stop)
+            with mock.patch.object(server, "open_all", side_effect=functools.partial(meanwhile, server)):
+                server.bind()
+            self.assertEqual(server.state, state)
 
     def test_stop_from_a_callback(self) -> None:
         server = ms.MasterServer(LOOPBACK, lambda event, listed: server.stop())
