@@ -4334,7 +4334,7 @@ function keepView() {
 function wanted(row) {                                  // a part of the name or of the address, as the master searches
   const name = fold(view.name.trim()), address = row.querySelector('code').textContent;
   return players(row) >= (+view.players_min || 0) && !view.hide.includes(row.className)
-    && [nameOf(row), name.includes(':') ? address : address.replace(/:\d+$/, '')].some(text => fold(text).includes(name));
+    && [nameOf(row), name.includes(':') ? address : address.replace(/^\[|\]?:\d+$/g, '')].some(text => fold(text).includes(name));
 }
 
 function sorted(rows) {
@@ -4366,17 +4366,17 @@ function show() {
 
 // ---- The refresh
 
-let lastText, lastUrl, lastAnswer = Date.now(), failed = false, asking = false;
+let lastText, lastUrl, lastAnswer = Date.now(), failed = '', asking = false;
 const lastParts = new Map();
 const number = n => n.toLocaleString('en');
 
 function tellStatus() {
   const status = document.querySelector('#status');
   if (!status) return;
-  status.classList.toggle('old', failed);
+  status.classList.toggle('old', failed !== '');
   const visible = order.filter(row => !row.hidden).length, total = table && Math.max(+table.dataset.total, order.length);
   put(status, failed
-    ? 'The master does not answer. This ' + (table ? 'list' : 'page') + ' is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
+    ? failed + ' This ' + (table ? 'list' : 'page') + ' is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
     : !table ? ''
     : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
     : !visible ? document.querySelector('#empty').hidden ? 'No server matches.' : ''
@@ -4454,12 +4454,12 @@ async function refresh() {
   const url = source();
   try {
     const answer = await fetch(url, {cache: 'no-cache', signal: AbortSignal.timeout(ANSWER_MS)});
-    if (!answer.ok) throw new Error(answer.status);
+    if (!answer.ok) throw answer.status;
     const text = await answer.text();
     skew = Date.parse(answer.headers.get('date')) - Date.now() || 0;
     if (Math.abs(skew) < 2000) skew = 0;                // Date has whole seconds, and the answer was on its way
     lastAnswer = Date.now();
-    failed = false;
+    failed = '';
     if (text !== lastText && url === source() && !reading()) {
       const page = new DOMParser().parseFromString(text, 'text/html');
       if (table && !capped && +page.querySelector('#servers').dataset.total > rowsOf(page).length) capped = true;
@@ -4468,8 +4468,9 @@ async function refresh() {
         [lastText, lastUrl] = [text, url];
       }
     }
-  } catch {
-    failed = true;
+  } catch (error) {
+    failed = error === 404 ? 'This server is not listed any more.'
+      : error > 0 ? 'The master answers with error ' + error + '.' : 'The master does not answer.';
   }
   asking = false;
   if (!reading()) tellTimes();
@@ -8328,9 +8329,9 @@ LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with t
 
 
 def read_place(text: str) -> Tuple[str, Optional[int]]:
-    """HOST, HOST:PORT or [ADDRESS]:PORT."""
-    if text and (":" not in text or text.count(":") > 1 and not text.startswith("[")):
-        return text, None
+    """HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT."""
+    if text and (":" not in text or text.count(":") > 1 and not text.startswith("[") or re.fullmatch(r"\[.*\]", text)):
+        return text.strip("[]"), None
     return read_endpoint(text)
 
 

@@ -4038,15 +4038,23 @@ class BrowserTest(unittest.TestCase):
         for target in "/server?game=iceball&address=%s&port=1" % self.site.servers[7].address, "/check?address=192.0.2.77":
             self.open(target)
             self.assertEqual((self.status(), self.js("document.querySelector('#status').offsetHeight")), ("", 0))
-            self.site.down = True
+            self.site.down = True           # it answers with an error, which is not silence
             self.js("for (const time of document.querySelectorAll('time')) time.textContent = 'long ago'")
             self.refresh()
-            until(lambda: "This page is from" in self.status())
+            until(lambda: "The master answers with error 503. This page is from" in self.status())
             self.assertNotIn("long ago", self.js("document.body.innerText"))
             self.assertGreater(self.js("document.querySelector('#status').offsetHeight"), 10)
             self.site.down = False
             self.refresh()
             until(lambda: not self.status())
+        gone, self.site.servers = self.site.servers, []
+        self.open("/server?game=iceball&address=%s&port=1" % gone[7].address)
+        self.js("failed = ''; window.fetch = () => Promise.resolve({ok: false, status: 404})")
+        self.refresh()
+        until(lambda: "This server is not listed any more. This page is from" in self.status())
+        self.js("window.fetch = () => Promise.reject(new TypeError())")
+        self.refresh()
+        until(lambda: "The master does not answer. This page is from" in self.status())
         self.browser.console_errors()
 
     def test_first_server_appears(self):
@@ -7215,7 +7223,7 @@ class ClientTools(unittest.TestCase):
 
     def test_places(self) -> None:
         for text, place in (("a.example", ("a.example", None)), ("a.example:7", ("a.example", 7)), ("::1", ("::1", None)),
-                            ("[::1]:7", ("::1", 7))):
+                            ("[::1]:7", ("::1", 7)), ("[::1]", ("::1", None))):
             self.assertEqual(ms.read_place(text), place)
 
     def test_list_hyperbol(self) -> None:
