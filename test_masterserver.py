@@ -9704,8 +9704,9 @@ def bench_rendering(bench, name):
         session = web.session("127.0.0.1", now)
         loop, worker = [timed(lambda: session.receive(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode(), now))], []
         while session.job is not None:
-            worker.append(timed(session.job))
-            loop.append(timed(lambda: session.resume(None, now)))
+            results = []
+            worker.append(timed(lambda: results.append(session.job())))
+            loop.append(timed(lambda results=results: session.resume(results[0], now)))
         return loop, worker
 
     lists = {path: functools.partial(page, path)
