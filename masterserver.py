@@ -6865,7 +6865,8 @@ class MasterServer(Loop):
         super().__init__()
         self.timer_numbers = itertools.count()
         self.disk = Worker("disk", self.wake)
-        self.events: List[Tuple[str, Server]] = []          # to be logged
+        self.events: List[Tuple[str, Server]] = []          # to be logged, and how many more there were
+        self.more_events = 0
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
         if on_event is not None:
@@ -6903,7 +6904,7 @@ class MasterServer(Loop):
             except sqlite3.Error as error:
                 raise StartError("the database %s cannot be made: %s. Change [server] database, or leave it empty." % (
                     self.keeper.storage.path, error)) from None
-        self.registry.watch(lambda event, server: self.events.append((event, server)), events=("listed", "gone"))
+        self.registry.watch(self.log_event, events=("listed", "gone"))
 
     def free_ports(self, row: Row) -> int:
         """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
@@ -7232,13 +7233,20 @@ class MasterServer(Loop):
         except Exception:
             log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
+    def log_event(self, event: str, server: Server) -> None:
+        if len(self.events) < LOGGED_EVENTS:
+            self.events.append((event, server))
+        else:
+            self.more_events += 1
+
     def log_events(self) -> None:
         """Who came and went in this second, one by one unless they are many."""
-        for event, server in self.events[:LOGGED_EVENTS]:
+        for event, server in self.events:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
-        if len(self.events) > LOGGED_EVENTS:
-            log.info("and %d more listed or gone in this second", len(self.events) - LOGGED_EVENTS)
+        if self.more_events:
+            log.info("and %d more listed or gone in this second", self.more_events)
         self.events.clear()
+        self.more_events = 0
 
 
 def file_stamp(path: str) -> Tuple[int, ...]:
