@@ -834,7 +834,9 @@ class Rules:
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
-        numbers = [address_number(address) for address in addresses] if self.bans else []
+        if not self.bans:
+            return ""
+        numbers = [address_number(address) for address in addresses]
         return next((reason for (first, last), reason in self.bans if any(first <= number <= last for number in numbers)), "")
 
     def refused_name(self, name: str) -> str:
@@ -1003,7 +1005,8 @@ class Registry:
         self.sources: Dict[str, int] = collections.defaultdict(int)         # servers by source
         self.total = 0
         self.generation = 0
-        self.watchers: Dict[Tuple[str, str], List[Callable[[str, Server], None]]] = collections.defaultdict(list)     # by event, game ("": all)
+        self.watchers: Dict[str, Dict[str, List[Callable[[str, Server], None]]]] = {
+            event: collections.defaultdict(list) for event in ("listed", "changed", "gone")}        # by event and game ("": all)
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
@@ -1019,7 +1022,7 @@ class Registry:
     def watch(self, call: Callable[[str, Server], None], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
         """Have `call(event, server)` called for a game, or for all."""
         for event in events:
-            self.watchers[event, game].append(call)
+            self.watchers[event][game].append(call)
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
@@ -1032,8 +1035,10 @@ class Registry:
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         rules = self.rules
-        self.admit_source(source, address)
-        self.admit_name(name)
+        if rules.bans:
+            self.admit_source(source, address)
+        if rules.refuse_names:
+            self.admit_name(name)
         if known:
             return
         if self.total >= rules.servers:
@@ -1047,7 +1052,7 @@ class Registry:
             raise Refused("banned", ban)
 
     def admit_name(self, name: Optional[str]) -> None:
-        pattern = self.rules.refused_name(name) if name is not None and self.rules.refuse_names else ""
+        pattern = "" if name is None else self.rules.refused_name(name)
         if pattern:
             raise Refused("name", "names matching %s are not listed here" % pattern)
 
@@ -1146,7 +1151,10 @@ class Registry:
             self.left.add(server.key)
         else:
             server.batch = self.batch
-        for watcher in self.watchers[event, server.game] + self.watchers[event, ""]:
+        watchers = self.watchers[event]
+        for watcher in watchers[server.game]:
+            watcher(event, server)
+        for watcher in watchers[""]:
             watcher(event, server)
 
     def mark(self, server: Server) -> None:
@@ -1175,9 +1183,10 @@ class Registry:
             if self.get(*server.key) is None:
                 self.insert(server)
 
-    def schedule(self, server: Server, ends: float = math.inf) -> None:
+    def schedule(self, server: Server, ends: Optional[float] = None) -> None:
         """`ends`: when one that was restored and has no lifetime of its own goes, unless it is heard until then."""
-        ends = min(ends, server.last_seen + server.lifetime)
+        if ends is None:
+            ends = server.last_seen + server.lifetime
         if ends != math.inf:
             self.endings.setdefault(int(ends), []).append(server)
 
