@@ -4965,15 +4965,13 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         return "masterserver/" + __version__
 
     def response(self, answer: Answer) -> bytes:
-        """The whole response; for HEAD and 304 without the body, whose length the head still tells: to Iceball alone for a 304, as others
-        would take it for that of the 200 (RFC 9110, 8.6), which may be a compressed one."""
+        """The whole response; for HEAD and 304 without the body, whose length the head still tells."""
         if answer.etag and self.matches(answer.etag):
             answer = answer._replace(status=304)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.type)
         self.send_header("Length", str(len(answer.body)))
-        if answer.status != 304:
-            self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Content-Length", str(len(answer.body)))
         route = ROUTES.get(self.route)
         for name, value in answer.headers + SECURITY_HEADERS + (READABLE_BY_ALL if route and route.readable else ()):
             self.send_header(name, value)
@@ -5447,8 +5445,6 @@ class Web(TcpProtocol):
             return answer
         packed = answer._replace(headers=answer.headers + (GZIPPED,),
                                  etag=answer.etag and answer.etag[:-1] + '-gz"')
-        if packed.etag and exchange.matches(packed.etag):
-            return packed
         made = answer.made or Made(answer.body, "")
 
         def done(body: bytes) -> Answer:
