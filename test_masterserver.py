@@ -8308,6 +8308,7 @@ class Announcing(unittest.TestCase):
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_command_says_goodbye_when_its_terminal_is_closed(self) -> None:
+        self.addCleanup(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL))         # nohup's children inherit that
         with ms.MasterServer(dict(LOOPBACK, **{"http.ports": "0", "games.mygame": "Mine"})) as master:
             process = self.command("--game", "mygame", "--port", "4000", "127.0.0.1:%d" % port_of(master, "http"))
             eventually(master.registry.servers, 20)
