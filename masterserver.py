@@ -2293,9 +2293,9 @@ class IceballDraft:
             raise Malformed("no room for an id")
         identity = int.from_bytes(data[1:5], "little")
         server = self.session(identity, peer, now)
-        if server is None and (self.guesses.spent(peer[0], now) or self.guesses_in_all.spent("", now)):
-            return []                       # right or wrong alike, and without a charge, or who goes on with the right one never gets in
         if server is None:
+            if self.guessed_out(peer, now):         # no charge, or who goes on with the right one never gets in
+                return []
             return [(DRAFT_NO_SESSION, peer)] if self.guesses.allow(peer[0], now) and self.guesses_in_all.allow("", now) else []
         if kind == 5:
             return []
@@ -2323,6 +2323,10 @@ class IceballDraft:
             return [(answer, peer)]
         return []
 
+    def guessed_out(self, peer: Peer, now: float) -> bool:
+        """So many ids were wrong that the next right one may have been guessed."""
+        return self.guesses.spent(peer[0], now) or self.guesses_in_all.spent("", now)
+
     def session(self, identity: int, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
         known, server = self.sessions.get(peer, (None, None))
@@ -2331,8 +2335,8 @@ class IceballDraft:
             message = draft_message(port, peer)
             if identity not in (draft_identity(port, self.cookie.make(message, now)), draft_identity(port, self.cookie.make_older(message))):
                 return None
-            if self.guesses.spent(peer[0], now) or self.guesses_in_all.spent("", now):
-                return None                 # it may have been guessed
+            if self.guessed_out(peer, now):
+                return None
             address = self.registry.rules.listed_address(peer[0], self.claims.get(peer, ""))
             fields = {"verified": "handshake"}
             if self.registry.get("iceball", address, port) is None:
@@ -3118,7 +3122,8 @@ class SubSpaceLink:
 LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
 LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
 LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at once: a list of 5,000 zones, as fast as can be …
-LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all of them: our numbers begin at 0, so that who reads nothing can acknowledge as well
+LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all of them at one socket: our numbers begin at 0, so that who reads nothing can
+                                    # acknowledge as well, for somebody else; 4 Mbit/s, and four such lists at once
 LIST_LINKS = 4096                   # open exchanges, of proven and of unproven peers each; about 2 kB apiece
 
 
@@ -3161,8 +3166,8 @@ class SubSpaceList(UdpProtocol):
         > 00 07                                 disconnect
 
     The list is `01` and for each zone ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL. Nothing in
-    the exchange proves the peer's address before its first acknowledgement; until then one packet is in flight, and at
-    most LIST_UNPROVEN_BYTES go out.
+    the exchange proves the peer's address: before its first acknowledgement one packet is in flight and at most
+    LIST_UNPROVEN_BYTES go out; after it, as that may have been sent blind, no more than LIST_RATE allows.
     """
 
     by_socket = True
@@ -3222,8 +3227,8 @@ class SubSpaceList(UdpProtocol):
                 again = flight.tries > 1                # no acknowledgement has paid
                 if not self.limiter.allow(peer[0], now, size) or not (
                         self.rules.allow_surplus("list again", peer[0], size, now) if again else self.limiter_in_all.allow("", now, size)):
-                    flight.tries -= not again           # one that has not left waits, and its link with it
-                    continue            # as if it were lost on the way
+                    flight.tries -= not again           # one that has never left waits, and its link with it; others are as if lost
+                    continue
             out.append((packet, peer))
         if link.closed:
             self.proven.pop(peer, None)
@@ -6199,7 +6204,7 @@ class Connection:
         self.give(answer, arguments[-1])
 
     def failed(self, error: Exception) -> bytes:
-        """Either ends it."""
+        """What is nothing special ends the connection as a fault does."""
         failed(error, self.tally, self.address, self.name)
         self.session.done = True
         return b""
@@ -8528,7 +8533,7 @@ def sparing() -> Callable[[logging.LogRecord], bool]:
     return lambda record: not record.exc_info or limiter.allow("", time.monotonic())
 
 
-LOG_FILE_BYTES = 10 << 20
+LOG_FILE_BYTES = 10 << 20           # and three older ones are kept: 40 MB at the most
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
@@ -8607,9 +8612,10 @@ def first_contact(server: MasterServer) -> List[str]:
     """For people: what to put into each game server's settings, and where players look. Each protocol has an address that it listens on."""
     public = server.rules.public_address
     hosts: Dict[str, str] = {}
+    own = {"0.0.0.0": own_address(), "::": own_address("2001:db8::1")}
     for listener in sorted(server.listeners, key=lambda l: (":" in l.host) != (":" in public)):        # without a public one IPv4 comes first
         if listener.protocol not in hosts:
-            bound = {"0.0.0.0": own_address(), "::": own_address("2001:db8::1")}.get(listener.host, listener.host) or "localhost"
+            bound = own.get(listener.host, listener.host) or "localhost"
             hosts[listener.protocol] = public if public and (":" in public) == (":" in listener.host) else bound
     page = next((l.port for l in server.listeners if l.protocol == "http"), None)
     return [line for _, line in contact_lines(server.listeners, hosts.__getitem__)] + (

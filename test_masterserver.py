@@ -80,6 +80,13 @@ def make_core(**settings: str) -> ms.Core:
     return ms.Core(chosen, registry, ms.Poller(chosen), lambda host, done: done(host, 0.0), {})
 
 
+def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
+    """What the program does when its ini has changed."""
+    chosen = ms.Settings({name.replace("__", "."): value for name, value in settings.items()})
+    with mock.patch.object(ms, "log"):
+        ms.MasterServer.apply(mock.Mock(settings=chosen, rules=core.registry.rules, registry=core.registry, poller=core.poller, protocols=protocols))
+
+
 def feed(session: ms.Session, data: bytes, size: int, now: float = 0.0) -> bytes:
     """Everything that a session answers to data that comes in pieces of `size` bytes."""
     return b"".join(session.receive(data[i:i + size], now) for i in range(0, len(data), size))
@@ -1855,9 +1862,7 @@ class HyperbolTest(unittest.TestCase):
         self.start("203.0.113.9:27888 3")
         self.answers["203.0.113.9", 27888] = {}
         self.pass_time(30)
-        settings = ms.Settings({"hyperbol.servers": "203.0.113.9:27888 3", "address_map.203.0.113.9": "198.51.100.7"})
-        ms.MasterServer.apply(mock.Mock(settings=settings, rules=self.registry.rules, registry=self.registry, poller=self.poller,
-                                        protocols=[self.hyperbol]))
+        reload(self.core, self.hyperbol, **{"hyperbol.servers": "203.0.113.9:27888 3", "address_map.203.0.113.9": "198.51.100.7"})
         self.assertEqual([(s.address, s.flavor) for s in self.registry.servers()], [("198.51.100.7", 3)])
         self.assertEqual(list(self.hyperbol.known.places), [("198.51.100.7", 27888)])
 
@@ -2337,19 +2342,12 @@ class SubSpaceAnnouncements(unittest.TestCase):
         with self.assertRaises(ms.SettingsError):
             ms.Settings({"subspace.zones": "203.0.113.9:65535"})
 
-    def reload(self, world: SubSpaceWorld, **settings: str) -> None:
-        """As the program does it."""
-        server = mock.Mock(settings=ms.Settings({name.replace("__", "."): value for name, value in settings.items()}), rules=world.registry.rules,
-                           registry=world.registry, poller=world.core.poller, protocols=[world.ping, world.list])
-        with mock.patch.object(ms, "log"):
-            ms.MasterServer.apply(server)
-
     def test_a_zone_that_the_ini_names_no_more_is_gone(self) -> None:
         world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
         world.zones["203.0.113.9", 25001] = asss
         world.run(40)
         self.assertIsNotNone(world.zone())
-        self.reload(world)
+        reload(world.core, world.ping, world.list)
         self.assertIsNone(world.zone())
         self.assertFalse(world.core.poller.targets)
 
@@ -2358,7 +2356,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.zones["203.0.113.9", 25001] = asss
         world.run(40)
         world.announce(ANNOUNCEMENT)
-        self.reload(world)
+        reload(world.core, world.ping, world.list)
         world.run(100)
         self.assertIsNotNone(world.zone())
 
@@ -2370,7 +2368,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             if not zones:
                 world.announce(ANNOUNCEMENT, "127.0.0.1")
             world.run(40)
-            self.reload(world, subspace__zones=zones, server__public_address="203.0.113.7")
+            reload(world.core, world.ping, world.list, subspace__zones=zones, server__public_address="203.0.113.7")
             world.run(40)
             self.assertEqual([s.address for s in world.registry.servers()], ["203.0.113.7"])
             world.zones.clear()
@@ -6843,14 +6841,19 @@ class DiskTest(unittest.TestCase):
         registry, keeper = self.keeper(os.path.join(mount, "master.db"))
         self.assertEqual(registry.total, listed)
 
-    def test_a_restart_on_a_full_disk(self) -> None:
-        """The list is there, and all of it is kept when there is room again."""
-        path = os.path.join(self.folder, "ma%20?ster.db")
+    def three_listed(self, name: str) -> str:
+        """The path of a database where three servers are listed, on ports 1 to 3."""
+        path = os.path.join(self.folder, name)
         registry, keeper = self.keeper(path)
         for port in (1, 2, 3):
-            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 100.0, {"name": "S"})
+            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 100.0, {"name": "old"})
         keeper.tick(2.0, T0 + 2)
         keeper.storage.close()
+        return path
+
+    def test_a_restart_on_a_full_disk(self) -> None:
+        """The list is there, and all of it is kept when there is room again."""
+        path = self.three_listed("ma%20?ster.db")
         full = mock.patch.object(ms.Storage, "_connect", side_effect=sqlite3.OperationalError("database or disk is full"))
         with full, self.assertLogs("masterserver") as logged:
             server = master(server__database=path)          # asked for, and there
@@ -6871,12 +6874,7 @@ class DiskTest(unittest.TestCase):
 
     def test_a_restart_while_another_program_has_the_file(self) -> None:
         """What was listed is listed when the file can be read, but for what was heard from since and those who left."""
-        path = os.path.join(self.folder, "master.db")
-        registry, keeper = self.keeper(path)
-        for port in (1, 2, 3):
-            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 100.0, {"name": "old"})
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
+        path = self.three_listed("master.db")
         with mock.patch.object(ms, "STORAGE_BUSY_SECONDS", 0.02), contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("PRAGMA locking_mode = EXCLUSIVE")
             other.execute("UPDATE listed SET last_seen = last_seen + 1")       # into a log; the file alone is old
