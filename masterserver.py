@@ -796,8 +796,8 @@ class Rules:
         self.official: Dict[Tuple[str, int], bool] = settings["official"]
         self.priority: Dict[Tuple[str, int], int] = settings["priority"]
         self.block_ranges, self.exempt_ranges = address_ranges(settings["blocked"]), address_ranges(settings["limits.exempt"])
-        self.bans = [(address_ranges([network])[0], reason or "no reason given") for section in ("bans", "blocked")
-                     for network, reason in settings[section].items()]
+        bans = [*settings["bans"].items(), *((network, "") for network in settings["blocked"])]         # whose reason is the operator's alone
+        self.bans = [(address_ranges([network])[0], reason or "no reason given") for network, reason in bans]
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
@@ -3931,14 +3931,19 @@ TOTALS = string.Template("""\
 SEARCH = string.Template("""\
 <form id="search" action="/" role="search">
 $game<label>Name <input type="search" name="name" value="$name" autocomplete="off" spellcheck="false"></label>
-<label>Players from <input type="number" name="players_min" value="$players_min" min="0" max="9999"></label>
+<label>Players from <input type="number" name="players_min" value="$players_min" min="0" max="65535"></label>
 <button>Search</button>
 </form>
 """)
 
+HINT = string.Template("""\
+<p>$whom</p>
+<pre><code>$what</code></pre>
+""")
+
 TABLE = string.Template("""\
 <p id="status" role="status">$status</p>
-<table role="table" id="servers" data-total="$total"$one_game>
+<table role="table" aria-label="Servers" id="servers" data-total="$total"$one_game>
 <thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Game\
 <th role="columnheader">Mode<th role="columnheader">Map<th role="columnheader">Players\
 <th role="columnheader">Version<th role="columnheader">Seen\
@@ -3959,7 +3964,7 @@ $hint
 # Formatted with %, every value escaped before: 2,000 of them are made in one go, Template would take twice as long. End
 # tags that HTML lets one leave out are left out. The cells have no classes: the style sheet counts columns. The roles
 # say what the tags say already, for browsers that forget it when the style sheet makes a row a grid.
-ROW = ('<tr role="row"%s><td role="cell"><a href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
+ROW = ('<tr role="row"%s><td role="cell"><a dir="auto" href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
        '<td role="cell">%s<td role="cell">%s<td role="cell">%s<td role="cell"><span><b>%d</b>%s</span>%s'
        '<td role="cell">%s<td role="cell"')
 ROW_END = '<td role="cell"><code>%s</code>\n'
@@ -3982,19 +3987,22 @@ SERVER_PAGE = string.Template("""\
 <div id="state" data-live>
 <h1><bdi>$name</bdi> $badges</h1>
 <p class="lead">$lead</p>
-</div>
-$play<section>
+$play</div>
+$history<section>
+<h2>Details</h2>
+<dl id="facts" data-live>
+$facts</dl>
+</section>
+""")
+
+HISTORY = string.Template("""\
+<section>
 <div class="bar">
 <h2>Players</h2>
 <nav class="tabs" aria-label="Span">$tabs</nav>
 </div>
 <div id="history" data-live>
 $chart</div>
-</section>
-<section>
-<h2>Details</h2>
-<dl id="facts" data-live>
-$facts</dl>
 </section>
 """)
 
@@ -4018,6 +4026,9 @@ $findings</section>
 FINDING = string.Template("""\
 <li><h3>$outcome</h3>
 <p>$todo</p>
+$arrival""")
+
+ARRIVAL = string.Template("""\
 <p class="from">$when · $protocol from <code>$peer</code></p>
 """)
 
@@ -4048,7 +4059,7 @@ STYLE_CSS = r""":root {
 }
 
 * { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; scrollbar-gutter: stable; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; scrollbar-gutter: stable; scroll-padding-top: 2.5rem; }     /* the table's head */
 body {
   margin: 0 auto; padding: 0 1.25rem; max-width: 72.5rem; background: var(--ground); color: var(--ink);
   font: 400 .9375rem/1.5rem system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; font-variant-numeric: tabular-nums;
@@ -4146,7 +4157,7 @@ td i { line-height: 1.625rem; }
 td i + i { flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis; }
 td a, td .copy { outline-offset: -2px; }
 td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
-td a { text-decoration: none; }
+td:first-child a { text-align: left; text-decoration: none; }
 td a:hover { text-decoration: underline; }
 .copy {
   position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0; border: 0; background: none; color: var(--soft);
@@ -4162,7 +4173,7 @@ td a:hover { text-decoration: underline; }
 }
 section.empty { margin: 3rem 0; max-width: 42rem; }
 .empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
-.empty pre { padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap; }
+.empty pre { margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap; }
 
 @media (max-width: 68rem) {
   table { --columns: minmax(0, 1fr) 5rem 6.5rem 8rem 5rem 12rem; }
@@ -4170,12 +4181,14 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
   :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; }
 }
 @media (max-width: 54rem) {
-  table, .one-game { --columns: minmax(0, 1fr) 6rem 8rem 12rem; }
-  :is(th, td):nth-child(2), :is(th, td):nth-child(7) { display: none; }
+  table { --columns: minmax(0, 1fr) 5rem 8rem 12rem; }
+  .one-game { --columns: minmax(0, 1fr) 6rem 8rem 12rem; }
+  table:not(.one-game) :is(th, td):nth-child(4), :is(th, td):nth-child(7) { display: none; }
 }
 
 /* A phone: every row is two lines, name and players above, game, mode, map and address below */
 @media (max-width: 40rem) {
+  html { scroll-padding-top: 6rem; }
   body { padding: 0 1rem; }
   header { padding: 1.5rem 0 1.25rem; }
   h1 { font-size: 1.375rem; }
@@ -4187,10 +4200,10 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
   table, .one-game { --columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto; }
   thead tr { display: flex; flex-wrap: wrap; }
   tbody tr { height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem; column-gap: 0; align-items: start; }
-  table:not(.one-game) :is(th, td):nth-child(2), :is(th, td):nth-child(3) { display: block; }
+  table:not(.one-game) :is(th, td):nth-child(4), :is(th, td):nth-child(3) { display: block; }
   td:first-child { grid-area: 1 / 1 / 2 / 5; margin-right: .75rem; font-size: 1rem; }
   td:nth-child(5) { grid-area: 1 / 5; width: 7.25rem; }
-  td:nth-child(2), td:nth-child(3), td:nth-child(4) { grid-area: 2 / 1; padding-right: .5rem; color: var(--soft); font-size: .8125rem; }
+  td:nth-child(2), td:nth-child(3), td:nth-child(4) { grid-area: 2 / 1; margin-right: .5rem; color: var(--soft); font-size: .8125rem; }
   td:nth-child(3) { grid-column: 2; }
   td:nth-child(4) { grid-column: 3; }
   td:last-child { grid-area: 2 / 4 / 3 / 6; justify-content: end; }
@@ -4201,15 +4214,15 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
 
 /* One server, one check */
 h1 bdi, h3, dd, li, .from { overflow-wrap: anywhere; }
-h1 bdi { display: inline-block; max-width: 100%; max-height: 4rem; overflow: hidden; vertical-align: top; }
-h1 i { vertical-align: .25rem; }
+h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
   display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius: 3px; color: var(--accent);
   font-weight: 650; text-decoration: none;
 }
 .play:hover { background: var(--accent); color: var(--ground); }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem 2rem; margin: 0; }
-dl div { min-width: 0; max-height: 9rem; overflow: hidden; padding-top: .5rem; border-top: 1px solid var(--line); }
+dl div { min-width: 0; padding-top: .5rem; border-top: 1px solid var(--line); }
+dl .long { grid-column: 1 / -1; max-width: 48rem; }
 dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 dd { margin: 0; }
 .findings, .servers { margin: 0; padding: 0; list-style: none; }
@@ -4244,6 +4257,10 @@ figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
 @media (max-width: 40rem) {
   .chart { height: 13rem; }
   .chart .minor { display: none; }
+  /* numbers too long for the margins stand in the plot: over their gridline, and over or under the line */
+  .chart .tick.long { text-anchor: start; transform: translate(12px, -9px); }
+  .chart .latest.long { text-anchor: end; transform: translate(-8px, -16px); }
+  .chart .latest.long.high { transform: translate(-8px, 16px); }
 }
 @media print { form, .copy, footer { display: none; } }
 """
@@ -4253,6 +4270,7 @@ APP_JS = r"""'use strict';
 // every five seconds that touches only what has changed.
 
 const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500;
+const PLAYERS_MAX = 65535;                              // as the master counts them
 const SEEN = 6, ADDRESS = 7;                            // columns that do not fade: one always moves, one never changes
 const table = document.querySelector('#servers');
 const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
@@ -4514,7 +4532,7 @@ if (table) {
     form.addEventListener('submit', event => event.preventDefault());
     form.addEventListener('input', () => {
       view.name = form.elements.name.value;
-      view.players_min = form.elements.players_min.value;
+      view.players_min = String(Math.min(PLAYERS_MAX, Math.max(0, Math.ceil(form.elements.players_min.value))) || '');
       view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
       keepView();
       show();
@@ -4672,7 +4690,8 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
     number, word = plural(players, "player").split(" ")
     servers, servers_word = plural(total, "server").split(" ")
     page = fill(
-        look.template or LIST_PAGE, title=look.title, head=fill(HEAD, title=look.title), foot=Html(FOOT),
+        look.template or LIST_PAGE, title=look.title, foot=Html(FOOT),
+        head=fill(HEAD, title="%s · %s" % (titles.get(game, game), look.title) if game else look.title),
         intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
         totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
         tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % tabs)
@@ -4689,7 +4708,7 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
 
 def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Any, title: str = "") -> Html:
     """One server. server: as listed now, or None; known: game, address, port, name, first_seen, last_seen (as last
-    known); series: of the span ('day', 'week', 'month', 'year'), see chart(); title: the game's."""
+    known); series: of the span ('day', 'week', 'month', 'year'), see chart(), None where no history is kept; title: the game's."""
     here = server or known
     address = endpoint(here.address, here.port)
     name = here.name or address
@@ -4710,39 +4729,41 @@ def server_page(server: Any, known: Any, series: Any, span: str, wall: float, lo
     else:
         lead = Html("Not listed now. Last seen %s. <a href=\"/check?address=%s&amp;port=%d\">Why?</a>"
                     % (time_tag(known.last_seen, wall), urllib.parse.quote(known.address), known.port))
-    sampled = [mean for index, mean in enumerate(series.means)
+    sampled = series and [mean for index, mean in enumerate(series.means)
                if here.first_seen - series.step < series.start + index * series.step < wall - series.step]
     if sampled:
         here_part = sum(mean is not None for mean in sampled) / len(sampled)
         facts.append(("Uptime, past " + span, "%.4g %% of the time" % (math.floor(here_part * 1000) / 10)))
     facts += [("First seen", time_tag(here.first_seen, wall)), ("Last seen", time_tag(here.last_seen, wall))]
-    fact = string.Template("<div><dt>$key</dt><dd>$value</dd></div>\n")
+    fact = string.Template("<div$long><dt>$key</dt><dd>$value</dd></div>\n")
     return page(look, name, fill(
         SERVER_PAGE, name=name, badges=badges(server) if server else "", lead=lead,
         play=fill(string.Template('<p><a class="play" href="iceball://$address">Play</a></p>\n'), address=address)
         if server and server.game == "iceball" else "",
-        tabs=Html("".join(tab(Html("%s&amp;span=%s" % (server_link(here), key)), key.capitalize(), key == span) for key in SPANS)),
-        chart=chart(series, wall),
-        facts=Html("".join(fill(fact, key=key, value=value) for key, value in facts if value))))
+        history=series and fill(HISTORY, chart=chart(series, wall), tabs=Html("".join(
+            tab(Html("%s&amp;span=%s" % (server_link(here), key)), key.capitalize(), key == span) for key in SPANS))) or "",
+        facts=Html("".join(fill(fact, key=key, value=value, long=Html(' class="long"' if key == "Description" else ""))
+                           for key, value in facts if value))))
 
 
-def check_page(address: str, port: int, findings: Iterable[tuple], listed: Sequence[Any], wall: float,
+def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findings: Iterable[tuple], listed: Sequence[Any], wall: float,
                look: Any) -> Html:
-    """What became of what an address sent. port: 0 for any; findings: (when, protocol, address, port, outcome, what to
-    do), the latest first; listed: the servers of this address that are listed now."""
+    """What became of what an address sent. port: 0 for any; state: (what holds for the address, what to do); findings: (when, protocol,
+    address, port, outcome, what to do), the latest first; listed: the servers of this address that are listed now."""
     item = string.Template('<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>\n')
     servers = "".join(fill(
         item, link=server_link(server), name=server.name or endpoint(server.address, server.port), badges=badges(server),
         peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
-    what = "".join(fill(
-        FINDING, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port) if peer_port else peer, outcome=outcome, todo=todo)
-        for when, protocol, peer, peer_port, outcome, todo in findings)
+    what = "".join([fill(FINDING, outcome=outcome, todo=todo, arrival="") for outcome, todo in state] + [
+        fill(FINDING, outcome=outcome, todo=todo, arrival=fill(
+            ARRIVAL, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port) if peer_port else peer))
+        for when, protocol, peer, peer_port, outcome, todo in findings])
     whom = endpoint(address, port) if port else address
     return page(look, "Is my server listed?", fill(
         CHECK_PAGE, address=address, port=port or "",
         verdict="Listed now: " + plural(len(listed), "server") if listed else "Nothing at %s is listed now" % whom,
         listed=Html('<ul class="servers">\n%s</ul>\n' % servers) if listed else "",
-        findings=Html('<ol class="findings">\n%s</ol>\n' % what) if findings else fill(string.Template(
+        findings=Html('<ol class="findings">\n%s</ol>\n' % what) if what else fill(string.Template(
             "<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of the game "
             "server, and does its firewall let packets out?</p>\n"), whom=whom)))
 
@@ -4800,8 +4821,8 @@ def chart(series: Any, wall: float) -> Html:
     marks = []
     for tick in ticks:
         marks.append('<line class="%s" x1="6%%" x2="92%%" y1="%s" y2="%s"/>'
-                     '<text class="end" x="6%%" y="%s" dx="-6" dy="4">%s</text>' % (
-                         "grid" if tick else "axis", y(tick), y(tick), y(tick), format(tick, ",")))
+                     '<text class="%s end" x="6%%" y="%s" dx="-6" dy="4">%s</text>' % (
+                         "grid" if tick else "axis", y(tick), y(tick), "tick long" if ticks[-1] > 999 else "tick", y(tick), format(tick, ",")))
     for index, (at_time, words) in enumerate(time_ticks(start, end)):
         at, minor = x((at_time - start) / series.step), " minor" * (index % 2)
         marks.append('<line class="axis%s" x1="%s" x2="%s" y1="86%%" y2="88%%"/>'
@@ -4825,9 +4846,9 @@ def chart(series: Any, wall: float) -> Html:
     peak_words = format(round(peak, 1), ",")
     marks.append('<circle cx="%s" cy="%s" r="3"/><text class="label%s" x="%s" y="%s" dy="-9">peak %s</text>' % (
         x(peak_at), y(peak), anchor, x(peak_at), y(peak), peak_words))
-    latest = format(round(series.means[last], 1) if series.means[last] < 10 else round(series.means[last]), ",g")
-    marks.append('<text class="label latest" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
-        x(last), y(level), latest))
+    latest = format(round(level, 1) if level < 10 else round(level), ",g")         # of the last point, as the line shows it
+    marks.append('<text class="label latest%s%s" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
+        " long" if len(latest) > 2 else "", " high" if level > ticks[-1] / 2 else "", x(last), y(level), latest))
     moment = "%Y-%m-%d %H:%M"
     words = "Peak %s at %s. Latest %s, %s." % (
         peak_words, utc(start + peak_at * series.step).strftime(moment),
@@ -4900,6 +4921,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     route = "other"             # its key in ROUTES
     headers = http.client.HTTPMessage()
     waits = False               # for "100 Continue", with its body
+    status = 0                  # what was answered
 
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers with the empty line; raises HttpError. Without one: for an answer to no request."""
@@ -4964,7 +4986,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         raise HttpError(code, "%s." % message if message else "")
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        pass
+        self.status = code
 
     def version_string(self) -> str:
         return "masterserver/" + __version__
@@ -5046,12 +5068,12 @@ class HttpSession(Session):
         if not self.buffer and self.exchange is None and self.job is None and not self.done:
             if now - web.edition_at >= RENDER_S:
                 web.turn(now)
-            remembered = web.memo.get(data)
-            if remembered is not None and not self.limited and (self.proxied or web.rules.requests.allow(self.address, now)):
-                web.remembered_requests += 1
+            kept = web.memo.get(data)
+            if kept is not None and not self.limited and (self.proxied or web.rules.requests.allow(self.address, now)):
+                kept.times += 1
                 self.deadline = now + HTTP_IDLE_S
-                answer, self.done = remembered
-                return answer
+                self.done = kept.close
+                return kept.response
         if self.done:
             return b""
         if not self.buffer and self.exchange is None:
@@ -5073,7 +5095,6 @@ class HttpSession(Session):
             try:
                 piece = self.step(now)
             except HttpError as error:
-                self.web.requests["", error.status] += 1
                 piece = self.refuse(error)
             if piece is None:
                 break
@@ -5152,10 +5173,12 @@ class HttpSession(Session):
 
     def respond(self, exchange: Exchange, answer: Answer) -> bytes:
         response = exchange.response(answer)
+        counted = exchange.route, exchange.status
+        self.web.requests[counted] += 1
         self.done = exchange.close_connection
         if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
             response = Lasting(response)
-            self.web.remember(self.request_bytes, response, self.done)
+            self.web.remember(self.request_bytes, Kept(response, self.done, counted))
         return response
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -5171,7 +5194,6 @@ class HttpSession(Session):
         if isinstance(answer, Later):
             self.job, self.then = answer.job, answer.then
             return b""
-        self.web.requests[self.waiting.route, answer.status] += 1
         self.held = bool(self.buffer)           # until this answer is out
         return self.respond(self.waiting, answer)
 
@@ -5198,16 +5220,27 @@ class HttpSession(Session):
             exchange.command = "HEAD"
         self.done = True
         self.buffer, self.exchange = b"", None
+        self.web.requests["", error.status] += 1
         return exchange.response(self.web.refused(error, exchange))
 
     def tick(self, now: float) -> bytes:
         if now < self.deadline or self.job or self.done:
             return b""
         if self.buffer or self.exchange:
-            self.web.requests["", 408] += 1
             return self.refuse(HttpError(408, "The request did not arrive in time."))
         self.done = True
         return b""
+
+
+class Kept:
+    """A response that is given again to the same request bytes."""
+
+    __slots__ = ("response", "close", "counted", "times")
+
+    def __init__(self, response: Lasting, close: bool, counted: Tuple[str, int]) -> None:
+        """`counted`: its route and status, as which it counts each time."""
+        self.response, self.close, self.counted = response, close, counted
+        self.times = 0
 
 
 HEAD_END = re.compile(rb"\r?\n\r?\n")
@@ -5339,11 +5372,10 @@ class Web(TcpProtocol):
         self.edition = 1
         self.edition_at = float("-inf")
         self.edition_generation = -1
-        self.memo: Dict[bytes, Tuple[Lasting, bool]] = {}
+        self.memo: Dict[bytes, Kept] = {}
         self.memo_bytes = 0
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
-        self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status, but for …
-        self.remembered_requests = 0                                                        # … those answered from memory
+        self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
         self.rules = core.registry.rules
         self.leaving = False
         self.read(core.settings)
@@ -5392,17 +5424,23 @@ class Web(TcpProtocol):
             self.forget()
 
     def forget(self) -> None:
+        self.count_remembered()
         self.memo.clear()
         self.memo_bytes = 0
 
-    def remember(self, request: bytes, response: Lasting, close: bool) -> None:
+    def remember(self, request: bytes, kept: Kept) -> None:
         if len(request) > HTTP_MEMO_REQUEST_BYTES or request in self.memo:
             return
-        size = len(request) + len(response)
+        size = len(request) + len(kept.response)
         if self.memo_bytes + size > HTTP_MEMO_BYTES:
             self.forget()
         self.memo_bytes += size
-        self.memo[request] = response, close
+        self.memo[request] = kept
+
+    def count_remembered(self) -> None:
+        for kept in self.memo.values():
+            self.requests[kept.counted] += kept.times
+            kept.times = 0
 
     # Answers
 
@@ -5428,8 +5466,6 @@ class Web(TcpProtocol):
             answer = self.refused(error, exchange)
         except ValueError as error:
             answer = self.refused(HttpError(400, "The query cannot be read: %s." % error), exchange)
-        if isinstance(answer, Answer):
-            self.requests[exchange.route, answer.status] += 1
         return answer
 
     def refused(self, error: HttpError, exchange: Exchange) -> Answer:
@@ -5594,6 +5630,8 @@ class Web(TcpProtocol):
 
     def page(self, request: Request) -> Union[Answer, Later]:
         asked = list_asked_for(request)
+        if asked.game not in ("", *self.titles()):
+            raise HttpError(404, "There is no game %s here." % ascii(asked.game[:100]))
         return self.rendered("page", asked, request, HTML_TYPE, lambda blocks, now: self.list_page(blocks, asked, now), PAGE_ROWS)
 
     def list_page(self, rows: Blocks, asked: Asked, now: float) -> bytes:
@@ -5624,13 +5662,13 @@ class Web(TcpProtocol):
             players = sum(self.registry.census[id][1] for id in counts if game in ("", id))
         return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, shown,
                          PAGE_ROWS - room, total, players, self.look(), name, players_min, self.hint(game),
-                         sparkline(day_total(recent, [game] if game else counts)))
+                         sparkline(() if name or players_min else day_total(recent, [game] if game else counts)))
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
-        lines = [line for name, line in contact_lines(self.core.listeners, lambda name: self.settings["server.public_address"] or "THIS-HOST")
-                 if game in ("", name)]
-        return fill(string.Template("<pre><code>$lines</code></pre>\n"), lines="\n".join(lines)) if lines else Html("")
+        lines = [line.partition(": ") for name, line in contact_lines(
+            self.core.listeners, lambda name: self.settings["server.public_address"] or "THIS-HOST", self.settings["games"]) if game in ("", name)]
+        return Html("".join(fill(HINT, whom=whom, what=what) for whom, _, what in lines))
 
     def server(self, request: Request) -> Union[Answer, Later]:
         game, address, port = server_asked_for(request)
@@ -5643,7 +5681,7 @@ class Web(TcpProtocol):
             assert storage is not None
             return storage.known(game, address, port), storage.history(game, address, port, span, wall)
 
-        def then(found: Tuple[Optional[Remembered], Series]) -> Answer:
+        def then(found: Tuple[Optional[Remembered], Optional[Series]]) -> Answer:
             known, series = found
             if listed is None and (known is None or not address):
                 raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
@@ -5652,7 +5690,7 @@ class Web(TcpProtocol):
                 shown.first_seen = min(shown.first_seen, known.first_seen)
             return Answer(server_page(shown, known and remembered(game, address, port, known), series, span, wall,
                                       self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
-        return Later(job, then) if storage else then((None, Series(int(wall), 60, [], [])))
+        return Later(job, then) if storage else then((None, None))
 
     def history_json(self, request: Request) -> Union[Answer, Later]:
         """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
@@ -5672,35 +5710,37 @@ class Web(TcpProtocol):
 
     def check(self, request: Request) -> Answer:
         """What became of what an address sent."""
-        text = request.query.get("address", "").strip() or request.address
+        text = request.query.get("address", "").strip()[:100] or request.address
         port = whole_number(request, "port", 0, 65535)
         try:
             address = canonical(read_address(text))
         except ValueError:
-            raise HttpError(400, "%s is not an IP address; a server's address is a number such as 203.0.113.7." % text[:100]) from None
+            return Answer(check_page(text, port, [("That is not an IP address", "A server's address is a number such as 203.0.113.7.")],
+                                     [], [], 0.0, self.look()).encode("utf-8"), HTML_TYPE, 400)
         rules = self.registry.rules
         addresses = {address, rules.listed_address(address)}
-        epoch = self.epoch
-        listed = [as_shown(server, epoch) for server in self.registry.in_order()
+        listed = [server for server in self.registry.in_order()
                   if (server.address in addresses or server.source == address) and port in (0, server.port)]
-        seen = {(server.game, server.port): server.last_seen for server in listed}
-        findings = []
-        for (source, protocol, announced), (at, outcome, detail) in list(self.registry.heard.items()):
-            if source in addresses and (not port or announced in (0, port)):
-                at += epoch
-                if outcome in ("announced", "listed"):          # what is heard of a listed server is not noted each time
-                    if (protocol, announced) in seen:
-                        at, outcome = seen[protocol, announced], "listed"
-                    elif outcome == "listed":
-                        outcome = "gone"
-                findings.append((at, self.titles().get(protocol, protocol), source, announced, *outcome_words(outcome, detail)))
-        findings.sort(key=lambda finding: -finding[0])
-        if any(rules.datagrams.spent(source, request.now) for source in addresses):
-            findings.insert(0, (request.now + epoch, "any", address, 0, *outcome_words("flood", "%g" % self.settings["limits.datagrams"][0])))
+        # What is heard of a listed server is not noted each time
+        heard = [(server.source, server.game, server.port, server.last_seen, "listed", "")
+                 for server in listed if server.responding and not server.unconfirmed]
+        known = {(game, port) for _, game, port, *_ in heard}
         ban = rules.ban(*addresses)
-        if ban:
-            findings.insert(0, (request.now + epoch, "any", address, port, *outcome_words("banned", ban)))
-        return Answer(check_page(address, port, findings, listed, request.now + epoch, self.look()).encode("utf-8"), HTML_TYPE)
+        for (source, protocol, announced), (at, outcome, detail) in self.registry.heard.items():
+            if (source in addresses or rules.listed_address(source) == address) and (not port or announced in (0, port)):
+                if outcome in ("announced", "listed") and (protocol, announced) in known or outcome == "banned" and ban:
+                    continue
+                heard.append((source, protocol, announced, at, "gone" if outcome == "listed" else outcome, detail))
+        heard.sort(key=lambda finding: -finding[3])
+        titles, epoch = self.titles(), self.epoch
+        findings = [(at + epoch, titles.get(protocol, protocol),
+                     address if rules.listed_address(source) == address else source,            # which one is behind a public address is not told
+                     announced, *outcome_words(outcome, detail)) for source, protocol, announced, at, outcome, detail in heard]
+        state = [outcome_words("banned", ban)] if ban else []
+        if any(rules.datagrams.spent(source, request.now) for source in addresses):
+            state.append(outcome_words("flood", "%g" % self.settings["limits.datagrams"][0]))
+        return Answer(check_page(address, port, state, findings, [as_shown(server, epoch) for server in listed], request.now + epoch,
+                                 self.look()).encode("utf-8"), HTML_TYPE)
 
     def healthz(self, request: Request) -> Answer:
         """200 as long as it serves; `trouble` says what does not work."""
@@ -5748,8 +5788,11 @@ def server_asked_for(request: Request) -> Key:
     try:
         address = canonical(read_address(request.query.get("address", "")))
     except ValueError:
-        raise HttpError(400, "game, address and port are wanted, the address as a number such as 203.0.113.7.") from None
-    return request.query.get("game", ""), address, whole_number(request, "port", 1, 65535)
+        address = ""
+    port = whole_number(request, "port", 1, 65535)
+    if not address or not port:
+        raise HttpError(400, "game, address and port are wanted, the address as a number such as 203.0.113.7.")
+    return request.query.get("game", ""), address, port
 
 
 def span_asked_for(request: Request) -> str:
@@ -5822,18 +5865,20 @@ def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
 # What to put into a game server's settings, by protocol
 CONTACTS = {
     "iceball": 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
-    "hyperbol": "Hyperbol servers, which cannot do it themselves: python3 masterserver.py announce --game hyperbol --port PORT %(page)s",
     "subspace": "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
     "aio": "AIO servers: master server %(host)s, port %(port)d",
 }
 
 
-def contact_lines(listeners: Iterable[Any], host: Callable[[str], str]) -> List[Tuple[str, str]]:
-    """(protocol, line for the settings of its game servers) of what listens; of several ports of one protocol the last takes announcements.
-    `host` gives the address to name for a protocol."""
+def contact_lines(listeners: Iterable[Any], host: Callable[[str], str], games: Mapping[str, str]) -> List[Tuple[str, str]]:
+    """(game, line for the settings of its game servers, or to run beside them) of what listens and of the operator's own `games`; of several
+    ports of one protocol the last takes announcements. `host` gives the address to name for a protocol."""
     ports = {listener.protocol: listener.port for listener in listeners}
     page = next((endpoint(host("http"), listener.port) for listener in listeners if listener.protocol == "http"), "")
-    return [(name, line % {"host": host(name), "port": ports[name], "page": page or host(name)}) for name, line in CONTACTS.items() if name in ports]
+    by_http = {**({"hyperbol": "Hyperbol"} if "hyperbol" in ports else {}), **games}
+    return [(game, line % {"host": host(game), "port": ports[game]}) for game, line in CONTACTS.items() if game in ports] + [
+        (game, "%s servers: python3 masterserver.py announce --game %s --port PORT %s" % (title, game, page))
+        for game, title in by_http.items() if page]
 
 
 def metrics_text(web: Web) -> str:
@@ -5854,9 +5899,9 @@ def metrics_text(web: Web) -> str:
     for position, (name, help) in enumerate((("servers", "Listed servers."), ("players", "Players on listed servers."),
                                              ("playing", "Players in the game rather than watching."))):
         family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
-    family("http_requests_total", "counter", "HTTP requests by route and status; remembered: answered from memory.",
-           [({"route": route or "none", "status": status}, count) for (route, status), count in
-            [*web.requests.items(), (("remembered", 200), web.remembered_requests)]])
+    web.count_remembered()
+    family("http_requests_total", "counter", "HTTP requests by route and status.",
+           [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
     family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
     family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():
@@ -8618,7 +8663,7 @@ def first_contact(server: MasterServer) -> List[str]:
             bound = own.get(listener.host, listener.host) or "localhost"
             hosts[listener.protocol] = public if public and (":" in public) == (":" in listener.host) else bound
     page = next((l.port for l in server.listeners if l.protocol == "http"), None)
-    return [line for _, line in contact_lines(server.listeners, hosts.__getitem__)] + (
+    return [line for _, line in contact_lines(server.listeners, hosts.__getitem__, server.settings["games"])] + (
         ["Players and browsers: http://%s/" % endpoint(hosts["http"], page)] if page else [])
 
 

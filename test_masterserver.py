@@ -3552,7 +3552,7 @@ class Site:
                 (WALL - 4000, "Iceball", address, 27790, "Bad packet: field “players_max”",
                  "The packet is 2 bytes short of what its version says. Update the game server."),
             ] if address.startswith("192.") else []
-            text = ms.check_page(address, int(query.get("port") or 0), findings,
+            text = ms.check_page(address, int(query.get("port") or 0), [], findings,
                                     [server for server in self.servers if server.address == address], WALL, LOOK)
         elif parts.path == "/":
             text = render_list(self.servers, query, self.sparks)
@@ -3676,9 +3676,9 @@ class Browser:
         self.call("Emulation.setEmulatedMedia",
                   features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
-    def press(self, key, code=0, text=""):
+    def press(self, key, code=0, text="", shift=False):
         for kind in "keyDown", "keyUp":
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code,
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, modifiers=8 * shift,
                       **({"text": text} if text and kind == "keyDown" else {}))
 
     def screenshot(self, path, width, dark=False, height=844):
@@ -3732,7 +3732,7 @@ def every_page():
         yield ms.server_page(server, None, make_series("week"), "week", WALL, LOOK)
     yield ms.server_page(None, servers[-1], make_series("day"), "day", WALL, LOOK)
     for text in HOSTILE:
-        yield ms.check_page(text, 0, [(WALL, text, text, 1, text, text)], servers[-3:], WALL, LOOK)
+        yield ms.check_page(text, 0, [(text, text)], [(WALL, text, text, 1, text, text)], servers[-3:], WALL, LOOK)
         yield ms.error_page(404, text, text, LOOK)
 
 
@@ -4171,6 +4171,34 @@ class BrowserTest(unittest.TestCase):
         finally:
             self.browser.call("Emulation.setScriptExecutionDisabled", value=False)
 
+    def test_no_number_of_players_makes_a_link_that_fails(self):
+        self.open()
+        for typed, kept in (("1.5", "?players_min=2"), ("-3", ""), ("70000", "?players_min=65535"), ("1e1", "?players_min=10"), ("", "")):
+            self.type("[name=players_min]", typed)
+            self.assertEqual(self.js("location.search"), kept, typed)
+
+    def test_the_focus_is_never_behind_the_head(self):
+        self.browser.resize(1280, 400)
+        self.open()
+        self.js("document.querySelectorAll('tbody tr')[30].querySelector('a').focus()")
+        hidden = "document.activeElement.getBoundingClientRect().top < document.querySelector('thead').getBoundingClientRect().bottom"
+        for _ in range(20):
+            self.browser.press("Tab", 9, shift=True)
+            self.assertFalse(self.js(hidden))
+
+    def test_a_page_says_all_there_is(self):
+        self.site.servers[0] = make_server(name="n" * 128, description="All of it. " * 46)
+        for width in 320, 1280:
+            self.browser.resize(width)
+            self.open("/server?game=iceball&address=%s&port=1" % self.site.servers[0].address)
+            for text in "h1 bdi", ".long":
+                self.assertTrue(self.js("(box => box.scrollHeight <= box.clientHeight + 1 || getComputedStyle(box).overflow === 'visible')"
+                                        "(document.querySelector('%s'))" % text), text)
+        for width in 390, 700, 1280:
+            self.browser.resize(width)
+            self.open()
+            self.assertGreater(self.js("document.querySelector('tbody tr').cells[1].offsetHeight"), 0, "the game at %d" % width)
+
     def test_a_screen_reader_finds_a_table(self):
         self.open()
         for width in 390, 1280:
@@ -4302,8 +4330,9 @@ class WebTest(unittest.TestCase):
 
     def test_games_that_do_not_exist_leave_nothing_behind(self) -> None:
         self.list(1, players=3)
-        for path in ("/?game=nope", "/?game=subspace", "/server?game=nope&address=203.0.113.9&port=1", "/servers.json?game=nope"):
-            self.get(path)
+        for path, status in (("/?game=nope", 404), ("/?game=subspace", 200), ("/server?game=nope&address=203.0.113.9&port=1", 404),
+                             ("/server?game=iceball&address=203.0.113.9", 400), ("/servers.json?game=nope", 200)):
+            self.assertEqual(self.get(path)[0], status, path)
         self.assertEqual((list(self.registry.census), list(self.registry.games)), (["iceball"], ["iceball"]))
         self.assertIn(b"<b>3</b> players", self.get("/?game=iceball")[2])
 
@@ -4333,6 +4362,24 @@ class WebTest(unittest.TestCase):
         for more, title in ((b"", "Listed"), (b"&action=stop", "Signed off")):
             self.exchange(b"POST /announce HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(form + more), form + more), "203.0.113.9", 130.0)
             self.assertEqual(titles(130.0)[0], title)
+
+    def test_check_finds_what_a_listed_server_sends(self) -> None:
+        """However many others have sent since, and by its public address."""
+        self.core.registry.rules.address_map = {"10.0.0.5": "203.0.113.9"}
+        self.registry.hear("iceball", "203.0.113.9", 1, "10.0.0.5", 0.0, 120.0, {"name": "x"})
+        self.registry.note("10.0.0.5", "subspace", 2, "announced", 3.0)
+        for address in ("203.0.113.9", "10.0.0.5"):
+            page = self.get("/check?address=" + address, now=4.0)[2].decode()
+            self.assertEqual(re.findall("<h3>(.*?)</h3>", page), ["Announced, but the answer did not come back", "Listed"])
+            self.assertEqual("10.0.0.5" in page, address == "10.0.0.5", "which one is behind a public address is not told")
+        self.registry.servers()[0].unconfirmed = True
+        self.assertNotIn(b"<h3>Listed", self.get("/check?address=203.0.113.9", now=4.0)[2])
+
+    def test_check_of_what_is_no_address(self) -> None:
+        status, _, body = self.get('/check?address=play.example.org"&port=7')
+        self.assertEqual(status, 400)
+        for text in (b'name="address" value="play.example.org&quot;"', b'name="port" value="7"', b"That is not an IP address"):
+            self.assertIn(text, body)
 
     def test_check_tells_who_sends_too_much(self) -> None:
         def told(now: float, address: str = "203.0.113.9") -> bool:
@@ -4515,8 +4562,20 @@ class WebTest(unittest.TestCase):
         for _ in range(3):
             session = self.web.session("127.0.0.1", 0.0)
             self.assertTrue(feed(session, ICEBALL_REQUEST, 50))
-            self.assertEqual(self.web.memo_bytes, sum(len(request) + len(answer) for request, (answer, _) in self.web.memo.items()))
+            self.assertEqual(self.web.memo_bytes, sum(len(request) + len(kept.response) for request, kept in self.web.memo.items()))
         self.assertEqual(len(self.web.memo), 1)
+
+    def test_requests_are_counted_by_what_was_answered(self) -> None:
+        for _ in range(3):
+            self.get("/style.css")
+        tag = "If-None-Match: " + self.get("/style.css")[1]["ETag"]
+        for _ in range(5):
+            self.assertEqual(self.get("/style.css", tag)[0], 304)
+        self.get("/nope")
+        for count in (4, 4):
+            page = self.get("/metrics")[2].decode()
+            for route, status, number in (("/style.css", 200, count), ("/style.css", 304, 5), ("other", 404, 1)):
+                self.assertIn('http_requests_total{route="%s",status="%d"} %d\n' % (route, status, number), page)
 
     def test_an_answer_from_memory_is_a_second_old_at_the_most(self) -> None:
         """The page takes its Date for the master's clock; and while lists change, one is made a second, not two."""
@@ -6409,9 +6468,11 @@ class SourceLimitsTest(unittest.TestCase):
     def test_bans_are_shown(self) -> None:
         core = make_core(**{"bans__198.51.100.0/24": "fake players", "blocked__192.0.2.66": "floods", "address_map__10.0.0.5": "198.51.100.7"})
         web = ms.Web(core)
-        for address, reason in (("198.51.100.9", b"fake players"), ("192.0.2.66", b"floods"), ("10.0.0.5", b"fake players")):
+        for address, reason in (("198.51.100.9", b"fake players"), ("192.0.2.66", b"no reason given"), ("10.0.0.5", b"fake players")):
+            core.registry.note(address, "iceball", 1, "banned", 0.0, "said before")
             body = split_response(drive(web.session("127.0.0.1", 0.0), b"GET /check?address=%s HTTP/1.0\r\n\r\n" % address.encode()))[2]
             self.assertIn(reason, body)
+            self.assertEqual((body.count(b"<h3>Banned"), body.count(b" from <code>"), b"floods" in body), (1, 0, False))
 
 
 @unittest.skipUnless(hasattr(select, "epoll"), "this system has no epoll")
