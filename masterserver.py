@@ -438,6 +438,8 @@ class Settings:
         self.values: Dict[str, Any] = {s.name: s.read(s.default) if s.key else {} for s in SETTINGS}
         for name, text in (values or {}).items():
             section, _, key = name.partition(".")
+            if text is None:
+                raise SettingsError("setting: [%s] %s: a text is wanted; \"\" switches off" % (section, key))
             self.put(section, key, str(text), "setting")
 
     def __getitem__(self, name: str) -> Any:
@@ -512,8 +514,9 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 def config_text() -> str:
     """masterserver.ini: every setting commented out at its default, with its help."""
-    lines = ["# masterserver.ini: settings of masterserver.py. Every line here shows the default; remove the # to change one.",
-             "# A wrong name or value is an error at start that says where. This file is what --print-config prints."]
+    lines = ["# masterserver.ini: settings of masterserver.py. Every line here shows the default, or an example where the key is yours;",
+             "# remove the # to change one. A wrong name or value is an error at start that says where.",
+             "# This file is what --print-config prints."]
     section = ""
     for row in SETTINGS:
         if row.section != section:
@@ -6750,6 +6753,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.state = "new"                  # then binding, bound, running, closed
+        self.starting = threading.RLock()   # held by start() until everything is bound
         self.life = threading.RLock()       # for the changes of state; a signal handler may interrupt one and stop()
         self.stopping = False
         self.thread: Optional[threading.Thread] = None
@@ -6820,7 +6824,8 @@ class Loop:
         """Serve in a thread; returns once everything is bound. A second call changes nothing; raises StartError."""
         if self.state == "closed":
             raise StartError("It has been stopped; make a new one.")
-        self.bind()
+        with self.starting:
+            self.bind()
         with self.life:
             if self.thread is None:
                 self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
@@ -7008,7 +7013,7 @@ class MasterServer(Loop):
             return "It needs more open files than it may have (ulimit -n)."
         if status == errno.EADDRNOTAVAIL or not row.setting:
             return "Change [server] bind; this machine has no such address."
-        if any(l.port == port and l.transport == row.transport for l in self.listeners):
+        if any(l.port == port and l.transport == row.transport and l.protocol != row.name for l in self.listeners):
             why = "Another setting of this program has it."
         elif status == errno.EACCES and port < 1024:
             why = "A port under 1024 needs a privilege."
@@ -7565,8 +7570,8 @@ class IceballAnnouncer(UdpProtocol, Announcer):
             raise Malformed("not from the master")
         kind, rest = data[:4], data[4:]
         if kind == b"MSOK":
-            self.answered = True
             self.accepted("announced")
+            self.answered = True
             return [(b"HSHK" + rest, peer)]
         if kind == b"BADV":
             expected = "; it expects heartbeat version %d and Iceball %s" % (
@@ -7583,10 +7588,11 @@ class IceballAnnouncer(UdpProtocol, Announcer):
         if now < self.due:
             return []
         if self.sent == 0:
-            if not self.answered:
-                self.state = "no answer; are address and port right, and does UDP get through?"
             self.answered = False
         self.sent = (self.sent + 1) % ICEBALL_BURST
+        if self.sent == 0 and not self.answered:
+            self.state = "no answer; are address and port right, and does UDP get through?"
+            self.failures += 1
         gap = ICEBALL_GAP_S if self.sent else ICEBALL_PERIOD_S - (ICEBALL_BURST - 1) * ICEBALL_GAP_S
         self.due = (self.due if now - self.due < ICEBALL_GAP_S else now) + gap
         return [(self.announcement(), self.master)]
@@ -7634,8 +7640,14 @@ class SubSpaceAnnouncer(UdpProtocol, Announcer):
 class TcpAnnouncer(Session, Announcer):
     """An announcer that is the session of one connection after another."""
 
+    began = 0.0                     # the connection
+
+    def opened(self, now: float) -> bytes:
+        self.done, self.buffer, self.began = False, b"", now
+        return b""
+
     def closed(self, now: float) -> None:
-        if self.due <= now:         # else it is known already when to come again
+        if self.due <= self.began:      # else it is known already when to come again
             self.failed("the master has closed the connection", now)
 
 
@@ -7652,18 +7664,18 @@ class AioAnnouncer(TcpAnnouncer):
         self.asked_at = 0 if framed else None
         self.buffer = b""
         self.keepalive_at = self.heard_at = now
+        self.confirmed = True       # what was published last
         self.stale = False          # the name carries the players, and they are others by now
 
     def changed(self, now: float) -> None:
         self.stale = not self.framed
 
     def opened(self, now: float) -> bytes:
-        self.done, self.buffer = False, b""
         self.keepalive_at, self.heard_at = now + AIO_KEEPALIVE_EVERY_S, now
-        return self.publish()
+        return super().opened(now) + self.publish()
 
     def publish(self) -> bytes:
-        self.stale = False
+        self.stale = self.confirmed = False
         server = self.server
         if self.framed:
             return self.frame(struct.pack("<BH", 3, server.port))
@@ -7684,6 +7696,7 @@ class AioAnnouncer(TcpAnnouncer):
         while not self.framed and b"#%" in self.buffer:
             message, _, self.buffer = self.buffer.partition(b"#%")
             if message.endswith(b"SUCCESS#13"):
+                self.confirmed = True
                 self.accepted("announced")
         if len(self.buffer) > AIO_MASTER_BYTES:
             raise Malformed("a message without end")
@@ -7711,7 +7724,13 @@ class AioAnnouncer(TcpAnnouncer):
         out = self.publish() if self.stale else b""
         if now >= self.keepalive_at:
             self.keepalive_at = now + AIO_KEEPALIVE_EVERY_S
-            out += self.frame(b"\4") if self.framed else b"KEEPALIVE#%\n"
+            if self.framed:
+                return self.frame(b"\4")
+            out += b"KEEPALIVE#%\n"         # answered whether the server is listed or not
+            if not self.confirmed:
+                self.state = "the master does not confirm it; has it banned this address, refused the name, or no room?"
+                self.failures += 1
+                out += self.publish()
         return out
 
     def answer(self, data: bytes) -> bytes:
@@ -7743,7 +7762,7 @@ class HttpAnnouncer(TcpAnnouncer):
         self.due = now if self.listed else float("inf")
 
     def opened(self, now: float) -> bytes:
-        self.done, self.buffer = False, b""
+        super().opened(now)
         self.asked, self.deadline = now, now + RESPONSE_S
         self.goodbye = self.leaving
         server = self.server
@@ -7837,7 +7856,7 @@ class Link:
 
     def __init__(self, host: str, port: int, announcer: Announcer) -> None:
         self.host, self.port, self.announcer = host, port, announcer
-        self.resolving = False
+        self.resolving = self.unknown = False       # its name is looked up; there is no such name
         self.resolve_at = float("-inf")             # host names are looked up anew now and then
         self.datagrams: Optional[Datagrams] = None
         self.connecting: Optional[socket.socket] = None
@@ -7852,7 +7871,7 @@ class Link:
     @property
     def hopeless(self) -> bool:
         """It has refused, or its name has never led anywhere."""
-        return self.announcer.refused or not self.announcer.master[0] and self.announcer.failures > 0
+        return self.announcer.refused or self.unknown
 
 
 ANNOUNCED = ("name", "players", "max_players", "playing", "map", "mode", "version", "description")
@@ -7880,6 +7899,8 @@ class Announcement(Loop):
             raise ValueError("the dialect is text or framed")
         if dialect and game != "aio":
             raise ValueError("dialects are AIO's")
+        if type(port) is not int:
+            raise ValueError("port %r: a number is wanted" % (port,))
         self.server = Server(read_game_id(game), "", port, "", 0.0, float("inf"))
         self.apply(fields)
         if not self.server.name and game in ("iceball", "subspace", "hyperbol") or dialect == "text" and not self.server.name:
@@ -7900,6 +7921,8 @@ class Announcement(Loop):
             self.links.append(link)
         if not self.links:
             raise ValueError("a master is wanted")
+        if os.path.exists(players_from) and not os.path.isfile(players_from):
+            raise ValueError("players from %s: a file is wanted, as to read from a pipe may take for ever" % players_from)
         self.players_from = players_from
         self.players_read: Optional[Tuple[int, ...]] = None         # its stamp when it was read
         self.give_up = give_up
@@ -7943,8 +7966,9 @@ class Announcement(Loop):
             return
         self.players_read = stamp
         try:
-            with open(self.players_from, encoding="utf-8", errors="replace") as file:
-                lines = [line for line in file.read(HTTP_BODY_BYTES).split("\n") if line.strip()]
+            with open(self.players_from, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - HTTP_BODY_BYTES))        # a script may add lines for years
+                lines = [line for line in file.read(HTTP_BODY_BYTES).decode("utf-8", "replace").split("\n") if line.strip()]
             if lines:                   # a file that is being written anew may be empty for a moment
                 self.update(**read_players(lines[-1]))
         except (OSError, ValueError) as error:
@@ -7959,6 +7983,8 @@ class Announcement(Loop):
             try:
                 self.open("0.0.0.0", port, GamePort(announcer))
                 log.info("masters' questions are answered here, on UDP port %d", port)
+                with contextlib.suppress(OSError):          # no IPv6 here
+                    self.open("::", port, GamePort(announcer))
             except (OSError, OverflowError) as error:
                 log.info("masters' questions on UDP port %d are left to the game server: %s", port, error)
         try:
@@ -7969,7 +7995,7 @@ class Announcement(Loop):
             raise StartError("no socket to announce from: %s" % error) from None
 
     def open(self, address: str, port: int, protocol: UdpProtocol) -> Datagrams:
-        sock = bound_socket(socket.AF_INET, "udp", address, port)
+        sock = bound_socket(socket.AF_INET6 if ":" in address else socket.AF_INET, "udp", address, port)
         datagrams = Datagrams("announce", sock, protocol, self.tally, self.limiter)
         self.sockets.append(datagrams)
         self.selector.register(sock, selectors.EVENT_READ, datagrams.ready)
@@ -8037,6 +8063,7 @@ class Announcement(Loop):
         if isinstance(result, str):
             link.announcer.master = (result, link.port)
         elif not link.announcer.master[0]:
+            link.unknown = getattr(result, "errno", None) != socket.EAI_AGAIN          # the network may come up after us
             link.announcer.failed("the name cannot be resolved: %s" % result, now)
             return
         link.resolve_at = now + RESOLVE_S
@@ -8129,8 +8156,8 @@ def command_announce(arguments: argparse.Namespace) -> int:
     stop_on_signals(announcement.stop)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:        # as nohup leaves it
         signal.signal(signal.SIGHUP, lambda number, frame: announcement.stop())
-    if from_stdin:
-        read_stdin(take, announcement.stop)
+    if from_stdin or arguments.exit_with_stdin:
+        read_stdin(take if from_stdin else lambda line: None, announcement.stop)
     announcement.run()
     if announcement.failure:
         raise StartError("announce: no master takes this server: %s" % announcement.failure)
@@ -8443,6 +8470,11 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
     return result
 
 
+def complain(text: str) -> None:
+    if text and sys.stderr is not None:
+        print("masterserver.py: %s" % text, file=sys.stderr, flush=True)
+
+
 def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callable[[Any], Iterable[str]]) -> int:
     """Print what `ask` learns, as JSON or in words; the exit status."""
     try:
@@ -8531,6 +8563,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     announce.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log at debug level")
     announce.add_argument("masters", nargs="+", metavar="MASTER[:PORT]", help="iceball 27790, subspace 4990 (announcements go to the port "
                           "after it), aio 27011, others 27790 unless given")
+    announce.add_argument("--exit-with-stdin", action="store_true", default=argparse.SUPPRESS, help="end when standard input is closed")
     announce.set_defaults(command=command_announce)
     return parser
 
@@ -8706,6 +8739,11 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
             bound_socket(socket.AF_INET6, "udp", "::1", 0).close()
         except OSError as error:
             warnings.append("This machine has no IPv6 (%s): players who have nothing else cannot reach it." % (error.strerror or error))
+    served = {l.protocol for l in server.listeners}
+    if not served:
+        warnings.append("Every port is empty: nothing is served.")
+    if "iceball" in served and not {27790, 27795} & set(settings["http.ports"]):
+        warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")
     public = settings["server.public_address"]
     own = own_address()
     if public and is_local(public):
@@ -8768,6 +8806,10 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         server.tell("READY=1")
         server.watchdog_s = watchdog_interval()
         server.run()
+    except StartError as error:
+        if settings["server.log_file"]:         # standard error is told anyway
+            log.error("%s", error)
+        raise
     finally:
         signal.set_wakeup_fd(-1)
         server.stop()
@@ -8823,7 +8865,7 @@ def command_export(arguments: argparse.Namespace) -> int:
         except ToolError as error:
             if not arguments.every:
                 raise
-            print("masterserver.py: %s" % error, file=sys.stderr, flush=True)
+            complain(str(error))
         else:
             say(done)
         if not arguments.every:
@@ -8962,14 +9004,19 @@ class FtpPlace:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    arguments = arguments_parser().parse_args(argv)
+    parser = arguments_parser()
+    arguments = parser.parse_args(argv)
+    lasting = arguments.command in (command_serve, command_announce) or getattr(arguments, "every", None)
+    for name in ("config", "set", "check", "print_config", "ready_file", "exit_with_stdin"):
+        if (getattr(arguments, name) and arguments.command is not command_serve
+                and (name, arguments.command) != ("exit_with_stdin", command_announce)):
+            parser.error("--%s is for serving, not for this command" % name.replace("_", "-"))
     try:
         return arguments.command(arguments)
     except KeyboardInterrupt:
-        return EXIT_OK if getattr(arguments, "every", None) else EXIT_FAILED
+        return EXIT_OK if lasting else EXIT_FAILED
     except (SettingsError, StartError, ToolError) as error:
-        if str(error):
-            print("masterserver.py: %s" % error, file=sys.stderr)
+        complain(str(error))
         return error.status if isinstance(error, ToolError) else EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
 
 
