@@ -859,7 +859,7 @@ class Server:
     """
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
-                 "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details",
+                 "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details", "named",
                  "source", "first_seen", "last_seen", "lifetime", "rank", "parts", "packet", "batch")
 
     game: str
@@ -870,7 +870,7 @@ class Server:
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, name: str = "", mode: str = "",
                  map: str = "", version: str = "", players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
                  description: str = "", playing: Optional[int] = None, flavor: int = 0, responding: bool = True,
-                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, packet: Any = b"") -> None:
+                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, named: bool = False, packet: Any = b"") -> None:
         self.game, self.address, self.port = game, address, port           # in twos and threes, as more would make a tuple each time
         self.source, self.verified = source, verified
         self.name, self.description = name, description
@@ -879,6 +879,7 @@ class Server:
         self.playing = playing                              # in ships, on the field; None: the protocol does not say
         self.flavor, self.details = flavor, details
         self.responding, self.ping_ms = responding, ping_ms
+        self.named = named                                  # in the ini
         self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
         self.first_seen = self.last_seen = now
@@ -892,20 +893,24 @@ class Server:
     def key(self) -> Key:
         return self.game, self.address, self.port
 
+    @property
+    def lasting(self) -> bool:
+        return self.lifetime == math.inf
+
 
 # What outlives a restart, in this order; what comes new comes last
 STORED: Dict[str, Any] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str, "flavor": int,
-    "verified": str, "responding": bool, "details": dict, "source": str}
+    "verified": str, "responding": bool, "details": dict, "source": str, "lasting": bool, "named": bool}
 
 
 def stored_fields(text: str) -> List[Any]:
-    """What stored_row() (section 11) made a text of, and whether it lasts; as many values whatever the text is."""
+    """What stored_row() (section 11) made a text of; as many values whatever the text is."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = []
-    return ((fields if type(fields) is list else []) + [None] * (len(STORED) + 1))[:len(STORED) + 1]
+    return ((fields if type(fields) is list else []) + [None] * len(STORED))[:len(STORED)]
 
 
 def ranking(server: Server) -> Rank:
@@ -1066,6 +1071,7 @@ class Registry:
         if server is None:
             self.admit(game, address, port, source, fields.get("name"), known)
             server = Server(game, address, port, source, now, lifetime, **fields)
+            server.named = known
             self.insert(server)
         else:
             self.admit_name(fields.get("name"))
@@ -1074,7 +1080,7 @@ class Registry:
             server.lifetime = lifetime
             self.move_source(server, source)
             self.refresh(server, now)
-            self.update(server, fields)
+            self.update(server, {**fields, "named": known} if server.named != known else fields)
         return server
 
     def insert(self, server: Server) -> None:
@@ -1782,7 +1788,7 @@ class TcpProtocol:
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone (PROTOCOLS)
-POLL_SHARE = 12                     # at most a twelfth of all targets is asked in one second: no volleys
+POLL_SHARE = 12                     # at most a twelfth of all targets is asked in one second, more only if the interval wants it: no volleys
 POLL_MIN_PER_S = 10                 # but so many always, so that a few new servers do not wait for each other
 POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, lie evenly however many there are
 
@@ -1834,6 +1840,9 @@ class Querier:
     def displaced(self, target: Target) -> None:
         """A server of another game is at this endpoint now, and is asked instead."""
 
+    def named(self) -> None:
+        """Where the names in the ini lead may be another place now."""
+
 
 class Poller(UdpProtocol):
     """Asks game servers what they really are, from one UDP port, evenly over the interval.
@@ -1852,11 +1861,15 @@ class Poller(UdpProtocol):
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
         self.phases = itertools.count()
         self.numbers = itertools.count()        # of the entries in the heap, to keep equals in order
-        self.asked = 0              # questions since the last tick
+        self.asked = 0              # questions since the last tick …
+        self.ticked_at = 0.0        # … and when that was
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
         self.interval: float = settings["poll.interval"]
+        # A shorter one holds at once
+        self.waiting = [(min(due, self.ticked_at + target.phase * self.interval), number, target) for due, number, target in self.waiting]
+        heapq.heapify(self.waiting)
         self.rate: int = settings["poll.rate"]
         self.most: int = settings["limits.servers"]
         self.most_by_source: int = settings["limits.servers_per_source"]
@@ -1924,8 +1937,8 @@ class Poller(UdpProtocol):
 
     def tick(self, now: float) -> Replies:
         out: Replies = []
-        self.asked = 0
-        budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE))
+        self.asked, self.ticked_at = 0, now
+        budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE, math.ceil(POLL_ATTEMPTS * len(self.targets) / self.interval)))
         while self.fresh and self.asked < min(budget, POLL_MIN_PER_S):
             out += self.begin(self.fresh.popleft(), now)
         while self.open and self.asked < budget:
@@ -2001,7 +2014,7 @@ class Known:
         self.targets: Dict[Tuple[str, int], Optional[Target]] = {}      # by host and port as the ini has them
         self.places: Dict[Tuple[str, int], Tuple[str, int]] = {}        # the way back, by address and port as listed
         self.unresolved: Set[str] = set()
-        self.pending = 0                    # look-ups under way: a slow name server does not get them twice
+        self.pending: Set[Tuple[str, int]] = set()      # looked up just now: a slow name server does not get them twice
         self.due = float("-inf")
 
     def read(self, places: Iterable[Tuple[str, int]]) -> None:
@@ -2014,21 +2027,25 @@ class Known:
         self.due = float("-inf")
 
     def tick(self, now: float) -> None:
-        if now < self.due or self.pending:
+        if now < self.due:
             return
         self.due = now + RESOLVE_S
+        wanted = self.targets.keys() - self.pending
         for host, port in self.targets:
-            self.pending += 1
-            done = functools.partial(self.found, host, port)
-            if is_unicast(host):
-                done(host, now)             # an address as it is does not wait behind slow names
-            else:
-                self.core.resolve(host, done)
+            if (host, port) in wanted and is_unicast(host):
+                self.take(host, port, host, now)
+            elif (host, port) in wanted:
+                self.pending.add((host, port))
+                self.core.resolve(host, functools.partial(self.found, host, port))
+        self.settle()
 
     def found(self, host: str, port: int, address: str, now: float) -> None:
-        self.pending -= 1
-        if (host, port) not in self.targets:
-            return
+        self.pending.discard((host, port))
+        if (host, port) in self.targets:
+            self.take(host, port, address, now)
+        self.settle()
+
+    def take(self, host: str, port: int, address: str, now: float) -> None:
         if not is_unicast(address):
             self.due = min(self.due, now + RESOLVE_RETRY_S)
             if host not in self.unresolved:
@@ -2044,6 +2061,15 @@ class Known:
             self.release(before)
         self.places[self.identity(target)] = host, port
 
+    def settle(self) -> None:
+        """Servers listed for the ini's sake go where it does not name them any more, as after a restart with another one."""
+        if not self.pending and not self.unresolved:
+            registry = self.core.registry
+            for server in registry.servers(self.querier.game):
+                if server.named and (server.address, server.port) not in self.places:
+                    registry.remove(server)
+        self.querier.named()
+
     def identity(self, target: Target) -> Tuple[str, int]:
         return self.core.registry.rules.listed_address(target.address), target.server_port
 
@@ -2053,11 +2079,14 @@ class Known:
             return
         target.known = False
         self.places.pop(self.identity(target), None)
-        if not target.announced:
-            self.core.poller.remove(target)
-            server = self.core.registry.get(self.querier.game, *self.identity(target))
+        server = self.core.registry.get(self.querier.game, *self.identity(target))
+        if target.announced:
             if server is not None:
-                self.core.registry.remove(server)
+                self.core.registry.update(server, {"named": False})
+            return
+        self.core.poller.remove(target)
+        if server is not None:
+            self.core.registry.remove(server)
 
 
 # --- Iceball ---------------------------------------------------------------------------------------------------------
@@ -2444,6 +2473,9 @@ class Hyperbol(TcpProtocol, Querier):
         self.flavors: Dict[Tuple[str, int], int] = {
             (host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
         self.known.read(self.flavors)
+        self.named()
+
+    def named(self) -> None:
         for server in self.registry.servers(self.game):
             self.registry.update(server, {"flavor": self.flavor(server.address, server.port)})
 
@@ -6567,7 +6599,7 @@ class Keeper:
                 self.registry.left.add(server.key)
                 continue
             self.registry.insert(server)
-            if server.lifetime == math.inf:
+            if server.lasting and server.verified != "query":           # who is asked goes if it does not answer
                 self.registry.schedule(server, now + RESTORED_S)
             count += 1
         log.info("%d servers listed before the restart are listed again, unconfirmed", count)
@@ -6638,7 +6670,6 @@ class Keeper:
 
 def stored_row(server: Server, epoch: float) -> ListedRow:
     fields = [getattr(server, name) for name in STORED]
-    fields.append(server.lifetime == float("inf"))
     return (*server.key, server.last_seen + min(server.lifetime, LASTING_S) + epoch, server.first_seen + epoch, server.last_seen + epoch,
             json.dumps(fields, ensure_ascii=False))
 
@@ -6679,18 +6710,16 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
         stored = json.loads("[%s]" % ",".join([row[6] for row in rows]))
     except (ValueError, RecursionError):
         stored = []
-    if len(stored) != len(rows) or set(map(type, stored)) != {list} or set(map(len, stored)) != {len(STORED) + 1}:
+    if len(stored) != len(rows) or set(map(type, stored)) != {list} or set(map(len, stored)) != {len(STORED)}:
         stored = [stored_fields(row[6]) for row in rows]
-    columns = list(zip(*stored)) or [()] * (len(STORED) + 1)
-    sound = zip(*(mended_column(name, values) for name, values in zip(STORED, columns)))
-    for row, fields, lasting in zip(rows, sound, columns[-1]):
+    for row, fields in zip(rows, zip(*map(mended_column, STORED, zip(*stored)))):
         game, address, port, expires, first_seen, last_seen, _ = row
         if not (is_unicast(address) and 0 < port <= 65535 and 0 <= expires < WALL_END and 0 <= first_seen < WALL_END
                 and 0 <= last_seen < WALL_END):
             yield row, None
             continue
         told = dict(zip(STORED, fields))
-        source = told.pop("source")
+        source, lasting = told.pop("source"), told.pop("lasting")
         if source != address and not is_unicast(source):
             source = address
         if told["verified"] not in VERIFIED:
@@ -6699,7 +6728,7 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
         server.unconfirmed = True
         server.first_seen = now - max(0.0, wall - first_seen)
         server.last_seen = now - max(0.0, wall - last_seen)         # the clock may have been put back meanwhile
-        server.lifetime = float("inf") if lasting is True else expires - last_seen
+        server.lifetime = float("inf") if lasting else expires - last_seen
         yield row, server
 
 
@@ -8306,7 +8335,8 @@ def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
     try:
         with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
             awaited = "greeting"
-            key, _ = hyperbol_greeting(read_exactly(sock, HYPERBOL_GREETING.size))
+            begin = read_exactly(sock, 4)
+            key, _ = hyperbol_greeting(begin + (read_exactly(sock, HYPERBOL_GREETING.size - 4) if begin == b"HBSL" else b""))
             sock.sendall(struct.pack("<IB3x", key, 255))        # the document: always 255, for all servers
             data, awaited = b"", "list"
             while len(data) < EXPORT_LIST_BYTES:
@@ -8980,7 +9010,7 @@ class FtpPlace:
             found = netrc.netrc().authenticators(self.host)
         except FileNotFoundError:
             found = None
-        except (OSError, netrc.NetrcParseError) as error:
+        except (OSError, UnicodeDecodeError, netrc.NetrcParseError) as error:
             raise ToolError(EXIT_FTP, "~/.netrc cannot be used: %s." % error) from None
         if found and (not self.user or found[0] == self.user):
             return found[0], found[2] or ""

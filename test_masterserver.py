@@ -1249,6 +1249,28 @@ class PollerTest(unittest.TestCase):
         gaps = [later - sooner for sooner, later in zip(times[1:], times[2:])]
         self.assertEqual((set(gaps), len(gaps)), ({30}, 12))
 
+    def test_a_shorter_interval_holds_at_once(self) -> None:
+        poller = ms.Poller(ms.Settings({"poll.interval": "3600"}))
+        for number in range(20):
+            poller.add(self.querier, address_of(number), 5000)
+        asked = [peer for second in range(12) for data, peer in poller.tick(float(second))
+                 if poller.datagram(data, peer, second + 0.01) == []]
+        self.assertEqual(len(asked), 20)
+        poller.read(ms.Settings({"poll.interval": "10"}))
+        self.assertEqual(len({peer for second in range(12, 24) for _, peer in poller.tick(float(second))}), 20)
+
+    def test_a_short_interval_is_kept_however_many_are_asked(self) -> None:
+        poller = ms.Poller(ms.Settings({"poll.interval": "5"}))
+        for number in range(500):
+            poller.add(self.querier, address_of(number), 5000, known=True)
+        times = collections.defaultdict(list)
+        for second in range(31):
+            for data, peer in poller.tick(float(second)):
+                times[peer].append(second)
+                poller.datagram(data, peer, second + 0.01)
+        gaps = [later - sooner for asked in times.values() for sooner, later in zip(asked[1:], asked[2:])]
+        self.assertEqual((len(times), max(gaps)), (500, 5))
+
     def test_rate_in_all(self) -> None:
         poller = ms.Poller(ms.Settings({"poll.rate": "3"}))
         querier = Asked(steps=3)
@@ -1303,13 +1325,34 @@ class KnownTest(unittest.TestCase):
         self.lookups[0][1]("203.0.113.1", 1000.0)
         target = self.core.poller.targets["203.0.113.1", 5001]
         self.assertEqual((target.server_port, target.known), (5000, True))
-        self.known.tick(1001.0)
-        self.lookups[1][1]("203.0.113.2", 1002.0)                                       # it moved
+        self.known.tick(1600.0)
+        self.lookups[1][1]("203.0.113.2", 1602.0)                                       # it moved
         self.assertEqual(set(self.core.poller.targets), {("203.0.113.2", 5001), ("203.0.113.9", 6001)})
         self.assertEqual(
             self.known.places,
             {("203.0.113.2", 5000): ("a.example", 5000), ("203.0.113.9", 6000): ("203.0.113.9", 6000)},
         )
+
+    def test_a_slow_name_keeps_no_address_waiting(self) -> None:
+        self.known.read([("slow.example", 5000)])
+        self.known.tick(0.0)
+        self.known.read([("slow.example", 5000), ("203.0.113.9", 6000), ("b.example", 1)])
+        self.known.tick(3.0)
+        self.assertEqual(list(self.core.poller.targets), [("203.0.113.9", 6001)])
+        self.assertEqual([host for host, _ in self.lookups], ["slow.example", "b.example"])
+
+    def test_what_the_ini_named_before_the_restart_goes(self) -> None:
+        """But only when it is known where the names lead."""
+        for address in "203.0.113.1", "203.0.113.2", "203.0.113.3":
+            self.core.registry.hear("test", address, 5000, address, 0.0, float("inf"), {"verified": "query"}, address != "203.0.113.3")
+        self.known.read([("a.example", 5000)])
+        with self.assertLogs("masterserver"):
+            self.known.tick(0.0)
+            self.lookups[-1][1]("", 1.0)
+        self.assertEqual(self.core.registry.total, 3)
+        self.known.tick(100.0)
+        self.lookups[-1][1]("203.0.113.2", 100.0)
+        self.assertEqual([server.address for server in self.core.registry.servers("test")], ["203.0.113.2", "203.0.113.3"])
 
     def test_a_name_that_leads_nowhere(self) -> None:
         self.known.read([("a.example", 5000)])
@@ -1919,6 +1962,39 @@ class HyperbolTest(unittest.TestCase):
         self.pass_time(31)
         self.assertEqual({server.address: server.flavor for server in self.registry.servers("hyperbol")},
                          {"203.0.113.9": 0, "203.0.113.8": 4})
+
+    def test_who_is_named_gets_its_flavor_at_once(self) -> None:
+        self.start(poll__interval="3600")
+        self.answers = {("203.0.113.9", 27888): {}}
+        self.hyperbol.announce("203.0.113.9", 27888, {}, self.now)
+        self.pass_time(2)
+        self.hyperbol.read(ms.Settings({"hyperbol.servers": "203.0.113.9:27888 4"}))
+        self.pass_time(1)
+        self.assertEqual([server.flavor for server in self.registry.servers("hyperbol")], [4])
+
+    def test_a_restart_keeps_who_announced_itself_and_whom_the_ini_names(self) -> None:
+        """With the flavor of the ini as it is now; and nobody goes who has not been asked, as at a low rate."""
+        self.start("203.0.113.9:1 7\n203.0.113.9:2 5\n203.0.113.9:3 1")         # the third is not there
+        self.answers = {("203.0.113.9", port): {} for port in (1, 2)}
+        self.answers.update({("203.0.113.8", port): {} for port in range(1, 31)})
+        for port in range(1, 31):
+            self.hyperbol.announce("203.0.113.8", port, {}, self.now)
+        self.pass_time(20)
+        self.assertEqual(self.registry.total, 33)
+        rows, answers = [ms.stored_row(server, 0.0) for server in self.registry.servers()], self.answers
+        self.start("203.0.113.9:2 9\n203.0.113.9:3 1", poll__interval="3600")
+        self.answers, self.now = answers, 30.0
+        keeper = ms.Keeper(ms.Storage(":memory:"), self.registry, Virtual(), {})
+        keeper.rows = rows
+        keeper.list_again(self.now, self.now)
+        self.hyperbol.tick(self.now)
+        self.assertEqual({(server.port, server.flavor) for server in self.registry.servers() if server.address == "203.0.113.9"}, {(2, 9), (3, 1)})
+        for _ in range(120):
+            self.registry.expire(self.now)
+            self.assertEqual(self.registry.total, 32)
+            self.now += 1.0
+        self.pass_time(20)
+        self.assertEqual([server.port for server in self.registry.servers() if server.unconfirmed], [3])
 
     def test_a_known_server_that_does_not_answer(self) -> None:
         self.start("203.0.113.9:27888 1")
@@ -7543,9 +7619,9 @@ class ExportTest(unittest.TestCase):
             status, _, err = self.export("127.0.0.1:20203")
         self.assertEqual(status, 3)
         self.assertIn("waited in vain for its answer", err)
-        for greeting in b"SSH-2.0-x\r\n\r\n", b"HBSL", b"":
+        for greeting in b"SSH-2.0-x\r\n\r\n", hexa("01000000 00"), b"HBSL", b"":
             with MasterOf(greeting, b"") as master:
-                if len(greeting) < 12:
+                if b"HBSL".startswith(greeting):
                     master.sock.settimeout(5)
                     with unittest.mock.patch.object(ms, "EXPORT_CONNECT_S", 0.2):
                         status, _, err = self.export(master.place)
@@ -7600,6 +7676,9 @@ class ExportTest(unittest.TestCase):
             self.assertEqual(ms.FtpPlace("ftp://else.example/", "x").login(), ("anonymous", ""))
             with self.assertRaises(ms.ToolError):
                 ms.FtpPlace("ftp://other@h.example/", "x").login()
+            unreadable = UnicodeDecodeError("utf-8", b"# J\xfcrgen", 3, 4, "invalid start byte")
+            with mock.patch.object(ms.netrc, "netrc", side_effect=unreadable), self.assertRaisesRegex(ms.ToolError, "netrc cannot be used"):
+                place.login()
             os.environ["MASTERSERVER_FTP_PASSWORD"] = "more"
             self.assertEqual(place.login(), ("user", "more"))
 
