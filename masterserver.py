@@ -202,9 +202,12 @@ def read_port(text: str, last: int = 65535) -> Optional[int]:
     return read_number(0, last)(text) if text.strip() else None
 
 
-def read_list(read: Callable[[str], Any], separator: str = ",") -> Callable[[str], Tuple[Any, ...]]:
+def read_list(read: Callable[[str], Any], separator: str = ",", least: str = "") -> Callable[[str], Tuple[Any, ...]]:
+    """`least`: what is wanted, where nothing will not do."""
     def read_all(text: str) -> Tuple[Any, ...]:
         values = [read(part.strip()) for part in text.split(separator) if part.strip()]
+        if least and not values:
+            raise ValueError(least)
         return tuple(value for number, value in enumerate(values) if not value or value not in values[:number])     # port 0 is a new one each time
     return read_all
 
@@ -215,13 +218,6 @@ def read_address(text: str) -> str:
         return str(getattr(parsed, "ipv4_mapped", None) or parsed)
     except ValueError:
         raise ValueError("%r is not an IP address" % text.strip()) from None
-
-
-def read_addresses(text: str) -> Tuple[str, ...]:
-    addresses = read_list(read_address)(text)
-    if not addresses:
-        raise ValueError("an address is wanted; 0.0.0.0 and :: stand for all")
-    return addresses
 
 
 # IPv4 unicast (RFC 1122, 1112), 1.0.0.0 to 223.255.255.255, in the one form that lists have
@@ -350,7 +346,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("server", "bind", "0.0.0.0, ::", read_addresses,
+    Setting("server", "bind", "0.0.0.0, ::", read_list(read_address, least="an address is wanted; 0.0.0.0 and :: stand for all"),
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
     Setting("server", "public_address", "", read_public,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
@@ -385,7 +381,8 @@ SETTINGS = (
     Setting("subspace", "zones", "", read_list(read_zone, "\n"),
             "Known zones, one ADDRESS:PORT a line; they are pinged without announcing themselves.", live=True),
     Setting("aio", "port", "27011", read_port, "TCP port for servers and clients of every generation."),
-    Setting("aio", "dialects", "text, binary, framed", read_list(read_choice("text", "binary", "framed")),
+    Setting("aio", "dialects", "text, binary, framed", read_list(
+        read_choice("text", "binary", "framed"), least="a dialect is wanted; an empty port switches the listener off"),
             "The dialects that are spoken on the port."),
     Setting("aio", "text_greeting_after", "1.2", read_number(0, 4, float),
             "Seconds of silence before the greeting that text clients wait for."),
@@ -1708,6 +1705,7 @@ class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
     ipv4_only = True                # its lists carry 4-byte addresses
+    datagram_bytes = MAX_DATAGRAM_BYTES     # of a longer one the rest is lost
     by_socket = False               # True: one for each socket, as what it sends later must come from where the peer began
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
@@ -1785,6 +1783,7 @@ class TcpProtocol:
 
 # --- Poller ----------------------------------------------------------------------------------------------------------
 
+POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit in the protocol; what is shown of them is cut
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone (PROTOCOLS)
@@ -1852,6 +1851,7 @@ class Poller(UdpProtocol):
     """
 
     ipv4_only = False
+    datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings: Settings) -> None:
         self.targets: Dict[Tuple[str, int], Target] = {}
@@ -3346,7 +3346,7 @@ AIO_FRAME_BYTES = 31                # a publish has 3, or 14 in zlib; a longer f
 AIO_ANSWER_BYTES = 16384            # the answer to a query, unpacked; the longest that a list can show has 2,600
 AIO_ZLIB_BYTES = 1200               # a longer frame is compressed: then it does not fit one packet
 AIO_SERVERS = 65535                 # a list's index and count are u16
-AIO_NEWS_BYTES = 16384              # several screens; a string16 could carry 65,535
+AIO_NEWS_BYTES = 65000              # a string16 carries 65,535
 AIO_TURN_MESSAGES = 64              # answered in one go (3 ms); then the other connections have their turn …
 AIO_TURN_BYTES = 1 << 18            # … and the peer takes the answers
 AIO_SEEN_S = 60.0                   # a connection that says nothing is a sign of life so often
@@ -3433,7 +3433,7 @@ def aio_string16(text: bytes) -> bytes:
 def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
     """What a publish of the text and the binary dialect tells. A ` [n/max]` at the end of a name is the player count;
     lists of this game carry the name as published, which is kept in `packet`."""
-    published = decode_legacy(name, TEXT_CHARACTERS)
+    published = decode_legacy(name, AIO_MESSAGE_BYTES)
     counter = AIO_COUNTER.search(published)
     text = published[:counter.start() if counter else NAME_CHARACTERS][:NAME_CHARACTERS].strip()
     players, max_players = map(int, counter.groups()) if counter else (0, 0)
@@ -3444,7 +3444,7 @@ def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
 
 def aio_published_name(server: Server) -> bytes:
     name = server.name.encode("utf-8")
-    if server.unconfirmed and (server.players or server.max_players):           # since a restart it has published nothing
+    if server.unconfirmed and not server.version and (server.players or server.max_players):       # as published before the restart
         return b"%s [%d/%d]" % (name, server.players, server.max_players)
     return server.packet or name
 
@@ -3588,7 +3588,7 @@ def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
 
     Peers read a frame with one recv(4) and one recv(length), hence zlib for a long one.
     """
-    found = aio_unframe(session.buffer, AIO_FRAME_BYTES)
+    found = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
     if found is None:
         return None
     payload, session.buffer = found
@@ -3597,11 +3597,14 @@ def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
     kind = payload[0]
     if kind == 3 and len(payload) < 3:
         raise Malformed("port: two bytes are wanted")
-    if kind == 1:
-        return session.aio.news_for(session, now)[1]
-    if kind == 2:
-        return session.aio.list_for(aio_framed_list, session, now)
     reason = "this master knows no request %d" % kind
+    try:
+        if kind == 1:
+            return session.aio.news_for(session, now)[1]
+        if kind == 2:
+            return session.aio.list_for(aio_framed_list, session, now)
+    except Malformed as limit:              # this dialect has words for it
+        reason = str(limit)
     if kind == 3:
         reason = session.publish_port(payload[1] | payload[2] << 8, now)
     elif kind == 4:
@@ -3624,9 +3627,10 @@ class AioSession(Session):
         self.server: Optional[Server] = None            # published by this connection
         self.target: Optional[Target] = None            # of a framed server
         self.claimed = ""                               # SET_IP
-        self.keeps_alive = False
+        self.told: Optional[Tuple[str, int, Dict[str, Any]]] = None         # what it published last: address, port, fields
+        self.kept_alive_at: Optional[float] = None      # its last keepalive, or publish, if it sends keepalives
         self.half_closed = False
-        self.wrong: Optional[Malformed] = None          # raised once the answers before it are written
+        self.wrong = ""                                 # raised once the answers before it are written; an exception would keep its frames
         self.greet_at: Optional[float] = None           # the text greeting is due
         self.since = now                                # when the message in the buffer began, or the connection
         self.heard_at = self.message_at = now           # the last byte, the last whole message
@@ -3663,9 +3667,9 @@ class AioSession(Session):
 
     def work(self, now: float) -> bytes:
         """Answer the messages in the buffer, as many as fit one turn."""
-        if self.wrong is not None:
+        if self.wrong:
             self.held = False
-            raise self.wrong
+            raise Malformed(self.wrong)
         out: List[bytes] = []
         self.held = False
         while self.buffer and not self.done:
@@ -3674,7 +3678,9 @@ class AioSession(Session):
                 break
             try:
                 if self.dialect is None:
-                    self.dialect = self.aio.dialect(self.buffer[0])
+                    self.dialect = self.aio.dialect(self.buffer)
+                    if self.dialect is None:
+                        break
                     self.greet_at = self.wake_at = None
                 answer = self.dialect(self, now)
                 if answer is not None and not self.aio.rules.datagrams.allow(self.address, now):
@@ -3685,7 +3691,7 @@ class AioSession(Session):
                 self.aio.registry.note(self.address, "aio", 0, "bad packet", now, str(error))
                 if not out:
                     raise
-                self.wrong, self.held = error, True
+                self.wrong, self.held = str(error), True
                 break
             if answer is None:
                 break
@@ -3711,24 +3717,35 @@ class AioSession(Session):
         self.target.scratch = server
         return ""
 
+    def publish_again(self, now: float) -> bool:
+        """What was published last, where it belongs now."""
+        assert self.told is not None
+        claim, port, fields = self.told
+        if self.dialect is aio_framed:
+            return not self.publish_port(port, now)
+        try:
+            self.aio.publish(self, claim, port, fields, now)
+        except Refused:
+            return False
+        return True
+
     def claim(self, text: bytes, now: float) -> bool:
         """SET_IP: True if the peer may say so. What is published already moves to that address."""
         address = text.decode("ascii", "replace").strip()
         if not self.aio.rules.believes(self.address, address):
             return False
         self.claimed = address
-        server = self.server
-        if server is not None:
-            try:
-                self.aio.publish(self, "", server.port, {name: getattr(server, name) for name in AIO_TOLD}, now)
-            except Refused:
-                return False
-        return True
+        if self.server is None or self.told is None:
+            return True
+        self.told = "", *self.told[1:]
+        return self.publish_again(now)
 
     def keepalive(self, now: float) -> None:
-        self.keeps_alive = True
+        self.kept_alive_at = now
         if self.server is not None:
             self.aio.registry.refresh(self.server, now)
+        elif self.told is not None and self.aio.registry.get("aio", self.aio.address(self), self.told[1]) is None:
+            self.publish_again(now)             # a ban that was lifted, or a newer connection that has ended
 
     def own(self, server: Optional[Server]) -> None:
         """Publish this server from now on, or nothing."""
@@ -3751,10 +3768,11 @@ class AioSession(Session):
                 raise Malformed("%s in %d s" % ("half a message" if self.buffer else "not a byte", AIO_MESSAGE_S))
         elif self.server is None:
             self.done = now - self.message_at >= AIO_IDLE_S
-        elif self.keeps_alive and now - self.message_at >= AIO_KEEPALIVE_S:
-            self.done = True
-            self.closed(now)
-        elif not self.keeps_alive and now - self.server.last_seen >= AIO_SEEN_S:
+        elif self.kept_alive_at is not None:
+            if now - self.kept_alive_at >= AIO_KEEPALIVE_S:
+                self.done = True
+                self.closed(now)
+        elif now - self.server.last_seen >= AIO_SEEN_S:
             self.aio.registry.refresh(self.server, now)
         return b""
 
@@ -3764,7 +3782,6 @@ class AioSession(Session):
 
 
 AIO_PARTS = ("aio text", aio_text_part), ("aio binary", aio_binary_part), ("aio framed", aio_framed_part)
-AIO_TOLD = ("name", "description", "players", "max_players", "packet")
 
 
 class Aio(TcpProtocol, Querier):
@@ -3800,13 +3817,20 @@ class Aio(TcpProtocol, Querier):
 
     def read(self, settings: Settings) -> None:
         self.set_news(settings.texts.get("aio.news_file") or settings["aio.news"])
+        for server, session in list(self.owners.items()):
+            if server.address != self.address(session):
+                session.publish_again(server.last_seen)
 
     def session(self, address: str, now: float) -> AioSession:
         return AioSession(self, address, next(self.numbers), now)
 
-    def dialect(self, first: int) -> AioDialect:
-        name = ("binary" if first in (0x0C, 0x0D) else "framed" if 0 < first <= AIO_FRAME_BYTES
-                else "text" if first < 0x80 and chr(first).isalnum() else "")
+    def dialect(self, data: bytes) -> Optional[AioDialect]:
+        """What a peer speaks by its first byte; a line's end may come before a text, or begin a frame of ten bytes (0a 00 00)."""
+        first = data[0]
+        if data == b"\n":
+            return None
+        name = ("binary" if first in (0x0C, 0x0D) else "text" if first == 0x0A and data[1] or first < 0x80 and chr(first).isalnum()
+                else "framed" if 0 < first <= AIO_FRAME_BYTES else "")
         if name not in self.dialects:
             raise Malformed("the first byte, %02x, is of no dialect spoken here" % first)
         return AIO_DIALECTS[name]
@@ -3815,8 +3839,10 @@ class Aio(TcpProtocol, Querier):
 
     def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> Server:
         """List the server of this connection, or refresh it; raises Refused. Without a name it keeps the one it had."""
-        claim = claim if self.rules.believes(session.address, claim) else session.claimed
-        address = self.registry.rules.listed_address(session.address, claim)
+        session.told = claim, port, fields
+        if session.kept_alive_at is not None:
+            session.kept_alive_at = now
+        address = self.address(session)
         if session.server is not None and (session.server.address, session.server.port) != (address, port):
             self.registry.remove(session.server)
         known = self.registry.get("aio", address, port)
@@ -3837,6 +3863,11 @@ class Aio(TcpProtocol, Querier):
             self.owners[server] = session
             session.own(server)
         return server
+
+    def address(self, session: AioSession) -> str:
+        """Where the server of this connection is listed."""
+        claim = session.told[0] if session.told else ""
+        return self.rules.listed_address(session.address, claim if self.rules.believes(session.address, claim) else session.claimed)
 
     def watch(self, event: str, server: Server) -> None:
         owner = self.owners.pop(server, None)
@@ -3888,6 +3919,8 @@ class Aio(TcpProtocol, Querier):
         return True
 
     def missed(self, target: Target, now: float) -> bool:
+        server: Server = target.scratch
+        self.registry.note(server.source, self.game, server.port, "silent", now, "no answer from UDP port %d, so its name is not known" % target.port)
         return False
 
 
@@ -6136,7 +6169,7 @@ class Datagrams:
     def __init__(self, name: str, sock: socket.socket, protocol: UdpProtocol, tally: Tally, limiter: Limiter,
                  vector: Optional[MessageVector] = None) -> None:
         self.name, self.sock, self.protocol, self.tally, self.limiter = name, sock, protocol, tally, limiter
-        self.vector = vector if sock.family == socket.AF_INET else None
+        self.vector = vector if sock.family == socket.AF_INET and protocol.datagram_bytes == MAX_DATAGRAM_BYTES else None
 
     def ready(self, now: float) -> None:
         allow, handle, vector, tally = self.limiter.allow, self.protocol.datagram, self.vector, self.tally
@@ -6168,7 +6201,7 @@ class Datagrams:
         data, peers = [], []
         for _ in range(DRAIN_DATAGRAMS):
             try:
-                packet, peer = self.sock.recvfrom(MAX_DATAGRAM_BYTES)
+                packet, peer = self.sock.recvfrom(self.protocol.datagram_bytes)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:         # Windows: an earlier answer met a closed port (ConnectionResetError)
@@ -8229,7 +8262,7 @@ def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Call
             while time.monotonic() < asked_at + ASK_WAIT_S:
                 try:
                     sock.settimeout(max(0.001, asked_at + ASK_WAIT_S - time.monotonic()))
-                    return answer(sock.recv(MAX_DATAGRAM_BYTES)), (time.monotonic() - asked_at) * 1000
+                    return answer(sock.recv(POLL_ANSWER_BYTES)), (time.monotonic() - asked_at) * 1000
                 except Malformed as error:
                     wrong = "; what came is not an answer: %s" % error
                 except socket.timeout:

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import glob
 import functools
+import gc
 import gzip
 import heapq
 import html.parser
@@ -46,6 +47,7 @@ import unittest
 import unittest.mock
 import urllib.request
 import warnings
+import weakref
 import xml.dom.minidom
 import zlib
 from types import SimpleNamespace
@@ -1248,6 +1250,15 @@ class PollerTest(unittest.TestCase):
                 self.poller.datagram(data, peer, second + 0.05)
         gaps = [later - sooner for sooner, later in zip(times[1:], times[2:])]
         self.assertEqual((set(gaps), len(gaps)), ({30}, 12))
+
+    def test_a_long_answer_is_read_whole(self) -> None:
+        with ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0) as sock, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            datagrams = ms.Datagrams("poll", sock, self.poller, ms.Tally(), ms.Limiter((1, 1)), ms.MessageVector.make())
+            handled = mock.Mock(return_value=[])
+            with mock.patch.object(self.poller, "datagram", handled):
+                game.sendto(bytes(9000), sock.getsockname())
+                datagrams.ready(0.0)
+            self.assertEqual(len(handled.call_args[0][0]), 9000)
 
     def test_a_shorter_interval_holds_at_once(self) -> None:
         poller = ms.Poller(ms.Settings({"poll.interval": "3600"}))
@@ -3269,9 +3280,99 @@ class AioTest(unittest.TestCase):
         core.settings.texts["aio.news_file"] = ""
         aio.read(core.settings)
         self.assertEqual(aio.news[0], b"%NEWS#old#%")
-        core.settings.texts["aio.news_file"] = "é" * 10000                 # cut at a whole character
+        core.settings.texts["aio.news_file"] = "x" + "é" * 40000           # cut at a whole character
         aio.read(core.settings)
-        self.assertEqual(aio.news[0], b"%NEWS#" + "é".encode() * 8192 + b"#%")
+        self.assertEqual(aio.news[0], b"%NEWS#x" + "é".encode() * 32499 + b"#%")
+
+    @unittest.skipIf(sys.implementation.name == "pypy", "PyPy's collector comes later")
+    def test_nothing_is_kept_of_a_peer_whose_message_is_wrong(self) -> None:
+        for data in (hexa("01000000 04") + bytes(4) + b"y" * 60000, b"y" * 60000, b"12#%\n13#x#%" + b"y" * 9000):
+            session = ms.Aio(make_core()).session("203.0.113.9", 0.0)
+            gone = weakref.ref(session)
+            try:
+                if session.receive(data, 0.0):
+                    session.receive(b"", 0.0)
+                self.fail("not wrong")
+            except ms.Malformed:
+                pass
+            gc.disable()
+            try:
+                del session
+                self.assertIsNone(gone())
+            finally:
+                gc.enable()
+
+    def test_a_keepalive_is_one_and_a_list_is_none(self) -> None:
+        for more, lives in ((b"12#%\n", False), (b"KEEPALIVE#%\n", True), (b"13#K#D#2#%\n", True)):
+            aio = ms.Aio(make_core())
+            session = aio.session("203.0.113.9", 0.0)
+            session.receive(b"13#K#D#2#%\nKEEPALIVE#%\n", 0.0)
+            for now in range(1, 131):
+                if now % 20 == 0:
+                    session.receive(more, float(now))
+                session.tick(float(now))
+                if session.done:
+                    break
+            self.assertEqual((aio.registry.total, now), (1, 130) if lives else (0, 120), more)
+
+    def test_a_published_server_moves_with_the_settings(self) -> None:
+        core = make_core()
+        aio = ms.Aio(core)
+        for port, data in ((1, b"13#K [3/9]#D#1#%"), (2, hexa("03000000 03 0200")), (3, b"13#K#D#10.0.0.9#3#%"), (4, b"13#K#D#4#%SET_IP#10.0.0.8#%")):
+            aio.session("127.0.0.1", 0.0).receive(data, 5.0)
+        core.registry.rules.public_address = "203.0.113.5"
+        aio.read(core.settings)
+        self.assertEqual(sorted((s.address, s.port, s.players, s.last_seen) for s in core.registry.servers()),
+                         [("10.0.0.8", 4, 0, 5.0), ("10.0.0.9", 3, 0, 5.0), ("203.0.113.5", 1, 3, 5.0), ("203.0.113.5", 2, 0, 5.0)])
+        self.assertEqual([target.scratch.address for target in core.poller.targets.values()], ["203.0.113.5"])
+
+    def test_a_keepalive_brings_back_what_was_lost(self) -> None:
+        for data, again in ((b"13#K#D#2#%\n", b"KEEPALIVE#%\n"), (hexa("03000000 03 0200"), hexa("01000000 04"))):
+            core = make_core()
+            aio = ms.Aio(core)
+            first, second = (aio.session("203.0.113.9", 0.0) for _ in range(2))
+            for session in first, second:
+                session.receive(data, 0.0)
+            first.receive(again, 1.0)                           # the newer connection has it
+            self.assertIs(aio.owners[core.registry.servers()[0]], second)
+            second.closed(2.0)
+            self.assertEqual(core.registry.total, 0)
+            first.receive(again, 3.0)
+            self.assertEqual((core.registry.total, len(core.poller.targets)), (1, int(first.dialect is ms.aio_framed)))
+
+    def test_line_ends_before_the_first_message(self) -> None:
+        for data, answer in ((b"\n\r\n12#%\n", b"%12#"), (b"\nKEEPALIVE#%", b"%SUCCESS#KEEPALIVE#%"), (hexa("0a000000") + b"\t" * 10, hexa("22000000 06 09"))):
+            for size in 1, len(data):
+                session = ms.Aio(make_core()).session("203.0.113.9", 0.0)
+                self.assertEqual(feed(session, data, size)[:len(answer)], answer)
+
+    def test_frames_after_the_first_may_be_long(self) -> None:
+        session = ms.Aio(make_core()).session("203.0.113.9", 0.0)
+        session.receive(hexa("01000000 01"), 0.0)
+        self.assertIn(b"knows no request 9", session.receive(hexa("29000000") + b"\t" * 41, 0.0))
+        self.assertRaises(ms.Malformed, session.receive, hexa("01200000") + bytes(8193), 0.0)
+
+    def test_too_many_requests_are_told_in_words(self) -> None:
+        session = ms.Aio(make_core(limits__requests="1/3", limits__exempt="")).session("203.0.113.9", 0.0)
+        answers = [session.receive(hexa("01000000 02"), 0.0) for _ in range(5)]
+        self.assertEqual([answer[4] for answer in answers], [2, 2, 2, 6, 6])
+        self.assertIn(b"too many requests", answers[3])
+
+    def test_players_stand_behind_a_name_however_long(self) -> None:
+        self.assertEqual([ms.aio_fields(b"n" * length + b" [3/10]", b"")["players"] for length in (9, 520)], [3, 3])
+
+    def test_a_framed_name_is_itself_after_a_restart(self) -> None:
+        for version, listed in (("7", b"Framed"), ("", b"Framed [3/10]")):
+            server = ms.Server("aio", "203.0.113.9", 1, "203.0.113.9", 0.0, 1.0, "Framed", version=version, players=3, max_players=10)
+            server.unconfirmed = True
+            self.assertEqual(ms.aio_published_name(server), listed)
+
+    def test_who_does_not_answer_is_told(self) -> None:
+        core = make_core()
+        ms.Aio(core).session("203.0.113.9", 0.0).receive(hexa("03000000 03 0200"), 0.0)
+        for second in range(10):
+            core.poller.tick(float(second))
+        self.assertEqual(core.registry.heard["203.0.113.9", "aio", 2][1], "silent")
 
     @timing
     def test_thousand_publishers(self) -> None:
