@@ -3318,7 +3318,7 @@ class AioTest(unittest.TestCase):
     def test_a_published_server_moves_with_the_settings(self) -> None:
         core = make_core()
         aio = ms.Aio(core)
-        for port, data in ((1, b"13#K [3/9]#D#1#%"), (2, hexa("03000000 03 0200")), (3, b"13#K#D#10.0.0.9#3#%"), (4, b"13#K#D#4#%SET_IP#10.0.0.8#%")):
+        for data in (b"13#K [3/9]#D#1#%", hexa("03000000 03 0200"), b"13#K#D#10.0.0.9#3#%", b"13#K#D#4#%SET_IP#10.0.0.8#%"):
             aio.session("127.0.0.1", 0.0).receive(data, 5.0)
         core.registry.rules.public_address = "203.0.113.5"
         aio.read(core.settings)
@@ -3341,7 +3341,8 @@ class AioTest(unittest.TestCase):
             self.assertEqual((core.registry.total, len(core.poller.targets)), (1, int(first.dialect is ms.aio_framed)))
 
     def test_line_ends_before_the_first_message(self) -> None:
-        for data, answer in ((b"\n\r\n12#%\n", b"%12#"), (b"\nKEEPALIVE#%", b"%SUCCESS#KEEPALIVE#%"), (hexa("0a000000") + b"\t" * 10, hexa("22000000 06 09"))):
+        for data, answer in ((b"\n\r\n12#%\n", b"%12#"), (b"\nKEEPALIVE#%", b"%SUCCESS#KEEPALIVE#%"),
+                             (hexa("0a000000") + b"\t" * 10, hexa("22000000 06 09"))):
             for size in 1, len(data):
                 session = ms.Aio(make_core()).session("203.0.113.9", 0.0)
                 self.assertEqual(feed(session, data, size)[:len(answer)], answer)
