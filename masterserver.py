@@ -108,6 +108,7 @@ MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a long
                                     # cache lines, so that those read together do not displace each other
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
 RECV_BYTES = 65536                  # one read from a connection
+SEND_BUFFER_BYTES = 1 << 18         # left to itself the system takes megabytes, and tells of a slow reader's progress once in a minute
 PAGES_BYTES = 16384                 # from here on to copy an answer costs more than to have the kernel send its pages …
 PAGES_KEPT = 8                      # … of so many answers, each a descriptor; a second's lists that many ask for are fewer
 LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
@@ -115,6 +116,7 @@ LINGER_BYTES = 65536                # … and how much of it; then the connectio
 LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
 PLACE_S = 0.1                       # which connection is the idlest is known to within so much
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
+OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
 STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
@@ -251,7 +253,10 @@ def read_public(text: str) -> str:
 
 def read_network(text: str) -> Network:
     try:
-        return ipaddress.ip_network(text.strip(), strict=False)
+        network = ipaddress.ip_network(text.strip(), strict=False)
+        if getattr(network.network_address, "ipv4_mapped", None) and network.prefixlen >= 96:
+            return ipaddress.ip_network((network.network_address.ipv4_mapped, network.prefixlen - 96))  # type: ignore[union-attr,arg-type]
+        return network
     except ValueError:
         raise ValueError("%r is not a network such as 203.0.113.0/24 or an address" % text.strip()) from None
 
@@ -459,7 +464,7 @@ class Settings:
             else:
                 self.values[row.name][row.read_key(key)] = row.read(text)
         except ValueError as error:
-            raise SettingsError("%s: [%s] %s = %s: %s" % (where, section, key, text, error)) from None
+            raise SettingsError("%s: [%s] %s = %s: %s" % (where, section, key, " ".join(text.split()), error)) from None
 
     @classmethod
     def load(cls, path: str, overrides: Sequence[str] = (), missing_ok: bool = False) -> Settings:
@@ -595,9 +600,6 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-Ranges = Tuple[Tuple[int, int], ...]
-
-
 def address_number(address: str) -> int:
     """Of an address as sockets give it; every IPv6 one is beyond all IPv4 ones. In a sixth of the time that ipaddress takes."""
     if ":" in address:
@@ -606,17 +608,32 @@ def address_number(address: str) -> int:
     return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)
 
 
-def address_ranges(networks: Iterable[Network]) -> Ranges:
-    """The first and the last address of each, as numbers: for whoever asks about strangers, tens of thousands a second."""
-    return tuple((address_number(str(n[0])), address_number(str(n[-1]))) for n in networks)
+class Networks:
+    """Networks, and a word about each. To find an address takes a look-up for each length of prefix, however many networks there are:
+    tens of thousands of strangers a second are asked about."""
+
+    def __init__(self, networks: Iterable[Network], words: Mapping[Network, str] = {}) -> None:
+        sizes: Dict[int, Dict[int, str]] = collections.defaultdict(dict)
+        for network in networks:
+            bits = network.max_prefixlen - network.prefixlen
+            sizes[bits][address_number(str(network.network_address)) >> bits] = words.get(network, "")
+        self.sizes = sorted(sizes.items(), key=lambda size: size[0])        # the smallest network that has it counts
+
+    def find(self, number: int) -> Optional[str]:
+        """What is said about the network that has this address_number(); None: none has it."""
+        for bits, words in self.sizes:
+            if number >> bits in words:
+                return words[number >> bits]
+        return None
+
+    def __contains__(self, address: str) -> bool:
+        return self.find(address_number(address)) is not None
+
+    def __bool__(self) -> bool:
+        return bool(self.sizes)
 
 
-def in_ranges(address: str, ranges: Ranges) -> bool:
-    number = address_number(address)
-    return any(first <= number <= last for first, last in ranges)
-
-
-LOCAL_RANGES = address_ranges(map(ipaddress.ip_network, (
+LOCAL = Networks(map(ipaddress.ip_network, (
     "127.0.0.0/8", "::1/128",                                   # loopback
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
@@ -624,7 +641,7 @@ LOCAL_RANGES = address_ranges(map(ipaddress.ip_network, (
 
 def is_local(address: str) -> bool:
     """Loopback, private or link-local: may name another address for itself."""
-    return in_ranges(address, LOCAL_RANGES)
+    return address in LOCAL
 
 
 def source_key(address: str) -> str:
@@ -795,9 +812,8 @@ class Rules:
         self.address_map: Dict[str, str] = settings["address_map"]
         self.official: Dict[Tuple[str, int], bool] = settings["official"]
         self.priority: Dict[Tuple[str, int], int] = settings["priority"]
-        self.block_ranges, self.exempt_ranges = address_ranges(settings["blocked"]), address_ranges(settings["limits.exempt"])
-        bans = [*settings["bans"].items(), *((network, "") for network in settings["blocked"])]         # whose reason is the operator's alone
-        self.bans = [(address_ranges([network])[0], reason or "no reason given") for network, reason in bans]
+        self.blocked, self.exempt = Networks(settings["blocked"]), Networks(settings["limits.exempt"])
+        self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])         # why one is blocked is the operator's alone
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
@@ -821,11 +837,7 @@ class Rules:
     def verdict(self, address: str) -> float:
         """For the limiters: BLOCKED, EXEMPT or 0."""
         number = address_number(address)
-        for verdict, ranges in ((BLOCKED, self.block_ranges), (EXEMPT, self.exempt_ranges)):
-            for first, last in ranges:
-                if first <= number <= last:
-                    return verdict
-        return 0.0
+        return BLOCKED if self.blocked.find(number) is not None else EXEMPT if self.exempt.find(number) is not None else 0.0
 
     def allow_surplus(self, use: str, address: str, size: int, now: float) -> bool:
         """May a source that has proven nothing get `size` bytes more than it sent? A bucket for all of them together: a limit by
@@ -836,8 +848,8 @@ class Rules:
         """Why none of these addresses may announce, or ""."""
         if not self.bans:
             return ""
-        numbers = [address_number(address) for address in addresses]
-        return next((reason for (first, last), reason in self.bans if any(first <= number <= last for number in numbers)), "")
+        found = [self.bans.find(address_number(address)) for address in addresses]
+        return next((reason or "no reason given" for reason in found if reason is not None), "")
 
     def refused_name(self, name: str) -> str:
         return next((pattern.pattern for pattern in self.refuse_names if pattern.search(name)), "")
@@ -1173,7 +1185,7 @@ class Registry:
         moving = []
         for server in self.servers():
             address = self.rules.listed_address(server.source) if server.verified == "query" else server.address
-            if self.rules.ban(server.source, server.address, address) or self.rules.refused_name(server.name):
+            if self.rules.ban(*{server.source, server.address, address}) or self.rules.refused_name(server.name):
                 self.remove(server)
                 continue
             if server.address != address:       # who is asked claims no other; others say where they are
@@ -1327,7 +1339,7 @@ SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1
 SPARKLINE_HOURS = 24
 
 KNOWN_SERVERS = 60_000      # rows in `server`: the 50,000 that can be listed, and those that left most recently
-STORAGE_BUSY_SECONDS = 2    # how long SQLite waits for another program's lock; we save about as often
+STORAGE_BUSY_SECONDS = 0.2  # how long SQLite waits for another program's lock; the next batch tries again, and lists wait for this thread
 WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
 
 # The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
@@ -1336,6 +1348,7 @@ WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; S
 # one sample of all servers lies together, and so does what is to be thinned. There is no NOT NULL: no row from outside
 # breaks a constraint, and one that breaks means damage.
 SCHEMA_VERSION = 1          # PRAGMA user_version: the tables, and what the bytes in a block mean
+SCHEMA_LATER = 100          # numbers from here on are noise
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT, port INTEGER,"
     " first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -1667,6 +1680,9 @@ class Storage:
             db.execute("PRAGMA user_version = %d" % SCHEMA_VERSION)
             db.execute("COMMIT")
             self._file = None
+        elif ((SCHEMA_VERSION < version < SCHEMA_LATER or tables.isdisjoint(SCHEMA))
+                and db.execute("PRAGMA quick_check").fetchall() == [("ok",)]):
+            raise sqlite3.OperationalError("it belongs to another program or to a later version of this one; change [server] database")
         elif version != SCHEMA_VERSION or not tables.issuperset(SCHEMA):
             raise sqlite3.DatabaseError("the tables are not those of this program")
         with contextlib.suppress(sqlite3.OperationalError):     # file systems without shared memory: SQLite's default is slower and as safe
@@ -1750,6 +1766,10 @@ class Session:
 
     def tick(self, now: float) -> bytes:
         """Once a second while no output waits: greetings after silence, timeouts."""
+        return b""
+
+    def dismissed(self, now: float) -> bytes:
+        """The last words of a connection over a limit that is closed to make room."""
         return b""
 
     def closed(self, now: float) -> None:
@@ -1873,13 +1893,13 @@ class Poller(UdpProtocol):
         self.rate: int = settings["poll.rate"]
         self.most: int = settings["limits.servers"]
         self.most_by_source: int = settings["limits.servers_per_source"]
-        self.exempt_ranges = address_ranges(settings["limits.exempt"])
+        self.exempt = Networks(settings["limits.exempt"])
 
     def crowded(self, game: str, address: str) -> bool:
         """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked; not those of
         other games, which may have come with a false address."""
         return self.sources[game, ""] >= self.most or (
-            self.sources[game, source_key(address)] >= self.most_by_source and not in_ranges(address, self.exempt_ranges))
+            self.sources[game, source_key(address)] >= self.most_by_source and address not in self.exempt)
 
     def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
         """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
@@ -3159,6 +3179,7 @@ LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one add
 LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at once: a list of 5,000 zones, as fast as can be …
 LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all of them at one socket: our numbers begin at 0, so that who reads nothing can
                                     # acknowledge as well, for somebody else; 4 Mbit/s, and four such lists at once
+UDP_HEADER_BYTES = 28               # with IPv4's
 LIST_LINKS = 4096                   # open exchanges, of proven and of unproven peers each; about 2 kB apiece
 
 
@@ -3172,6 +3193,7 @@ class ListLink(SubSpaceLink):
         self.wanted: Optional[int] = None               # minimum of players, of the request that waits
         self.requests = 0
         self.heard_bytes = self.unproven_bytes = 0      # in and out, until the peer has proven its address
+        self.balance = 0                                # what came less what went out beside the list, headers too
 
     def packet(self, data: bytes, now: float) -> List[bytes]:
         if data[:1] != b"\1" or len(data) != 5:
@@ -3232,21 +3254,30 @@ class SubSpaceList(UdpProtocol):
                 self.proven.pop(peer, None)
                 link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
                 self.bound(self.unproven)
-            link.heard_bytes += len(data)
+            self.hear(link, data)
             return self.post(link, [b"\0\2" + link.key], peer, now)
         if link is None:
             if data == b"\0\7":             # often sent twice
                 return []
             raise Malformed("a packet outside an exchange")
-        link.heard_bytes += len(data)
+        self.hear(link, data)
         return self.post(link, link.receive(data, now), peer, now)
+
+    def hear(self, link: ListLink, data: bytes) -> None:
+        link.heard_bytes += len(data)
+        link.balance += UDP_HEADER_BYTES + len(data)
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
         if link.proven and peer in self.unproven:
             self.proven[peer] = self.unproven.pop(peer)
             self.bound(self.proven)
         out: Replies = []
+        exempt = self.rules.verdict(peer[0]) == EXEMPT
         for packet in packets:
+            if packet[:2] != b"\0\3":               # one datagram may ask for a hundred of them
+                if link.balance <= 0 and not exempt:
+                    continue
+                link.balance -= UDP_HEADER_BYTES + len(packet)
             if not link.proven:
                 if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
                     link.closed = True
@@ -3257,7 +3288,7 @@ class SubSpaceList(UdpProtocol):
                 if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus("list", peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
-            elif packet[:2] == b"\0\3" and self.rules.verdict(peer[0]) != EXEMPT:
+            elif packet[:2] == b"\0\3" and not exempt:
                 flight, size = link.flights[int.from_bytes(packet[2:6], "little")], len(packet)
                 again = flight.tries > 1                # no acknowledgement has paid
                 if not self.limiter.allow(peer[0], now, size) or not (
@@ -4951,6 +4982,7 @@ XML_TYPE = "application/xml; charset=utf-8"
 # The others are of a multipart body, which is not looked at
 HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
                   email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
+RETRY_AFTER, TOO_MANY = (("Retry-After", "5"),), "Too many connections at once; wait a few seconds."
 METHODS_KNOWN = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT")     # others: 501
 
 
@@ -4990,6 +5022,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     headers = http.client.HTTPMessage()
     waits = False               # for "100 Continue", with its body
     status = 0                  # what was answered
+    client = ""                 # whose request it is, behind a proxy
 
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers with the empty line; raises HttpError. Without one: for an answer to no request."""
@@ -5121,7 +5154,7 @@ class HttpSession(Session):
         self.web = web
         self.address = address
         self.limited = limited
-        self.proxied = bool(web.trusted) and in_ranges(address, web.trusted)          # limits count its clients, not it
+        self.proxied = address in web.trusted       # limits count its clients, not it
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
         self.request_bytes = b""
@@ -5137,7 +5170,8 @@ class HttpSession(Session):
             if now - web.edition_at >= RENDER_S:
                 web.turn(now)
             kept = web.memo.get(data)
-            if kept is not None and not self.limited and (self.proxied or web.rules.requests.allow(self.address, now)):
+            if (kept is not None and not self.limited and bool(kept.client) == self.proxied
+                    and web.rules.requests.allow(kept.client or self.address, now)):
                 kept.times += 1
                 self.deadline = now + HTTP_IDLE_S
                 self.done = kept.close
@@ -5246,7 +5280,7 @@ class HttpSession(Session):
         self.done = exchange.close_connection
         if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
             response = Lasting(response)
-            self.web.remember(self.request_bytes, Kept(response, self.done, counted))
+            self.web.remember(self.request_bytes, Kept(response, self.done, counted, exchange.client if self.proxied else ""))
         return response
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -5291,6 +5325,13 @@ class HttpSession(Session):
         self.web.requests["", error.status] += 1
         return exchange.response(self.web.refused(error, exchange))
 
+    def dismissed(self, now: float) -> bytes:
+        if self.done:
+            return b""
+        self.done = True
+        self.web.requests["", 429] += 1
+        return self.web.dismissal()
+
     def tick(self, now: float) -> bytes:
         if now < self.deadline or self.job or self.done:
             return b""
@@ -5303,11 +5344,11 @@ class HttpSession(Session):
 class Kept:
     """A response that is given again to the same request bytes."""
 
-    __slots__ = ("response", "close", "counted", "times")
+    __slots__ = ("response", "close", "counted", "client", "times")
 
-    def __init__(self, response: Lasting, close: bool, counted: Tuple[str, int]) -> None:
-        """`counted`: its route and status, as which it counts each time."""
-        self.response, self.close, self.counted = response, close, counted
+    def __init__(self, response: Lasting, close: bool, counted: Tuple[str, int], client: str) -> None:
+        """`counted`: its route and status, as which it counts each time. `client`: whose limit pays, "" if whoever is connected."""
+        self.response, self.close, self.counted, self.client = response, close, counted, client
         self.times = 0
 
 
@@ -5442,6 +5483,7 @@ class Web(TcpProtocol):
         self.edition_generation = -1
         self.memo: Dict[bytes, Kept] = {}
         self.memo_bytes = 0
+        self.last_words = b""
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
         self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
         self.rules = core.registry.rules
@@ -5459,7 +5501,7 @@ class Web(TcpProtocol):
         return HttpSession(self, address, now, limited=True)
 
     def read(self, settings: Settings) -> None:
-        self.trusted = address_ranges(settings["http.trusted_proxies"])
+        self.trusted = Networks(settings["http.trusted_proxies"])
         self.renderings.clear()
         self.edition_generation = -1
         self.registry.forget_parts()                # titles stand in them
@@ -5468,7 +5510,7 @@ class Web(TcpProtocol):
         """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For, a port after it or not, that is no such proxy."""
         address = peer
         for text in reversed(exchange.header("X-Forwarded-For").split(",")):
-            if not in_ranges(address, self.trusted):
+            if address not in self.trusted:
                 break
             try:
                 address = read_public(re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip())) or address
@@ -5491,7 +5533,14 @@ class Web(TcpProtocol):
             self.edition_generation = self.registry.generation
             self.forget()
 
+    def dismissal(self) -> bytes:
+        """To a client who may not have asked yet; the same for all of a second, as they come in floods."""
+        if not self.last_words:
+            self.last_words = Exchange().response(self.error(HttpError(429, TOO_MANY, RETRY_AFTER)))
+        return self.last_words
+
     def forget(self) -> None:
+        self.last_words = b""
         self.count_remembered()
         self.memo.clear()
         self.memo_bytes = 0
@@ -5514,11 +5563,11 @@ class Web(TcpProtocol):
 
     def answer(self, exchange: Exchange, body: bytes, address: str, now: float, limited: bool = False) -> Union[Answer, Later]:
         if self.trusted:
-            address = self.client(exchange, address)
+            address = exchange.client = self.client(exchange, address)
         route = ROUTES.get(exchange.route)
         try:
             if limited or not self.rules.requests.allow(address, now):
-                raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, (("Retry-After", "5"),))
+                raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, RETRY_AFTER)
             if route is None:
                 raise HttpError(404, "There is no page %s here." % exchange.target.path[:100])
             methods = ", ".join(route.methods)
@@ -6444,6 +6493,12 @@ class Connection:
         return bool(self.out or self.working or self.session.held or now - self.placed_at < STOP_FRESH_S
                     or self.session.wake_at is not None and self.session.wake_at > now)
 
+    def dismiss(self, now: float) -> None:
+        """Room must be made: close, after the last words if they can go at once."""
+        if not self.linger_until and not self.out:
+            self.call(self.session.dismissed, now)
+        self.close(now)
+
     def close(self, now: float) -> None:
         if self.sock.fileno() < 0:
             return
@@ -6584,7 +6639,7 @@ class Keeper:
         self.rows: Optional[List[ListedRow]] = None         # read and not listed yet; None: the file could not be read so far
         self.renewed = 0
         self.saved_at = self.minute = 0.0
-        self.told_at = float("-inf")        # when the log was told of trouble
+        self.told, self.told_at = False, float("-inf")      # the log was told of the present trouble, and when of any
         self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch; the first one after a start is whole
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
@@ -6599,7 +6654,7 @@ class Keeper:
                 raise
             log.warning("the database %s cannot be used: %s; until it can, the list will not outlive a restart", self.storage.path, error)
             self.health["database"] = str(error)
-            self.whole = True
+            self.whole = self.told = True
             try:
                 self.rows = self.storage.peek(wall)
             except (sqlite3.Error, OSError, UnicodeDecodeError):
@@ -6681,10 +6736,11 @@ class Keeper:
             self.registry.left |= {key for key in left if self.registry.get(*key) is None}
         if trouble:
             if "database" not in self.health and now - self.told_at >= TROUBLE_AGAIN_S:
-                self.told_at = now
+                self.told, self.told_at = True, now
                 log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
             self.health["database"] = trouble
-        elif self.health.pop("database", ""):
+        elif self.health.pop("database", "") and self.told:
+            self.told = False
             log.info("the list is kept again")
         if result and not failed:
             self.recent = result
@@ -7086,7 +7142,7 @@ class MasterServer(Loop):
 
     def accepted(self, acceptor: Acceptor, sock: socket.socket, address: str, now: float) -> None:
         rules = self.rules
-        if rules.block_ranges and rules.verdict(address) == BLOCKED:
+        if rules.blocked and rules.verdict(address) == BLOCKED:
             acceptor.tally.limited += 1
             sock.close()
             return
@@ -7099,7 +7155,7 @@ class MasterServer(Loop):
             acceptor.tally.limited += 1
             session = acceptor.protocol.refusal(address, now)
             if len(self.refused) >= self.most_refused:
-                next(iter(self.refused)).close(now)
+                next(iter(self.refused)).dismiss(now)
         else:
             acceptor.tally.connections += 1
             session = acceptor.protocol.session(address, now)
@@ -7165,6 +7221,25 @@ class MasterServer(Loop):
         idle = next((connection for connection in self.connections if not connection.session.kept), next(iter(self.connections)))
         idle.tally.limited += 1
         idle.close(now)
+
+    def bound_output(self, now: float) -> None:
+        """What waits for slow readers is bounded in all: who has most of it loses it first, who has waited for longest before others."""
+        waiting = [(connection, getattr(connection.out, "obj", connection.out)) for connection in self.connections if connection.out]
+        held = {id(answer): len(answer) for _, answer in waiting}           # many may wait for the same one
+        total = sum(held.values())
+        if total <= OUTPUT_BYTES:
+            return
+        holders = collections.Counter(id(answer) for _, answer in waiting)
+        of_source: Dict[str, float] = collections.defaultdict(float)
+        for connection, answer in waiting:
+            of_source[connection.source] += len(answer) / holders[id(answer)]
+        for connection, answer in sorted(waiting, key=lambda held: (-of_source[held[0].source], held[0].out_since)):
+            holders[id(answer)] -= 1
+            total -= 0 if holders[id(answer)] else len(answer)
+            connection.tally.limited += 1
+            connection.close(now)
+            if total <= OUTPUT_BYTES:
+                break
 
     def forget(self, connection: Connection) -> None:
         self.watch(connection, 0)
@@ -7239,6 +7314,7 @@ class MasterServer(Loop):
             self.guarded(self.tick_protocol, protocol, now)
         for connection in list(self.connections) + list(self.refused):
             self.guarded(connection.tick, now)
+        self.guarded(self.bound_output, now)
         if self.keeper:
             self.guarded(self.keeper.tick, now, now + epoch)
         else:
@@ -7315,6 +7391,10 @@ class MasterServer(Loop):
         settings = self.settings
         self.measure_room()
         self.rules.read(settings)
+        if self.rules.blocked:
+            for connection in [*self.connections, *self.refused]:
+                if connection.address in self.rules.blocked:
+                    connection.close(time.monotonic())
         self.registry.apply_rules()
         self.poller.read(settings)
         for protocol in self.protocols:
@@ -7488,6 +7568,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
         if transport == "tcp":              # what connections inherit: writes go out at once, and the kernel finds peers that have vanished
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             for name, value in KEEP_ALIVE:
                 with contextlib.suppress(AttributeError, OSError):          # macOS has other names, an older Windows none
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

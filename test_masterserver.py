@@ -315,11 +315,17 @@ class AddressTest(unittest.TestCase):
     def test_ranges_are_what_ipaddress_says(self) -> None:
         networks = list(map(ms.read_network, ("127.0.0.0/8", "::1", "192.0.2.7", "198.51.100.64/27", "2001:db8:1::/48", "0.0.0.0/1", "::/0")))
         for network in networks:
-            (first, last), = ms.address_ranges([network])
             for address in ("0.0.0.0", "127.255.255.255", "128.0.0.0", "192.0.2.6", "192.0.2.7", "198.51.100.63", "198.51.100.64", "198.51.100.95",
                             "198.51.100.96", "::", "::1", "fe80::1%eth0", "2001:db8:1::", "2001:db8:1:ffff:ffff:ffff:ffff:ffff", "2001:db8:2::"):
                 inside = ipaddress.ip_address(address.partition("%")[0]) in network
-                self.assertEqual(first <= ms.address_number(address) <= last, inside, (network, address))
+                self.assertEqual(address in ms.Networks([network]), inside, (network, address))
+
+    def test_the_smallest_network_tells(self) -> None:
+        networks = {ms.read_network(text): text for text in ("203.0.0.0/8", "203.0.113.0/24", "::ffff:198.51.100.0/120", "2001:db8::/32")}
+        known = ms.Networks(networks, networks)
+        self.assertEqual([known.find(ms.address_number(address)) for address in ("203.1.1.1", "203.0.113.9", "198.51.100.9", "2001:db8::1", "::1")],
+                         ["203.0.0.0/8", "203.0.113.0/24", "::ffff:198.51.100.0/120", "2001:db8::/32", None])
+        self.assertEqual(str(ms.read_network("::ffff:203.0.113.7")), "203.0.113.7/32")
 
     def test_listed_address(self) -> None:
         rules = ms.Rules(ms.Settings({"server.public_address": "203.0.113.1", "address_map.192.168.1.5": "203.0.113.7"}))
@@ -932,7 +938,7 @@ class Damage(StorageCase):
         self.assertEqual((keeper.set_aside, keeper.renewed), ("", 1))
 
     def test_other_tables(self):
-        for statement in ("PRAGMA user_version = 99", "DROP TABLE block", "ALTER TABLE listed RENAME TO mislaid"):
+        for statement in ("PRAGMA user_version = 2000000000", "DROP TABLE block", "ALTER TABLE listed RENAME TO mislaid"):
             with self.subTest(statement):
                 self.storage().close()
                 self.sql(statement)
@@ -940,6 +946,22 @@ class Damage(StorageCase):
                 self.assertNotEqual(keeper.set_aside, "")
                 self.use(keeper)
                 keeper.close()
+
+    def test_what_is_somebody_else_s_stays_as_it_is(self):
+        self.storage().close()
+        self.sql("PRAGMA user_version = 2")             # a later version's
+        later = self.path
+        self.path = later + ".mail"
+        self.sql("CREATE TABLE mail (text TEXT)")
+        for path in later, self.path:
+            keeper = ms.Storage(path)
+            with open(path, "rb") as file:
+                before = file.read()
+            for _ in range(2):
+                with self.assertRaisesRegex(sqlite3.OperationalError, "another program or to a later version"):
+                    keeper.open(T0)
+            with open(path, "rb") as file:
+                self.assertEqual((file.read(), keeper.set_aside), (before, ""))
 
     def test_pages_of_noise(self):
         data = self.whole()
@@ -2034,7 +2056,8 @@ class HyperbolTest(unittest.TestCase):
 
     def test_refused(self) -> None:
         self.start(server__refuse_names="casino")
-        self.registry.rules.bans += [(*ms.address_ranges([ms.read_network("198.51.100.0/24")]), "fake players")]
+        network = ms.read_network("198.51.100.0/24")
+        self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
         for source, outcome in (("198.51.100.7", "banned"), ("2001:db8::1", "bad packet")):
             with self.assertRaises(ms.Refused) as caught:
                 self.hyperbol.announce(source, 27888, {}, 0.0)
@@ -4570,7 +4593,7 @@ class WebTest(unittest.TestCase):
         for _ in range(390):
             datagrams.allow("203.0.113.9", 0.0)
         self.assertFalse(told(0.0), "as many at once as it may")
-        self.core.registry.rules.exempt_ranges += ms.address_ranges([ms.read_network("2001:db8:1:2::5")])
+        self.core.registry.rules.exempt = ms.Networks([ms.read_network("127.0.0.0/8"), ms.read_network("2001:db8:1:2::5")])
         for address in ["203.0.113.9"] * 20 + ["2001:db8:1:2::3"] * 500 + ["127.0.0.1", "2001:db8:1:2::5"] * 500:
             datagrams.allow(address, 0.0)
         self.assertEqual([told(0.0, address) for address in ("203.0.113.9", "2001:db8:1:2::4", "127.0.0.1", "2001:db8:1:2::5", "203.0.113.8")],
@@ -4950,6 +4973,19 @@ class WebTest(unittest.TestCase):
             self.assertIn("Nothing at %s is" % client, page, lines)
         self.assertIn(b"Nothing at 203.0.113.1 is", self.get("/check", "X-Forwarded-For: 198.51.100.4", address="203.0.113.1")[2])
 
+    def test_limits_behind_a_proxy_are_each_client_s(self) -> None:
+        self.core.settings.values["http.trusted_proxies"] = (ms.read_network("127.0.0.0/8"),)
+        self.web.read(self.core.settings)
+        session = self.web.session("127.0.0.1", 0.0)
+
+        def statuses(times: int, client: bytes) -> List[bytes]:
+            return [drive(session, b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: %s\r\n\r\n" % client)[9:12] for _ in range(times)]
+        for client in b"203.0.113.5", b"203.0.113.6":
+            self.assertEqual(statuses(60, client), [b"200"] * 50 + [b"429"] * 10)
+        # As it stands, but from somebody who is no proxy
+        self.web.session("203.0.113.7", 0.0).receive(b"GET / HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.8\r\n\r\n", 0.0)
+        self.assertFalse(self.core.registry.rules.requests.spent("203.0.113.8", 0.0))
+
     def test_who_takes_gzip(self) -> None:
         for value, takes in (("gzip", True), ("br, x-gzip;q=0.5", True), ("*", True), ("GZIP ; Q=1", True), ("br", False), ("", False),
                              ("gzip;q=0", False), ("gzip; q = 0.000", False), ("*;q=0", False), ("*;q=0, gzip", True), ("*, gzip;q=0", False),
@@ -5148,7 +5184,8 @@ class AnnounceTest(unittest.TestCase):
         self.assertEqual(self.registry.heard["203.0.113.9", "mygame", 1][1], "bad packet")
 
     def test_refused_with_the_right_status(self) -> None:
-        self.registry.rules.bans += [(*ms.address_ranges([ms.read_network("198.51.100.0/24")]), "fake players")]
+        network = ms.read_network("198.51.100.0/24")
+        self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
         self.registry.rules.refuse_names = (ms.read_pattern("casino"),)
         for game in "mygame", "hyperbol":
             self.assertEqual(
@@ -5526,6 +5563,14 @@ class ReloadTest(unittest.TestCase):
                 self.assertTrue(server.logged(b"[iceball] timeout has changed; that takes a restart"))
                 self.write(server, "[bans]\n127.0.0.1 = me\n")
                 eventually(lambda: b"Iceball Server" not in fetch(server.port("http"), "/master.json")[2])
+
+    def test_who_is_blocked_from_now_on_is_cut_off(self) -> None:
+        with master(http__ports="0") as server, socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client:
+            client.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
+            self.assertEqual(split_response(client.recv(65536))[0], 200)
+            server.settings.values["blocked"] = {ms.read_network("127.0.0.0/8"): ""}
+            server.names.submit(lambda: None, lambda result, now: server.apply())           # in the event loop
+            self.assertEqual(client.recv(65536), b"")
 
     def test_the_end_of_a_reload_is_told_whatever_it_comes_to(self) -> None:
         for read in (ms.Settings, mock.Mock(side_effect=ms.SettingsError("wrong")), mock.Mock(side_effect=KeyError("a fault"))):
@@ -6487,6 +6532,14 @@ class AmplificationTest(unittest.TestCase):
                 self.assertLessEqual(size, burst + 10 * rate + victims * ms.LIST_UNPROVEN_BYTES)
                 self.assertGreater(size, burst / 2, "the limit was reached")
         self.start()
+        peer, sent, out = ("60.0.0.1", 5000), 0, 0          # nor is anything beside the list, of which one datagram may ask for much
+        cluster = hexa("000e") + (b"\x06" + hexa("0005 01020304")) * 70
+        for data in (CONNECT, REQUEST, acknowledgements[0], *[cluster] * 100):
+            sent += ms.UDP_HEADER_BYTES + len(data)
+            out += sum(ms.UDP_HEADER_BYTES + len(packet) for packet, _ in self.ports["list"].datagram(data, peer, 0.0) if packet[:2] != hexa("0003"))
+        self.assertLessEqual(out, sent + 100)
+        self.assertGreater(out, sent / 2)
+        self.start()
         size = 0
         for number in range(500):           # and what a single one brings is hardly ever sent again
             for data in (CONNECT, REQUEST, acknowledgements[0]):
@@ -6718,6 +6771,42 @@ class SlowPeersTest(unittest.TestCase):
         connection.watch()
         (key, _), = server.selector.select(1.0)
         return connection, theirs, key.data
+
+    def test_what_waits_for_slow_readers_is_bounded_in_all(self) -> None:
+        class Answers(ms.Session):
+            def receive(self, data: bytes, now: float) -> bytes:
+                return shared if data == b"same" else bytes(3 << 20)
+        server, shared = master(), bytes(3 << 20)
+        self.addCleanup(server.stop)
+        asked = []
+        for number, (source, request) in enumerate([("203.0.113.1", b"own")] * 6 + [("203.0.113.2", b"own")] * 2 + [("203.0.113.3", b"same")] * 9):
+            ours, theirs = socket.socketpair()
+            for sock in (ours, theirs):
+                self.addCleanup(sock.close)
+            ours.setblocking(False)
+            connection = ms.Connection(server, ours, source, Answers(), ms.Tally(), "slow", 0.0)
+            server.connections[connection] = None
+            server.connections_by_source[source] += 1
+            connection.call(connection.session.receive, request, float(number))
+            asked.append(connection)
+        with mock.patch.object(ms, "OUTPUT_BYTES", 18 << 20):
+            server.bound_output(20.0)
+        self.assertEqual([connection.sock.fileno() >= 0 for connection in asked], [False] * 3 + [True] * 14)
+        with mock.patch.object(ms, "OUTPUT_BYTES", 18 << 20):
+            server.bound_output(21.0)
+        self.assertEqual(len(server.connections), 14)
+
+    def test_many_over_a_limit_are_all_told(self) -> None:
+        with master(http__ports="0", limits__connections_open="3") as server:
+            with mock.patch.object(server, "most_refused", 4), contextlib.ExitStack() as stack:
+                clients = []
+                for _ in range(12):
+                    clients.append(stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, "http")), 5)))
+                time.sleep(0.05)
+                for client in clients[3:]:
+                    with contextlib.suppress(OSError):
+                        client.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
+                    self.assertEqual(split_response(read_all(client))[0], 429)
 
     def test_nothing_is_asked_of_a_connection_that_was_closed(self) -> None:
         """Not even if the selector had seen before that it can be written to."""
