@@ -67,6 +67,7 @@ import selectors
 import signal
 import socket
 import sqlite3
+import stat
 import string
 import struct
 import sys
@@ -8770,6 +8771,38 @@ class LogFile(logging.handlers.RotatingFileHandler):
             log.warning("the log file cannot be rotated, and grows: %s", error)
 
 
+class PipeLog(logging.Handler):
+    """Standard error as a pipe or a socket whose reader may have stopped reading: lines are lost then, and counted; to wait for him would
+    stop the server. Raises OSError where that cannot be had."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.lost = 0
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISSOCK(mode):
+            sock = socket.socket(fileno=os.dup(descriptor))
+            self.write: Callable[[bytes], int] = lambda line: sock.send(line, socket.MSG_DONTWAIT)
+            self.end: Callable[[], None] = sock.close
+        elif stat.S_ISFIFO(mode):           # opened anew, as others may write to this one and be ready to wait
+            own = os.open("/proc/self/fd/%d" % descriptor, os.O_WRONLY | os.O_NONBLOCK)
+            self.write, self.end = functools.partial(os.write, own), functools.partial(os.close, own)
+        else:
+            raise OSError(errno.EINVAL, "neither pipe nor socket")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = "%d lines are missing here\n" % self.lost if self.lost else ""
+        try:
+            self.write((told + self.format(record) + "\n").encode("utf-8", "backslashreplace"))
+            self.lost = 0
+        except OSError:
+            self.lost += 1
+
+    def close(self) -> None:
+        self.end()
+        self.write, self.end = len, lambda: None
+        super().close()
+
+
 def start_log(settings: Settings, verbose: bool) -> None:
     handler: logging.Handler
     path = settings.file("server.log_file")
@@ -8779,7 +8812,10 @@ def start_log(settings: Settings, verbose: bool) -> None:
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
-        handler = logging.StreamHandler()
+        try:
+            handler = PipeLog(sys.stderr.fileno())
+        except (OSError, AttributeError):       # it is a file, or a terminal, or Windows has nothing of the kind
+            handler = logging.StreamHandler()
     handler.addFilter(sparing())
     logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -24,6 +24,7 @@ import io
 import ipaddress
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -7361,6 +7362,25 @@ class ServiceTest(unittest.TestCase):
             self.assertEqual(server.rules.ban("192.0.2.1"), "me")
             os.mkdir(path)                                  # there, and cannot be read
             self.assertRaises(ms.SettingsError, ms.Settings.load, path, missing_ok=True)
+
+    @unittest.skipUnless(sys.platform == "linux", "a pipe can be opened anew on Linux alone")
+    def test_a_log_that_nobody_reads_stops_nothing(self) -> None:
+        ours, theirs = socket.socketpair()
+        reading, writing = os.pipe()
+        with ours, theirs, open(reading, "rb", 0) as pipe, open(writing, "wb", 0):
+            for descriptor, read in ((theirs.fileno(), ours.recv), (writing, pipe.read)):
+                handler = ms.PipeLog(descriptor)
+                self.addCleanup(handler.close)
+                for number in range(3000):
+                    handler.emit(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
+                lost = handler.lost
+                self.assertGreater(lost, 0)
+                data = b""
+                while not data.endswith(b"missing here\nthe last\n"):
+                    data += read(1 << 20)
+                    handler.emit(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
+                self.assertIn(b"\n%d lines are missing here\n" % lost, data)
+                self.assertTrue(os.get_blocking(descriptor), "who else writes there may wait as before")
 
     def test_the_log_rotates_and_survives_its_folder(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
