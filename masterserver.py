@@ -1023,7 +1023,7 @@ class Registry:
         self.sources: Dict[str, int] = collections.defaultdict(int)         # servers by source
         self.total = 0
         self.generation = 0
-        self.watchers: Dict[str, Dict[str, List[Callable[[str, Server], None]]]] = {
+        self.watchers: Dict[str, Dict[str, List[Callable[[str, Server], Any]]]] = {
             event: collections.defaultdict(list) for event in ("listed", "changed", "gone")}        # by event and game ("": all)
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
@@ -1037,7 +1037,7 @@ class Registry:
         self.left: Set[Key] = set()
         self.batch = 1
 
-    def watch(self, call: Callable[[str, Server], None], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
+    def watch(self, call: Callable[[str, Server], Any], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
         """Have `call(event, server)` called for a game, or for all."""
         for event in events:
             self.watchers[event][game].append(call)
@@ -1830,9 +1830,6 @@ class Target:
         self.ping_ms = 0.0                              # round trip of the answer at hand
         self.scratch: Any = None
 
-    def __repr__(self) -> str:
-        return endpoint(self.address, self.port)
-
 
 class Querier:
     """A protocol whose game servers answer questions. The poller asks; the querier knows the bytes."""
@@ -2164,7 +2161,7 @@ class Iceball(UdpProtocol):
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
         self.reproaches = Limiter(ICEBALL_REPROACHES)
-        self.registry.watch(self.watch, "iceball", ["gone"])
+        self.registry.watch(lambda event, server: self.known.pop(server.packet, None), "iceball", ["gone"])
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -2272,9 +2269,6 @@ class Iceball(UdpProtocol):
         server.packet = fingerprint((packet, source))
         self.known[server.packet] = server
 
-    def watch(self, event: str, server: Server) -> None:
-        self.known.pop(server.packet, None)
-
 
 def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
     """What a cookie carries of an announcement, usually in 74 bytes so that MSOK is no longer than the 86 bytes it answers: "=" and all
@@ -2303,6 +2297,7 @@ def iceball_unpack(packed: bytes) -> bytes:
 
 
 DRAFT_TYPES = (b"\1", b"\2", b"\3", b"\4", b"\5", b"\6", b"\7")
+DRAFT_FIELDS = {(3, 1): "name", (3, 2): "mode", (4, 1): "players", (4, 2): "max_players"}        # by type and field number
 DRAFT_HBVERSION = 1
 DRAFT_SESSION_S = 120.0             # the document: "terminate your session after 120 seconds of inactivity"
 DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret …
@@ -2334,7 +2329,7 @@ class IceballDraft:
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
         self.guesses = Limiter(DRAFT_GUESSES, core.registry.rules.verdict)
         self.guesses_in_all = Limiter(DRAFT_GUESSES_IN_ALL)
-        self.registry.watch(self.watch, "iceball", ["gone"])
+        self.registry.watch(lambda event, server: self.forget(server), "iceball", ["gone"])
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         kind = data[0]
@@ -2352,7 +2347,7 @@ class IceballDraft:
             return [(DRAFT_NO_SESSION, peer)] if self.guesses.allow(peer[0], now) and self.guesses_in_all.allow("", now) else []
         if kind == 5:
             return []
-        return self.set_text(data, server, peer) if kind == 3 else self.set_number(data, server, peer)
+        return self.set_field(data, server, peer)
 
     def request(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) < 3:
@@ -2410,38 +2405,28 @@ class IceballDraft:
         self.registry.refresh(server, now)
         return server
 
-    def set_text(self, data: bytes, server: Server, peer: Peer) -> Replies:
-        if len(data) < 7 or data[-1] or b"\0" in data[6:-1]:
+    def set_field(self, data: bytes, server: Server, peer: Peer) -> Replies:
+        text = data[0] == 3
+        if text and (len(data) < 7 or data[-1] or b"\0" in data[6:-1]):
             raise Malformed("text field: one text with a NUL at its end is wanted")
-        name = {1: "name", 2: "mode"}.get(data[5])
+        if not text and len(data) != 10:
+            raise Malformed("number field: 10 bytes are wanted")
+        name = DRAFT_FIELDS.get((data[0], data[5]))
         if name is None:
             return []
-        value = decode_utf8(data[6:-1])
+        value: Any = decode_utf8(data[6:-1]) if text else clamp(struct.unpack_from("<i", data, 6)[0])
         if name == "name":
             try:
                 self.registry.admit_name(value)
             except Refused as refused:
                 raise Malformed(str(refused)) from None
         self.registry.update(server, {name: value})
-        return [(data[:6] + value.encode() + b"\0", peer)]
-
-    def set_number(self, data: bytes, server: Server, peer: Peer) -> Replies:
-        if len(data) != 10:
-            raise Malformed("number field: 10 bytes are wanted")
-        name = {1: "players", 2: "max_players"}.get(data[5])
-        if name is None:
-            return []
-        value = clamp(struct.unpack_from("<i", data, 6)[0])
-        self.registry.update(server, {name: value})
-        return [(data[:6] + struct.pack("<i", getattr(server, name)), peer)]
+        return [(data[:6] + (value.encode() + b"\0" if text else struct.pack("<i", getattr(server, name))), peer)]
 
     def forget(self, server: Server) -> None:
         peer = self.peers.pop(server, None)
         if peer is not None:
             self.sessions.pop(peer, None)
-
-    def watch(self, event: str, server: Server) -> None:
-        self.forget(server)
 
 
 def draft_message(port: int, peer: Peer) -> bytes:
@@ -5920,11 +5905,11 @@ def span_asked_for(request: Request) -> str:
     return span
 
 
-def as_shown(server: Server, epoch: float) -> types.SimpleNamespace:
+def as_shown(server: Server, epoch: float) -> Server:
     """A server as pages show it: its times are the wall clock's."""
-    values = {name: getattr(server, name) for name in Server.__slots__ if name not in ("parts", "packet", "rank")}
-    values.update(first_seen=server.first_seen + epoch, last_seen=server.last_seen + epoch)
-    return types.SimpleNamespace(**values)
+    shown = copy.copy(server)
+    shown.first_seen, shown.last_seen = server.first_seen + epoch, server.last_seen + epoch
+    return shown
 
 
 def remembered(game: str, address: str, port: int, known: Remembered) -> types.SimpleNamespace:
@@ -6089,6 +6074,7 @@ PROTOCOLS = (
 # =====================================================================================================================
 
 WINDOWS = os.name == "nt"
+DYNAMIC_PORTS = range(49152, 65536)         # of nobody in particular (RFC 6335)
 FREE_RUN_TRIES = 100                # of ports in a row; on a machine with half of its ports taken, one in four is free
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
 KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))     # a dead peer is found after two minutes
@@ -7583,23 +7569,14 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
 
 def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
     """The first of `length` free ports in a row on all these IPv4 addresses; 0 if one is not this machine's."""
-    for _ in range(FREE_RUN_TRIES):
-        socks = []
+    for first in random.sample(DYNAMIC_PORTS[:1 - length], FREE_RUN_TRIES):
         try:
-            first = 0
-            for host in hosts:
-                for offset in range(length):
-                    socks.append(bound_socket(socket.AF_INET, transport, host, first and first + offset))
-                    first = first or socks[0].getsockname()[1]
+            for host, offset in itertools.product(hosts, range(length)):
+                bound_socket(socket.AF_INET, transport, host, first + offset).close()
             return first
-        except OverflowError:               # past 65535
-            continue
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):         # Windows keeps some for itself
                 return 0
-        finally:
-            for sock in socks:
-                sock.close()
     raise StartError("there are no %d free %s ports in a row" % (length, transport.upper()))
 
 
@@ -8843,12 +8820,9 @@ def write_file(path: str, data: bytes) -> None:
 
 def summary(server: MasterServer) -> str:
     """One line for people: what listens where, and the page."""
-    places: Dict[str, List[str]] = {}
-    for listener in server.listeners:
-        place = places.setdefault(listener.protocol, [])
-        text = "%s %d" % (listener.transport.upper(), listener.port)
-        if text not in place:
-            place.append(text)
+    places: Dict[str, Dict[str, None]] = {}         # without those that stand there already
+    for l in server.listeners:
+        places.setdefault(l.protocol, {})["%s %d" % (l.transport.upper(), l.port)] = None
     page = next((l for l in server.listeners if l.protocol == "http"), None)
     return "; ".join("%s on %s" % (name, ", ".join(place)) for name, place in places.items()) + (
         "; the page is at http://%s/" % endpoint("localhost" if page.host in ("0.0.0.0", "::", "127.0.0.1", "::1") else page.host, page.port)
