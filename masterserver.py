@@ -2722,13 +2722,18 @@ class ZonePoll:
         seen = sum(total for _, total, _ in self.arenas or [])
         players = next(number for number in (self.count, self.total, seen) if number is not None)
         fields: Dict[str, Any] = {"players": clamp(players)}
-        if self.playing is not None:        # more playing than players: those of all virtual servers
-            fields["playing"] = self.playing if self.playing <= players else None
+        if self.playing is not None:
+            fields["playing"] = None if self.virtual or self.playing > players else self.playing
         return fields
+
+    @property
+    def virtual(self) -> bool:
+        """One of several zones of a server: the longer answer is about all of them. Two may come between the questions."""
+        return self.count is not None and self.total is not None and self.total > self.count + 2
 
     def arenas_text(self) -> str:
         """`(Public 0) 2/1, duel 1/1`: total and playing."""
-        return ", ".join("%s %d/%d" % (arena_name(name), total, playing) for name, total, playing in self.arenas or [])
+        return "" if self.virtual else ", ".join("%s %d/%d" % (arena_name(name), total, playing) for name, total, playing in self.arenas or [])
 
 
 def arena_name(raw: bytes) -> str:
@@ -2774,7 +2779,7 @@ class Claim(NamedTuple):
 
     port: int
     fields: Dict[str, Any]          # for the registry
-    password: bytes
+    password: Optional[bytes]       # None: it came by HTTP
     lifetime: float
 
 
@@ -2812,7 +2817,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry = core.registry
         self.poller = core.poller
         core.announcers[self.game] = self.announced
-        self.rules = core.registry.rules
+        self.rules, self.listeners = core.registry.rules, core.listeners
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
         # A name's password (None: listed before a restart, not announced since), and the zones that have it
@@ -2858,7 +2863,7 @@ class SubSpacePing(UdpProtocol, Querier):
     def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
         """An announcement by HTTP, with fields for the registry; such a zone stays for as long as it answers. Raises Refused."""
         told = {key: value for key, value in fields.items() if key != "name" or value}
-        self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
+        self.claim(source, Claim(port, told, None, float("inf")), now)
 
     def claim(self, source: str, claim: Claim, now: float) -> None:
         """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
@@ -2868,10 +2873,17 @@ class SubSpacePing(UdpProtocol, Querier):
         if server is None:
             if claim.port == 65535:
                 raise Refused("bad packet", "port 65535 has no port after it for pings")
+            if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
+                raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
             self.registry.admit("subspace", self.registry.rules.listed_address(source), claim.port, source, name)
             other = self.poller.targets.get((source, claim.port + 1))
             if other is not None and other.querier is not self:
                 raise Refused("limit", "the port after it belongs to a server of another game")
+            if (source, claim.port) not in self.claims and self.poller.crowded(self.game, source):
+                oldest = next((place for place in self.claims if place[0] == source), None)
+                if oldest is not None:          # or a liar has thousands of ports asked
+                    del self.claims[oldest]
+                    self.drop(*oldest)
             self.claims[source, claim.port] = claim
             self.claims.move_to_end((source, claim.port))
             self.poller.add(self, source, claim.port + 1, claim.port)
@@ -2882,12 +2894,15 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.admit_name(name)
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
-            server.lifetime = max(server.lifetime, claim.lifetime)
             target = self.poller.targets.get((source, claim.port + 1))
             if target is None or target.querier is self:
-                self.poller.add(self, source, claim.port + 1, claim.port)
+                target = self.poller.add(self, source, claim.port + 1, claim.port)
+            lasted, server.lifetime = server.lasting, float("inf") if target.known else claim.lifetime
+            if lasted:
+                self.registry.schedule(server)          # the ini named it before
             self.registry.refresh(server, now)
-            self.disown(server)             # of the name that it may give up now
+            if name and name.casefold() != server.name.casefold():
+                self.disown(server)
             self.registry.update(server, fields)
             self.own(server, claim.password)
             self.registry.note(source, "subspace", claim.port, "listed", now)
@@ -2904,9 +2919,10 @@ class SubSpacePing(UdpProtocol, Querier):
 
     # Names: the password of a name's first announcer owns it while a zone of that name is listed
 
-    def admit_owner(self, name: str, server: Optional[Server], password: bytes) -> None:
+    def admit_owner(self, name: str, server: Optional[Server], password: Optional[bytes]) -> None:
+        """`password`: None by HTTP, where there is none."""
         owner = self.owners.get(name.casefold())
-        if owner is not None and server not in owner[1] and password != owner[0]:
+        if owner is not None and password != owner[0] and (server not in owner[1] or None not in (password, owner[0])):
             raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
 
     def own(self, server: Server, password: Optional[bytes]) -> None:
@@ -2979,7 +2995,7 @@ class SubSpacePing(UdpProtocol, Querier):
         details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
         if poll.arenas is not None or not poll.answered:
             details = {key: value for key, value in details.items() if key != "arenas"}
-            if poll.arenas:
+            if poll.arenas_text():
                 details["arenas"] = poll.arenas_text()
         fields["details"] = details
         if server is not None:
@@ -3102,13 +3118,19 @@ class SubSpaceLink:
         return []
 
     def cluster(self, data: bytes, now: float, depth: int) -> List[bytes]:
-        out = []
+        out, wrong = [], ""
         while data:
             size = data[0]
             if not 0 < size < len(data):
-                raise Malformed("cluster: a packet of %d bytes where %d are left" % (size, len(data) - 1))
-            out += self.take(data[1:1 + size], now, depth + 1)
+                wrong = "cluster: a packet of %d bytes where %d are left" % (size, len(data) - 1)
+                break
+            try:
+                out += self.take(data[1:1 + size], now, depth + 1)
+            except Malformed as error:
+                wrong = str(error)
             data = data[1 + size:]
+        if wrong and not out:
+            raise Malformed(wrong)
         return out
 
     def reliable(self, number: int, data: bytes, now: float, depth: int) -> List[bytes]:
@@ -3122,7 +3144,8 @@ class SubSpaceLink:
         while self.expected in self.early:
             data = self.early.pop(self.expected)
             self.expected = (self.expected + 1) % LINK_SEQUENCES
-            out += self.take(data, now, depth + 1)
+            with contextlib.suppress(Malformed):            # it has come all the same, and would come again
+                out += self.take(data, now, depth + 1)
         return out
 
     def acknowledged(self, number: int) -> None:
@@ -3268,9 +3291,9 @@ class SubSpaceList(UdpProtocol):
                 if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
                     link.closed = True
                     break
-                surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
-                if surplus > 0 and packet[:2] not in (b"\0\3", b"\0\6"):          # the list and the sync's 10 bytes have no other way
-                    continue
+                surplus = 0                     # of an acknowledgement, as long as what it answers; the list and the sync's answer have more
+                if packet[:2] in (b"\0\3", b"\0\6"):
+                    surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
                 if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus("list", peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
@@ -5155,9 +5178,8 @@ class HttpSession(Session):
         if not self.buffer and self.exchange is None and self.job is None and not self.done:
             if now - web.edition_at >= RENDER_S:
                 web.turn(now)
-            kept = web.memo.get(data)
-            if (kept is not None and not self.limited and bool(kept.client) == self.proxied
-                    and web.rules.requests.allow(kept.client or self.address, now)):
+            kept = web.memo.get(PROXIED + data if self.proxied else data)
+            if kept is not None and not self.limited and web.rules.requests.allow(kept.client or self.address, now):
                 kept.times += 1
                 self.deadline = now + HTTP_IDLE_S
                 self.done = kept.close
@@ -5266,7 +5288,7 @@ class HttpSession(Session):
         self.done = exchange.close_connection
         if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
             response = Lasting(response)
-            self.web.remember(self.request_bytes, Kept(response, self.done, counted, exchange.client if self.proxied else ""))
+            self.web.remember((PROXIED if self.proxied else b"") + self.request_bytes, Kept(response, self.done, counted, exchange.client))
         return response
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -5325,6 +5347,9 @@ class HttpSession(Session):
             return self.refuse(HttpError(408, "The request did not arrive in time."))
         self.done = True
         return b""
+
+
+PROXIED = b"\0"                     # stands before what came through a proxy, which may be somebody else's than the same without one
 
 
 class Kept:
@@ -5548,7 +5573,7 @@ class Web(TcpProtocol):
     # Answers
 
     def answer(self, exchange: Exchange, body: bytes, address: str, now: float, limited: bool = False) -> Union[Answer, Later]:
-        if self.trusted:
+        if address in self.trusted:
             address = exchange.client = self.client(exchange, address)
         route = ROUTES.get(exchange.route)
         try:
@@ -5647,11 +5672,11 @@ class Web(TcpProtocol):
     def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
         # Once for all servers of the same second: x // 1, in a quarter of int(x)'s time
-        end = functools.lru_cache(maxsize=None)(lambda second: b"%d},\n" % (second + epoch))
+        end = functools.lru_cache(maxsize=None)(lambda second: b"%d},\n" % second)
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
-            return b"".join([piece for server, part in zip(servers, made) for piece in (part, end(server.last_seen // 1))])
+            return b"".join([piece for server, part in zip(servers, made) for piece in (part, end((server.last_seen + epoch) // 1))])
         rows = [block.part("servers.json", make, now // RENDER_TIMES_S) for block in blocks]
         if rows:
             rows[-1] = rows[-1][:-2]        # no comma after the last
@@ -8404,20 +8429,29 @@ def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
         sock.connect((resolved(host), port))
         now = time.monotonic()
         fetch = ListFetch(os.urandom(3) + b"\0", 0, now)
-        out = fetch.tick(now)
+        out, wrong = fetch.tick(now), ""
         while fetch.zones is None and not fetch.closed and now - fetch.heard_at < FETCH_S:
-            for data in out:
-                sock.send(data)
+            data = b""
             try:
+                for packet in out:
+                    sock.send(packet)
                 data = sock.recv(MAX_DATAGRAM_BYTES)
             except socket.timeout:
-                data = b""
+                pass
+            except ConnectionError:             # as in udp_ask
+                if now - fetch.heard_at >= ASK_WAIT_S:
+                    raise
+                time.sleep(0.1)
             now = time.monotonic()
-            out = fetch.receive(data, now) if data else fetch.tick(now)
-        for data in out + [b"\0\7", b"\0\7"]:
-            sock.send(data)
+            try:
+                out = fetch.receive(data, now) if data else fetch.tick(now)
+            except Malformed as error:
+                out, wrong = fetch.tick(now), "; what came is none: %s" % error
+        with contextlib.suppress(OSError):      # it may have gone
+            for packet in out + [b"\0\7", b"\0\7"]:
+                sock.send(packet)
     if fetch.zones is None:
-        raise NoAnswer("%s sends no list on UDP port %d" % (host, port))
+        raise NoAnswer("%s sends no list on UDP port %d%s" % (host, port, wrong))
     return fetch.zones
 
 
