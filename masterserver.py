@@ -2048,11 +2048,10 @@ class Known:
         if now < self.due:
             return
         self.due = now + RESOLVE_S
-        wanted = self.targets.keys() - self.pending
         for host, port in self.targets:
-            if (host, port) in wanted and is_unicast(host):
+            if is_unicast(host):
                 self.take(host, port, host, now)
-            elif (host, port) in wanted:
+            elif (host, port) not in self.pending:
                 self.pending.add((host, port))
                 self.core.resolve(host, functools.partial(self.found, host, port))
         self.settle()
