@@ -4279,6 +4279,7 @@ td a:hover { text-decoration: underline; }
   left: .5rem; top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0; color: var(--accent); rotate: 40deg;
 }
 section.empty { margin: 3rem 0; max-width: 42rem; }
+.empty p + p { margin-top: 1rem; }
 .empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
 .empty pre { margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap; }
 
