@@ -1090,7 +1090,7 @@ class Registry:
             server.lifetime = lifetime
             self.move_source(server, source)
             self.refresh(server, now)
-            self.update(server, {**fields, "named": known} if server.named != known else fields)
+            self.update(server, {**fields, "named": True} if known else fields)
         return server
 
     def insert(self, server: Server) -> None:
@@ -1860,6 +1860,9 @@ class Querier:
     def named(self) -> None:
         """Where the names in the ini lead may be another place now."""
 
+    def released(self, server: Server) -> None:
+        """The ini names it no more, but it announces itself."""
+
 
 class Poller(UdpProtocol):
     """Asks game servers what they really are, from one UDP port, evenly over the interval.
@@ -1881,13 +1884,14 @@ class Poller(UdpProtocol):
         self.numbers = itertools.count()        # of the entries in the heap, to keep equals in order
         self.asked = 0              # questions since the last tick …
         self.ticked_at = 0.0        # … and when that was
+        self.interval = math.inf
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
-        self.interval: float = settings["poll.interval"]
-        # A shorter one holds at once
-        self.waiting = [(min(due, self.ticked_at + target.phase * self.interval), number, target) for due, number, target in self.waiting]
-        heapq.heapify(self.waiting)
+        before, self.interval = self.interval, settings["poll.interval"]
+        if self.interval < before:          # holds at once
+            self.waiting = [(min(due, self.ticked_at + target.phase * self.interval), number, target) for due, number, target in self.waiting]
+            heapq.heapify(self.waiting)
         self.rate: int = settings["poll.rate"]
         self.most: int = settings["limits.servers"]
         self.most_by_source: int = settings["limits.servers_per_source"]
@@ -2042,6 +2046,7 @@ class Known:
             if target is not None and place not in self.targets:
                 self.release(target)
         self.places = {self.identity(target): place for place, target in self.targets.items() if target is not None}    # as mapped now
+        self.unresolved &= {host for host, _ in self.targets}
         self.due = float("-inf")
 
     def tick(self, now: float) -> None:
@@ -2100,6 +2105,7 @@ class Known:
         if target.announced:
             if server is not None:
                 self.core.registry.update(server, {"named": False})
+                self.querier.released(server)
             return
         self.core.poller.remove(target)
         if server is not None:
@@ -2560,7 +2566,7 @@ class Hyperbol(TcpProtocol, Querier):
             except Refused as refused:
                 self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
         elif gone:
-            self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None})
+            self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None, "unconfirmed": False})
         return False
 
     def displaced(self, target: Target) -> None:
@@ -2778,7 +2784,7 @@ class Claim(NamedTuple):
 
     port: int
     fields: Dict[str, Any]          # for the registry
-    password: Optional[bytes]       # None: it came by HTTP
+    password: bytes
     lifetime: float
 
 
@@ -2819,8 +2825,8 @@ class SubSpacePing(UdpProtocol, Querier):
         self.rules, self.listeners = core.registry.rules, core.listeners
         # By source and announced port, the one heard from last at the end
         self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
-        # A name's password (None: listed before a restart, not announced since), and the zones that have it
-        self.owners: Dict[str, Tuple[Optional[bytes], Set[Server]]] = {}
+        # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
+        self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
         self.known = Known(core, self, offset=1)
         self.registry.watch(self.watch, self.game)
         self.read(core.settings)
@@ -2862,13 +2868,14 @@ class SubSpacePing(UdpProtocol, Querier):
     def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
         """An announcement by HTTP, with fields for the registry; such a zone stays for as long as it answers. Raises Refused."""
         told = {key: value for key, value in fields.items() if key != "name" or value}
-        self.claim(source, Claim(port, told, None, float("inf")), now)
+        self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
 
     def claim(self, source: str, claim: Claim, now: float) -> None:
         """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
         server = self.zone(source, claim.port)
         name = claim.fields.get("name", "")
-        self.admit_owner(name, server, claim.password)
+        by_http = claim.lifetime == float("inf")            # which proves the address, and has no password
+        self.admit_owner(name, server, None if by_http and server is not None else claim.password, now)
         if server is None:
             if claim.port == 65535:
                 raise Refused("bad packet", "port 65535 has no port after it for pings")
@@ -2878,11 +2885,8 @@ class SubSpacePing(UdpProtocol, Querier):
             other = self.poller.targets.get((source, claim.port + 1))
             if other is not None and other.querier is not self:
                 raise Refused("limit", "the port after it belongs to a server of another game")
-            if (source, claim.port) not in self.claims and self.poller.crowded(self.game, source):
-                oldest = next((place for place in self.claims if place[0] == source), None)
-                if oldest is not None:          # or a liar has thousands of ports asked
-                    del self.claims[oldest]
-                    self.drop(*oldest)
+            if other is None and self.poller.crowded(self.game, source):
+                raise Refused("limit", "too many zones of %s wait for their first answer already" % source)
             self.claims[source, claim.port] = claim
             self.claims.move_to_end((source, claim.port))
             self.poller.add(self, source, claim.port + 1, claim.port)
@@ -2895,15 +2899,13 @@ class SubSpacePing(UdpProtocol, Querier):
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
             target = self.poller.targets.get((source, claim.port + 1))
             if target is None or target.querier is self:
-                target = self.poller.add(self, source, claim.port + 1, claim.port)
-            lasted, server.lifetime = server.lasting, float("inf") if target.known else claim.lifetime
-            if lasted:
-                self.registry.schedule(server)          # the ini named it before
+                self.poller.add(self, source, claim.port + 1, claim.port)
+            server.lifetime = max(server.lifetime, claim.lifetime)
             self.registry.refresh(server, now)
             if name and name.casefold() != server.name.casefold():
                 self.disown(server)
             self.registry.update(server, fields)
-            self.own(server, claim.password)
+            self.own(server, None if by_http else claim.password, now)
             self.registry.note(source, "subspace", claim.port, "listed", now)
 
     def zone(self, source: str, port: int) -> Optional[Server]:
@@ -2918,18 +2920,23 @@ class SubSpacePing(UdpProtocol, Querier):
 
     # Names: the password of a name's first announcer owns it while a zone of that name is listed
 
-    def admit_owner(self, name: str, server: Optional[Server], password: Optional[bytes]) -> None:
-        """`password`: None by HTTP, where there is none."""
-        owner = self.owners.get(name.casefold())
-        if owner is not None and password != owner[0] and (server not in owner[1] or None not in (password, owner[0])):
+    def admit_owner(self, name: str, server: Optional[Server], password: Optional[bytes], now: float) -> None:
+        """Raise Refused if the name is another's. `server`: that has it, perhaps; then `password` None is as good as the right one."""
+        key = name.casefold()
+        owner, servers, announced_at = self.owners.get(key, (password, set(), now))
+        if server in servers and (None in (password, owner) or now - announced_at >= ZONE_LIFETIME_S):
+            if password not in (None, owner):           # nobody has announced it with the former one for long enough
+                self.owners[key] = None, servers, now
+        elif password != owner:
             raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
 
-    def own(self, server: Server, password: Optional[bytes]) -> None:
-        before, servers = self.owners.get(server.name.casefold(), (None, set()))
-        self.owners[server.name.casefold()] = password if before is None else before, servers | {server}
+    def own(self, server: Server, password: Optional[bytes], now: float) -> None:
+        """`password`: None if it is not known."""
+        before, servers, announced_at = self.owners.get(server.name.casefold(), (None, set(), now))
+        self.owners[server.name.casefold()] = password if before is None else before, servers | {server}, announced_at if password is None else now
 
     def disown(self, server: Server) -> None:
-        _, servers = self.owners.get(server.name.casefold(), (None, set()))
+        _, servers, _ = self.owners.get(server.name.casefold(), (None, set(), 0.0))
         servers.discard(server)
         if not servers:
             self.owners.pop(server.name.casefold(), None)
@@ -2938,7 +2945,7 @@ class SubSpacePing(UdpProtocol, Querier):
         if event == "listed":           # by us, or by storage after a restart
             if (server.source, server.port + 1) not in self.poller.targets:
                 self.poller.add(self, server.source, server.port + 1, server.port).announced = False
-            self.own(server, None)      # nobody else's until its announcement tells the password
+            self.own(server, None, server.last_seen)        # nobody else's until its announcement tells the password
         elif event == "gone":
             self.disown(server)
             self.drop(server.source, server.port)
@@ -2979,6 +2986,10 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
+    def released(self, server: Server) -> None:
+        server.lifetime = ZONE_LIFETIME_S
+        self.registry.schedule(server)
+
     def displaced(self, target: Target) -> None:
         self.claims.pop((target.address, target.server_port), None)
         server = self.zone(target.address, target.server_port)
@@ -3000,7 +3011,9 @@ class SubSpacePing(UdpProtocol, Querier):
         if server is not None:
             if target.known:
                 server.lifetime = float("inf")
-            if poll.answered and (server.unconfirmed or server.lifetime == float("inf")):
+            if target.known and not poll.answered:
+                fields["unconfirmed"] = False               # it is known to be silent
+            if poll.answered and (server.unconfirmed or server.lasting):
                 self.registry.refresh(server, now)          # the others live by their announcements
             self.registry.update(server, fields)
             return True
@@ -3013,7 +3026,7 @@ class SubSpacePing(UdpProtocol, Querier):
         try:
             if claim is not None:
                 told.update(claim.fields)
-                self.admit_owner(told["name"], None, claim.password)
+                self.admit_owner(told["name"], None, claim.password, now)
                 lifetime = lifetime if target.known else claim.lifetime
             server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields), target.known)
         except Refused as refused:
@@ -3021,7 +3034,7 @@ class SubSpacePing(UdpProtocol, Querier):
             self.drop(source, port)
             return False
         if claim is not None:
-            self.own(server, claim.password)
+            self.own(server, claim.password, now)
         if poll.answered:
             self.registry.note(source, "subspace", port, "listed", now)
         else:
@@ -3878,7 +3891,7 @@ class Aio(TcpProtocol, Querier):
 
     def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> Server:
         """List the server of this connection, or refresh it; raises Refused. Without a name it keeps the one it had."""
-        session.told = claim, port, fields
+        told, session.told = session.told, (claim, port, fields)
         if session.kept_alive_at is not None:
             session.kept_alive_at = now
         address = self.address(session)
@@ -3891,6 +3904,8 @@ class Aio(TcpProtocol, Querier):
                                         {**fields, "name": name, "verified": "connection"})
         except Refused as refused:
             self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
+            if session.server is not None:
+                session.told = told                 # which is listed
             raise
         for form, part in AIO_PARTS:            # made now, so that the first list of many new servers is quick
             parts((server,), form, part)
@@ -5794,9 +5809,8 @@ class Web(TcpProtocol):
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
-        lines = [line.partition(": ") for name, line in contact_lines(
-            self.core.listeners, lambda name: self.settings["server.public_address"] or "THIS-HOST", self.settings["games"]) if game in ("", name)]
-        return Html("".join(fill(HINT, whom=whom, what=what) for whom, _, what in lines))
+        return Html("".join(fill(HINT, whom=whom, what=what) for name, whom, what in contact_lines(
+            self.core.listeners, lambda name: self.settings["server.public_address"] or "THIS-HOST", self.settings["games"]) if game in ("", name)))
 
     def server(self, request: Request) -> Union[Answer, Later]:
         game, address, port = server_asked_for(request)
@@ -5992,20 +6006,20 @@ def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
 
 # What to put into a game server's settings, by protocol
 CONTACTS = {
-    "iceball": 'Iceball servers, in svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]',
-    "subspace": "SubSpace zones (asss): Directory:Server1 = %(host)s, port %(port)d",
-    "aio": "AIO servers: master server %(host)s, port %(port)d",
+    "iceball": ("Iceball servers, in svsave/pub/server.json", '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
+    "subspace": ("SubSpace zones (asss)", "Directory:Server1 = %(host)s, port %(port)d"),
+    "aio": ("AIO servers", "master server %(host)s, port %(port)d"),
 }
 
 
-def contact_lines(listeners: Iterable[Any], host: Callable[[str], str], games: Mapping[str, str]) -> List[Tuple[str, str]]:
-    """(game, line for the settings of its game servers, or to run beside them) of what listens and of the operator's own `games`; of several
-    ports of one protocol the last takes announcements. `host` gives the address to name for a protocol."""
+def contact_lines(listeners: Iterable[Any], host: Callable[[str], str], games: Mapping[str, str]) -> List[Tuple[str, str, str]]:
+    """(game, whom it is for, line for the settings of its game servers, or to run beside them) of what listens and of the operator's own
+    `games`; of several ports of one protocol the last takes announcements. `host` gives the address to name for a protocol."""
     ports = {listener.protocol: listener.port for listener in listeners}
     page = next((endpoint(host("http"), listener.port) for listener in listeners if listener.protocol == "http"), "")
     by_http = {**({"hyperbol": "Hyperbol"} if "hyperbol" in ports else {}), **games}
-    return [(game, line % {"host": host(game), "port": ports[game]}) for game, line in CONTACTS.items() if game in ports] + [
-        (game, "%s servers: python3 masterserver.py announce --game %s --port PORT %s" % (title, game, page))
+    return [(game, whom, line % {"host": host(game), "port": ports[game]}) for game, (whom, line) in CONTACTS.items() if game in ports] + [
+        (game, title + " servers", "python3 masterserver.py announce --game %s --port PORT %s" % (game, page))
         for game, title in by_http.items() if page]
 
 
@@ -6644,8 +6658,8 @@ LASTING_S = 86400.0                 # how long such a server is kept on disk aft
 class Keeper:
     """Carries the registry to storage and back. What touches the disk runs in the worker; a batch is under way at a time."""
 
-    def __init__(self, storage: Storage, registry: Registry, worker: Worker, health: Dict[str, str]) -> None:
-        self.storage, self.registry, self.worker, self.health = storage, registry, worker, health
+    def __init__(self, storage: Storage, registry: Registry, poller: Poller, worker: Worker, health: Dict[str, str]) -> None:
+        self.storage, self.registry, self.poller, self.worker, self.health = storage, registry, poller, worker, health
         self.busy = False
         self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
         self.rows: Optional[List[ListedRow]] = None         # read and not listed yet; None: the file could not be read so far
@@ -6685,12 +6699,16 @@ class Keeper:
         if not self.rows:
             return
         rows, self.rows = self.rows, []
+        # Who is asked goes when it has missed its polls; this is for those that nobody asks any more
+        polled_s = RESTORED_S + (POLL_MISSED + 1) * max(self.poller.interval, POLL_ATTEMPTS * len(rows) / self.poller.rate)
         count = 0
         for row, server in restored_servers(rows, now, wall):
             if server is None:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
+            if server.verified == "query":
+                server.address = self.registry.rules.listed_address(server.source)          # as mapped now
             if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:
                 continue
             try:
@@ -6699,8 +6717,8 @@ class Keeper:
                 self.registry.left.add(server.key)
                 continue
             self.registry.insert(server)
-            if server.lasting and server.verified != "query":           # who is asked goes if it does not answer
-                self.registry.schedule(server, now + RESTORED_S)
+            if server.lasting:
+                self.registry.schedule(server, now + (polled_s if server.verified == "query" else RESTORED_S))
             count += 1
         log.info("%d servers listed before the restart are listed again, unconfirmed", count)
 
@@ -7058,7 +7076,7 @@ class MasterServer(Loop):
         self.events: List[Tuple[str, Server]] = []          # to be logged, and how many more there were
         self.more_events = 0
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
-        self.keeper = Keeper(self.storage, self.registry, self.disk, self.health) if self.storage else None
+        self.keeper = Keeper(self.storage, self.registry, self.poller, self.disk, self.health) if self.storage else None
         if on_event is not None:
             self.registry.watch(functools.partial(self.report, on_event))
 
@@ -7594,7 +7612,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
 
 def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
     """The first of `length` free ports in a row on all these IPv4 addresses; 0 if one is not this machine's."""
-    for first in random.sample(DYNAMIC_PORTS[:1 - length], FREE_RUN_TRIES):
+    for first in random.sample(DYNAMIC_PORTS[:len(DYNAMIC_PORTS) + 1 - length], FREE_RUN_TRIES):
         try:
             for host, offset in itertools.product(hosts, range(length)):
                 bound_socket(socket.AF_INET, transport, host, first + offset).close()
@@ -7872,8 +7890,8 @@ class AioAnnouncer(TcpAnnouncer):
             self.keepalive_at = now + AIO_KEEPALIVE_EVERY_S
             if self.framed:
                 return self.frame(b"\4")
-            out += b"KEEPALIVE#%\n"         # answered whether the server is listed or not
-            if not self.confirmed:
+            waited, out = not out, out + b"KEEPALIVE#%\n"         # answered whether the server is listed or not
+            if waited and not self.confirmed:
                 self.state = "the master does not confirm it; has it banned this address, refused the name, or no room?"
                 self.failures += 1
                 out += self.publish()
@@ -8067,8 +8085,7 @@ class Announcement(Loop):
             self.links.append(link)
         if not self.links:
             raise ValueError("a master is wanted")
-        if os.path.exists(players_from) and not os.path.isfile(players_from):
-            raise ValueError("players from %s: a file is wanted, as to read from a pipe may take for ever" % players_from)
+        check_players_file(players_from)
         self.players_from = players_from
         self.players_read: Optional[Tuple[int, ...]] = None         # its stamp when it was read
         self.give_up = give_up
@@ -8112,6 +8129,7 @@ class Announcement(Loop):
             return
         self.players_read = stamp
         try:
+            check_players_file(self.players_from)
             with open(self.players_from, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - HTTP_BODY_BYTES))        # a script may add lines for years
                 lines = [line for line in file.read(HTTP_BODY_BYTES).decode("utf-8", "replace").split("\n") if line.strip()]
@@ -8207,7 +8225,7 @@ class Announcement(Loop):
         if isinstance(result, str) and ":" in result and link.datagrams is not None:
             result = OSError("it has no IPv4 address, and this game has no other")
         if isinstance(result, str):
-            link.announcer.master = (result, link.port)
+            link.announcer.master, link.unknown = (result, link.port), False
         elif not link.announcer.master[0]:
             link.unknown = getattr(result, "errno", None) != socket.EAI_AGAIN          # the network may come up after us
             link.announcer.failed("the name cannot be resolved: %s" % result, now)
@@ -8272,6 +8290,11 @@ class Announcement(Loop):
 
 ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
     "iceball": IceballAnnouncer, "subspace": SubSpaceAnnouncer, "aio": AioAnnouncer, "hyperbol": HyperbolAnnouncer}
+
+
+def check_players_file(path: str) -> None:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("players from %s: a file is wanted, as to read from a pipe may take for ever" % path)
 
 
 def read_players(line: str) -> Dict[str, Any]:
@@ -8429,8 +8452,8 @@ def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
         sock.connect((resolved(host), port))
         now = time.monotonic()
         fetch = ListFetch(os.urandom(3) + b"\0", 0, now)
-        out, wrong = fetch.tick(now), ""
-        while fetch.zones is None and not fetch.closed and now - fetch.heard_at < FETCH_S:
+        out, wrong, heard_at = fetch.tick(now), "", now
+        while fetch.zones is None and not fetch.closed and now - heard_at < FETCH_S:
             data = b""
             try:
                 for packet in out:
@@ -8439,12 +8462,13 @@ def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
             except socket.timeout:
                 pass
             except ConnectionError:             # as in udp_ask
-                if now - fetch.heard_at >= ASK_WAIT_S:
+                if now - heard_at >= ASK_WAIT_S:
                     raise
                 time.sleep(0.1)
             now = time.monotonic()
             try:
                 out = fetch.receive(data, now) if data else fetch.tick(now)
+                heard_at = now if data else heard_at
             except Malformed as error:
                 out, wrong = fetch.tick(now), "; what came is none: %s" % error
         with contextlib.suppress(OSError):      # it may have gone
@@ -8627,8 +8651,9 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 
 
 def complain(text: str) -> None:
-    if text and sys.stderr is not None:
-        print("masterserver.py: %s" % text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):          # whatever standard error is, the exit status tells
+        if text and sys.stderr is not None:
+            print("masterserver.py: %s" % text, file=sys.stderr, flush=True)
 
 
 def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callable[[Any], Iterable[str]]) -> int:
@@ -8788,7 +8813,7 @@ class PipeLog(logging.Handler):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self.lost = 0
+        self.lost, self.rest = 0, b""               # lines, and what is left of one that went out in part
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISSOCK(mode):
             sock = socket.socket(fileno=os.dup(descriptor))
@@ -8802,9 +8827,13 @@ class PipeLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         told = "%d lines are missing here\n" % self.lost if self.lost else ""
+        line = (told + self.format(record) + "\n").encode("utf-8", "backslashreplace")
         try:
-            self.write((told + self.format(record) + "\n").encode("utf-8", "backslashreplace"))
-            self.lost = 0
+            if self.rest:
+                self.rest = self.rest[self.write(self.rest):]
+            if self.rest:
+                raise BlockingIOError
+            self.rest, self.lost = line[self.write(line):], 0
         except OSError:
             self.lost += 1
 
@@ -8884,7 +8913,7 @@ def first_contact(server: MasterServer) -> List[str]:
             bound = own.get(listener.host, listener.host) or "localhost"
             hosts[listener.protocol] = public if public and (":" in public) == (":" in listener.host) else bound
     page = next((l.port for l in server.listeners if l.protocol == "http"), None)
-    return [line for _, line in contact_lines(server.listeners, hosts.__getitem__, server.settings["games"])] + (
+    return ["%s: %s" % (whom, line) for _, whom, line in contact_lines(server.listeners, hosts.__getitem__, server.settings["games"])] + (
         ["Players and browsers: http://%s/" % endpoint(hosts["http"], page)] if page else [])
 
 
@@ -8928,7 +8957,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         except OSError as error:
             warnings.append("This machine has no IPv6 (%s): players who have nothing else cannot reach it." % (error.strerror or error))
     served = {l.protocol for l in server.listeners}
-    if not served:
+    if served <= {"poll"}:
         warnings.append("Every port is empty: nothing is served.")
     if "iceball" in served and not {27790, 27795} & set(settings["http.ports"]):
         warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")

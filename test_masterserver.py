@@ -2018,7 +2018,7 @@ class HyperbolTest(unittest.TestCase):
         rows, answers = [ms.stored_row(server, 0.0) for server in self.registry.servers()], self.answers
         self.start("203.0.113.9:2 9\n203.0.113.9:3 1", poll__interval="3600")
         self.answers, self.now = answers, 30.0
-        keeper = ms.Keeper(ms.Storage(":memory:"), self.registry, Virtual(), {})
+        keeper = ms.Keeper(ms.Storage(":memory:"), self.registry, self.poller, Virtual(), {})
         keeper.rows = rows
         keeper.list_again(self.now, self.now)
         self.hyperbol.tick(self.now)
@@ -2544,7 +2544,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world = SubSpaceWorld()
             if answers:
                 world.zones["203.0.113.9", 25001] = asss
-            ms.Keeper(storage, world.registry, Virtual(), {}).restore(0.0, T0 + 45)
+            ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + 45)
             world.run(50)
             self.assertIsNotNone(world.zone())
             world.run(300)
@@ -2599,7 +2599,12 @@ class SubSpaceAnnouncements(unittest.TestCase):
         for port in range(1000, 1200):
             world.announce(zone_announcement(port), "203.0.113.1")
         self.assertEqual((len(world.ping.claims), len(world.core.poller.targets)), (32, 32))
-        self.assertIn(("203.0.113.1", 1199), world.ping.claims)
+        self.assertEqual(world.outcome("203.0.113.1", 1199)[0], "limit")
+        zones = SubSpaceWorld(subspace__zones="\n".join("203.0.113.1:%d" % port for port in range(2000, 2080, 2)))
+        zones.ping.tick(0.0)
+        for port in range(2000, 2080, 2):
+            zones.announce(zone_announcement(port), "203.0.113.1")
+        self.assertEqual(len(zones.ping.claims), 40, "whom the ini names")
         world.zones["203.0.113.2", 25001] = asss
         world.announce(ANNOUNCEMENT, "203.0.113.2")
         world.run(6)
@@ -5469,7 +5474,7 @@ class KeeperTest(unittest.TestCase):
 
     def start(self, now: float, wall: float, **settings: str) -> Tuple[ms.Registry, ms.Keeper]:
         registry = make_core(**settings).registry
-        keeper = ms.Keeper(ms.Storage(self.path), registry, Virtual(), {})
+        keeper = ms.Keeper(ms.Storage(self.path), registry, ms.Poller(ms.Settings()), Virtual(), {})
         self.addCleanup(keeper.storage.close)
         keeper.restore(now, wall)
         return registry, keeper
@@ -7210,7 +7215,7 @@ class DiskTest(unittest.TestCase):
 
     def keeper(self, path: str) -> Tuple[ms.Registry, ms.Keeper]:
         registry = make_core().registry
-        keeper = ms.Keeper(ms.Storage(path), registry, Virtual(), {})
+        keeper = ms.Keeper(ms.Storage(path), registry, ms.Poller(ms.Settings()), Virtual(), {})
         self.addCleanup(keeper.storage.close)
         with contextlib.suppress(sqlite3.Error):
             keeper.restore(0.0, T0)
@@ -7365,7 +7370,7 @@ class DiskTest(unittest.TestCase):
             keeper.tick(4.0, T0 + 4 + step)                             # nobody was heard from since
             keeper.storage.close()
             registry = make_core().registry
-            ms.Keeper(keeper.storage, registry, Virtual(), {}).restore(1000.0, T0 + 60 + step)
+            ms.Keeper(keeper.storage, registry, ms.Poller(ms.Settings()), Virtual(), {}).restore(1000.0, T0 + 60 + step)
             registry.expire(1059.0)
             self.assertEqual(registry.total, 1, step)
             registry.expire(1060.1)
