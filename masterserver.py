@@ -550,11 +550,14 @@ def c_string(data: bytes) -> bytes:
     return data.partition(b"\0")[0]
 
 
-ANSI = re.compile("\x1b(?:\\[[0-?]*[ -/]*[@-~]|[@-_])?")
+# Colours and the like, by one byte or two; texts for the terminal, up to their end; what else follows an escape (ECMA-48)
+ANSI = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\\\|\x9c)"
+                  "|\x1b[ -/]*[0-~]?")
 BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
 # Control, soft hyphen, bidirectional, zero-width, interlinear, tag characters, lone surrogates, non-characters
 INVISIBLE = re.compile("[\0-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
-                       "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff\U000e0000-\U000e0fff]")
+                       "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
+                       "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]")
 # More than three accents on one letter are not writing
 STACKED = re.compile("([\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]{3})"
                      "[\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]+")
@@ -2132,7 +2135,7 @@ ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size             # 86
 ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
 ICEBALL_BUILD = 1023                # the bits of a version that count builds; without them it stands for all
-ICEBALL_REPROACHES = 1 / 40, 1      # BADV or BADF by source: one a burst; its receiver falls silent for 30 minutes anyway
+ICEBALL_REPROACHES = 1 / 8, 5       # BADV or BADF by source: one an announcement, and never to a flood
 
 
 # What a datagram and its source are known by. With 64 bits no two of a million are alike but once in 40 million; with 32 it has to be all
@@ -2165,13 +2168,14 @@ class Iceball(UdpProtocol):
         self.known: Dict[Any, Server] = {}          # listed servers, by the fingerprint of datagram and source
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
-        self.reproaches = Limiter(ICEBALL_REPROACHES)
+        self.reproaches = Limiter(ICEBALL_REPROACHES, core.registry.rules.verdict)
         self.registry.watch(lambda event, server: self.known.pop(server.packet, None), "iceball", ["gone"])
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
         self.version: int = settings["iceball.version"]
         self.accepted: Tuple[int, ...] = settings["iceball.accept_versions"]
+        self.reproaches.set_rate(ICEBALL_REPROACHES)            # others may be exempt now
         self.known.clear()                          # each is looked at once by the new settings
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
@@ -2235,7 +2239,8 @@ class Iceball(UdpProtocol):
         self.registry.note(peer[0], "iceball", 0, outcome, now, why)
         # Its receiver stops announcing to every master, so a source that has a listed server does not get one (the packet may be
         # forged to silence it), and no source gets many
-        if source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now):
+        if not self.reproaches.exempts(peer[0]) and (
+                source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now)):
             raise Malformed(why)
         return [(packet, peer)]
 
@@ -2245,7 +2250,10 @@ class Iceball(UdpProtocol):
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if not self.cookie.good(mac, peer[0].encode() + packed, now):
             raise self.unreadable("a cookie that went to another address, or is older than %d s" % COOKIE_WINDOW_S, peer, now)
-        self.list_server(peer[0], iceball_unpack(packed), now)
+        packet = iceball_unpack(packed)
+        server = self.listed.get((self.registry.rules.listed_address(peer[0]), packet[10] | packet[11] << 8))
+        if server is None or server.source != peer[0]:          # else it is late or comes twice, and the server has said more since
+            self.list_server(peer[0], packet, now)
         return []
 
     def list_server(self, source: str, packet: bytes, now: float) -> None:
@@ -2304,7 +2312,6 @@ def iceball_unpack(packed: bytes) -> bytes:
 DRAFT_TYPES = (b"\1", b"\2", b"\3", b"\4", b"\5", b"\6", b"\7")
 DRAFT_FIELDS = {(3, 1): "name", (3, 2): "mode", (4, 1): "players", (4, 2): "max_players"}        # by type and field number
 DRAFT_HBVERSION = 1
-DRAFT_SESSION_S = 120.0             # the document: "terminate your session after 120 seconds of inactivity"
 DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret …
 DRAFT_GUESSES_IN_ALL = 10, 100      # … and of all sources, which may be made up: one guess an hour is right. Beyond it no session begins
 DRAFT_CLAIMS = 256                  # addresses named by servers on the local network, until they return their id
@@ -2329,6 +2336,7 @@ class IceballDraft:
     def __init__(self, core: Core, cookie: Cookie) -> None:
         self.registry = core.registry
         self.cookie = cookie
+        self.timeout: float = core.settings["iceball.timeout"]          # the document: "after 120 seconds of inactivity"
         self.sessions: Dict[Peer, Tuple[int, Server]] = {}
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
@@ -2395,7 +2403,7 @@ class IceballDraft:
             if self.registry.get("iceball", address, port) is None:
                 fields["name"] = endpoint(address, port)
             try:
-                server = self.registry.hear("iceball", address, port, peer[0], now, DRAFT_SESSION_S, fields)
+                server = self.registry.hear("iceball", address, port, peer[0], now, self.timeout, fields)
             except Refused as refused:
                 self.registry.note(peer[0], "iceball", port, refused.outcome, now, str(refused))
                 return None
@@ -3197,7 +3205,7 @@ class SubSpaceLink:
 
 LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
 LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
-LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at once: a list of 5,000 zones, as fast as can be …
+LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at once: 5,000 zones, as fast as can be …
 LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all of them at one socket: our numbers begin at 0, so that who reads nothing can
                                     # acknowledge as well, for somebody else; 4 Mbit/s, and four such lists at once
 UDP_HEADER_BYTES = 28               # with IPv4's
@@ -5058,10 +5066,17 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if head.count(b"\r") != head.count(b"\r\n") or b"\0" in head:
             raise HttpError(400, "A carriage return or a NUL stands alone in the head.")         # others may see a line end (RFC 9112, 2.2)
         self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
+        if re.search(rb"[\x1c-\x1f\x85\xa0]", self.raw_requestline):
+            raise HttpError(400, "The request line holds bytes that some take for a space.")
+        version = self.raw_requestline.split()[-1]
+        if re.fullmatch(rb"HTTP/[0-9]{1,9}", version):
+            raise HttpError(505, "HTTP/1.0 and HTTP/1.1 are spoken here.")
+        if not re.fullmatch(rb"HTTP/[0-9]{1,9}\.[0-9]{1,9}", version):
+            raise HttpError(400, "The version is not HTTP/NUMBER.NUMBER.")
         self.parse_request()
         if not re.match(r"HTTP/0*1\.", self.request_version):
             raise HttpError(505, "HTTP/1.0 and HTTP/1.1 are spoken here.")      # an answer to HTTP/0.9 would have no head
-        if (any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
+        if (self.headers.get_unixfrom() or any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
                 or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
         hosts = len(self.headers.get_all("Host", []))
@@ -5093,13 +5108,13 @@ class Exchange(http.server.BaseHTTPRequestHandler):
                 raise HttpError(501, "The one Transfer-Encoding known here is chunked.")
             return None
         if not lengths:
-            if self.command in ("POST", "PUT", "PATCH"):
-                raise HttpError(411, "A %s needs a Content-Length." % self.command)
+            if self.command == "POST" and self.route in ROUTES and "POST" in ROUTES[self.route].methods:
+                raise HttpError(411, "A POST needs a Content-Length.")
             return 0
         text = lengths.pop().strip(" \t")
-        if lengths or not re.fullmatch(r"[0-9]{1,18}", text):
+        if lengths or not re.fullmatch(r"[0-9]+", text):
             raise HttpError(400, "Content-Length is not a number.")
-        if int(text) > HTTP_BODY_BYTES:
+        if len(text.lstrip("0")) > 18 or int(text) > HTTP_BODY_BYTES:
             raise HttpError(413, "At most %d bytes are taken." % HTTP_BODY_BYTES)
         return int(text)
 
@@ -5347,6 +5362,11 @@ class HttpSession(Session):
         self.buffer, self.exchange = b"", None
         self.web.requests["", error.status] += 1
         return exchange.response(self.web.refused(error, exchange))
+
+    def ended(self, now: float) -> bytes:
+        if (self.buffer or self.exchange) and not (self.done or self.job or self.held):
+            return self.refuse(HttpError(400, "The request ended before it was whole."))
+        return b""
 
     def dismissed(self, now: float) -> bytes:
         if self.done:
@@ -5603,7 +5623,7 @@ class Web(TcpProtocol):
                 answer: Union[Answer, Later] = Answer(b"", headers=(("Allow", methods),) + (
                     (("Access-Control-Allow-Methods", methods), ("Access-Control-Max-Age", "86400")) if route.readable else ()))
             else:
-                query = dict(urllib.parse.parse_qsl(exchange.target.query, keep_blank_values=True, errors="replace", max_num_fields=50))
+                query = dict(urllib.parse.parse_qsl(exchange.target.query, keep_blank_values=True, errors="replace"))
                 answer = self.finish(exchange, route.answer(self, Request(query, body, exchange, address, now)))
         except HttpError as error:
             answer = self.refused(error, exchange)
@@ -7125,13 +7145,14 @@ class MasterServer(Loop):
     def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
         tally = self.tallies.setdefault(row.name, Tally())
         optional_ipv6 = self.settings["server.bind"] == read_list(read_address)("0.0.0.0, ::")
+        before = len(self.listeners)
         for address in self.settings["server.bind"]:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             if protocol.ipv4_only and family == socket.AF_INET6:
                 continue
             wanted = port + row.offset if port else 0
             if wanted == 0:                 # one free port for all addresses if that can be had
-                wanted = next((l.port for l in self.listeners if l.protocol == row.name and l.transport == row.transport
+                wanted = next((l.port for l in self.listeners[before:] if l.protocol == row.name and l.transport == row.transport
                                and (":" in l.host) != (":" in address)), 0)
             try:
                 sock = bound_socket(family, row.transport, address, wanted)
@@ -9007,17 +9028,17 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         if hasattr(gc, "freeze"):
             gc.freeze()
         gc.enable()
+        if arguments.ready_file:            # without the port that nobody is to reach first
+            ready = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in server.listeners if l.protocol != "poll"]})
+            try:
+                write_file(arguments.ready_file, ready.encode("utf-8") + b"\n")
+            except OSError as error:
+                raise StartError("the ready file cannot be written: %s" % error) from None
         log.info("%s", summary(server))
         for line in first_contact(server):
             log.info("%s", line)
         for line in unserved(server):
             log.warning("%s", line)
-        if arguments.ready_file:
-            ready = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in server.listeners]})
-            try:
-                write_file(arguments.ready_file, ready.encode("utf-8") + b"\n")
-            except OSError as error:
-                raise StartError("the ready file cannot be written: %s" % error) from None
         if arguments.exit_with_stdin:
             read_stdin(lambda line: None, server.stop)
         server.tell("READY=1")
