@@ -2049,6 +2049,16 @@ class HyperbolTest(unittest.TestCase):
         self.pass_time(20)
         self.assertEqual([server.port for server in self.registry.servers() if server.unconfirmed], [3])
 
+    def test_a_restored_server_that_nobody_asks_goes(self) -> None:
+        self.start()
+        keeper = ms.Keeper(ms.Storage(":memory:"), make_core().registry, self.poller, Virtual(), {})         # of a master without Hyperbol
+        server = ms.Server("hyperbol", "203.0.113.9", 1, "203.0.113.9", 0.0, float("inf"), "x", verified="query")
+        keeper.rows = [ms.stored_row(server, 0.0)]
+        keeper.list_again(0.0, 0.0)
+        for now, listed in ((179.0, 1), (181.0, 0)):
+            keeper.registry.expire(now)
+            self.assertEqual(keeper.registry.total, listed)
+
     def test_a_known_server_that_does_not_answer(self) -> None:
         self.start("203.0.113.9:27888 1")
         self.pass_time(8)
@@ -2608,7 +2618,14 @@ class SubSpaceAnnouncements(unittest.TestCase):
         for password in (b"cane", b""):
             world.announce(zone_announcement(name=b"Chaos", password=password), "203.0.113.2")
             self.assertEqual(world.outcome("203.0.113.2")[0], "name")
-        world.announce(zone_announcement(name=b"Order", password=b"secret"), "203.0.113.1")
+        world.run(100)
+        world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.1")
+        for age, outcome in ((179, "name"), (1, "listed")):             # the zone's own word counts again, whoever had the last one
+            world.ping.announced("203.0.113.1", 25000, {"name": "Chaos"}, world.now)
+            world.run(age)
+            world.announce(zone_announcement(name=b"Chaos", password=b"other"), "203.0.113.1")
+            self.assertEqual(world.outcome("203.0.113.1")[0], outcome)
+        world.announce(zone_announcement(name=b"Order", password=b"other"), "203.0.113.1")
         world.announce(zone_announcement(name=b"Chaos", password=b"cane"), "203.0.113.2")
         world.run(2)
         self.assertEqual(sorted(s.name for s in world.registry.servers()), ["Chaos", "Order"])
@@ -3445,6 +3462,13 @@ class AioTest(unittest.TestCase):
         self.assertEqual(sorted((s.address, s.port, s.players, s.last_seen) for s in core.registry.servers()),
                          [("10.0.0.8", 4, 0, 5.0), ("10.0.0.9", 3, 0, 5.0), ("203.0.113.5", 1, 3, 5.0), ("203.0.113.5", 2, 0, 5.0)])
         self.assertEqual([target.scratch.address for target in core.poller.targets.values()], ["203.0.113.5"])
+
+    def test_a_refused_name_takes_nothing_from_what_is_listed(self) -> None:
+        core = make_core(server__refuse_names="evil")
+        session = ms.Aio(core).session("192.168.1.5", 0.0)
+        self.assertEqual([session.receive(data, 0.0) for data in (b"13#Good#d#1000#%", b"13#evil#d#1000#%", b"SET_IP#203.0.113.7#%")],
+                         [b"%SUCCESS#13#%", b"", b"%SUCCESS#SET_IP#%"])
+        self.assertEqual([(s.name, s.address) for s in core.registry.servers()], [("Good", "203.0.113.7")])
 
     def test_a_keepalive_brings_back_what_was_lost(self) -> None:
         for data, again in ((b"13#K#D#2#%\n", b"KEEPALIVE#%\n"), (hexa("03000000 03 0200"), hexa("01000000 04"))):
@@ -6055,6 +6079,8 @@ class LoopTest(unittest.TestCase):
             interrupted = mock.Mock(side_effect=KeyboardInterrupt)
             with mock.patch.multiple(ms, Announcement=interrupted, load_settings=interrupted, within=interrupted):
                 self.assertEqual(command(*words)[0], status, words)
+        with mock.patch.object(sys, "stderr", mock.Mock(write=mock.Mock(side_effect=BrokenPipeError))):
+            self.assertEqual(ms.main(["--set", "foo.bar=1"]), 2)
         with mock.patch.object(sys, "stderr", None), contextlib.redirect_stdout(io.StringIO()) as out:
             self.assertEqual((ms.main(["--set", "foo.bar=1"]), out.getvalue()), (2, ""))
         self.assertRaisesRegex(ms.SettingsError, r"\[server\] database: a text", ms.Settings, {"server.database": None})
@@ -7485,6 +7511,11 @@ class ServiceTest(unittest.TestCase):
                     handler.emit(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
                 self.assertIn(b"\n%d lines are missing here\n" % lost, data)
                 self.assertTrue(os.get_blocking(descriptor), "who else writes there may wait as before")
+                handler.write = mock.Mock(side_effect=[4, BlockingIOError, 9, 99])
+                for text in ("in two parts", "lost", "the next"):
+                    handler.emit(logging.LogRecord("x", 20, "x", 1, text, (), None))
+                self.assertEqual([call[0][0] for call in handler.write.call_args_list],
+                                 [b"in two parts\n", b"wo parts\n", b"wo parts\n", b"1 lines are missing here\nthe next\n"])
 
     def test_the_log_rotates_and_survives_its_folder(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -8377,6 +8408,8 @@ class AioAnnouncing(unittest.TestCase):
         self.assertIn("does not confirm", announcer.state)
         announcer.receive(b"%SUCCESS#KEEPALIVE#%%SUCCESS#13#%", 31.0)
         self.assertEqual((announcer.state, announcer.failures, announcer.tick(60.0)), ("announced", 0, b"KEEPALIVE#%\n"))
+        announcer.changed(61.0)
+        self.assertEqual((announcer.tick(90.0), announcer.state), (published + b"KEEPALIVE#%\n", "announced"))         # there was no time to
 
     def test_players_stand_in_the_name_and_are_published_again(self) -> None:
         server = announced("aio", 27010, name="%#court", max_players=16)
@@ -8720,6 +8753,12 @@ class Announcing(unittest.TestCase):
             self.addCleanup(announcement.stop)
             announcement.read_file()
             self.assertEqual(list(announcement.updates), [{"players": 7, "max_players": 16, "map": "Höhle"}])
+            if hasattr(os, "mkfifo"):
+                os.remove(path)
+                os.mkfifo(path)
+                with self.assertLogs("masterserver", "WARNING") as logged:
+                    announcement.read_file()            # and does not wait for who writes
+                self.assertIn("a file is wanted", logged.output[0])
 
     def test_a_name_that_cannot_be_looked_up_yet(self) -> None:
         announcement = ms.Announcement("iceball", 1, "master.example")
@@ -8728,6 +8767,8 @@ class Announcing(unittest.TestCase):
         for error, hopeless in ((socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), False), (socket.gaierror(socket.EAI_NONAME, "no"), True)):
             announcement.found(link, error, 0.0)
             self.assertEqual((link.hopeless, link.announcer.due > 0.0), (hopeless, True))
+        announcement.found(link, "203.0.113.1", 1.0)
+        self.assertFalse(link.hopeless)
 
     def test_questions_over_ipv6(self) -> None:
         try:
@@ -8735,10 +8776,11 @@ class Announcing(unittest.TestCase):
                 port = free.getsockname()[1]
         except OSError:
             self.skipTest("no IPv6 here")
-        with ms.Announcement("aio", port, ["[::1]:1"], dialect="framed", name="six"), socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as asking:
-            asking.settimeout(5)
-            asking.sendto(b"\0", ("::1", port))
-            self.assertIn(b"six", zlib.decompress(asking.recv(1000)))
+        with self.assertLogs("masterserver"), ms.Announcement("aio", port, ["[::1]:1"], dialect="framed", name="six"):
+            with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as asking:
+                asking.settimeout(5)
+                asking.sendto(b"\0", ("::1", port))
+                self.assertIn(b"six", zlib.decompress(asking.recv(1000)))
 
     def test_one_master_needs_no_list(self) -> None:
         announcement = ms.Announcement("iceball", 65535, "master.example:65535")
@@ -9241,6 +9283,12 @@ class Checking(unittest.TestCase):
         self.assertIn("iceball cannot listen on UDP 127.0.0.1:%d" % port, errors)
         self.assertIn("http cannot listen on TCP", errors)
         self.assertEqual(errors.count("(process %d)" % os.getpid()), 2 if sys.platform == "linux" else 0, errors)
+
+    def test_who_serves_nobody_is_told(self) -> None:
+        self.assertIn("nothing is served", self.check(iceball__port="")[1])
+        self.assertNotIn("nothing is served", self.check()[1])
+        self.assertIn("27790 or 27795", self.check()[1])
+        self.assertNotIn("27790 or 27795", self.check(iceball__port="")[1])
 
     def test_other_reasons_why_a_port_cannot_be_had(self) -> None:
         port = str(free_port())
