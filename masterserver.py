@@ -2250,14 +2250,11 @@ class Iceball(UdpProtocol):
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if not self.cookie.good(mac, peer[0].encode() + packed, now):
             raise self.unreadable("a cookie that went to another address, or is older than %d s" % COOKIE_WINDOW_S, peer, now)
-        packet = iceball_unpack(packed)
-        server = self.listed.get((self.registry.rules.listed_address(peer[0]), packet[10] | packet[11] << 8))
-        if server is None or server.source != peer[0]:          # else it is late or comes twice, and the server has said more since
-            self.list_server(peer[0], packet, now)
+        self.list_server(peer[0], iceball_unpack(packed), now, shaken=True)
         return []
 
-    def list_server(self, source: str, packet: bytes, now: float) -> None:
-        """`packet`: an announcement whose source is proven."""
+    def list_server(self, source: str, packet: bytes, now: float, shaken: bool = False) -> None:
+        """`packet`: an announcement whose source is proven; `shaken`: just now, so that it may be late or come twice."""
         _, _, number, port, players, max_players, name_field, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
         name, mode, map, version = decode_utf8(c_string(name_field)), iceball_text(mode), iceball_text(map), iceball_version_text(number)
         if players > max_players:
@@ -2271,6 +2268,8 @@ class Iceball(UdpProtocol):
                 server = Server("iceball", address, port, source, now, self.timeout, name, mode, map, version, players, max_players, "handshake")
                 registry.insert(server)
                 registry.note(source, "iceball", port, "listed", now)
+            elif shaken and server.source == source:
+                return                              # it has said more since
             else:
                 self.known.pop(server.packet, None)
                 registry.hear("iceball", address, port, source, now, self.timeout, {
