@@ -3400,8 +3400,8 @@ AIO_MESSAGE_S = 20.0                # from the greeting to the first byte, and f
 AIO_IDLE_S = 330.0                  # a peer that publishes nothing; a framed client's keepalive comes after about 270 s
 AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then nothing (PROTOCOLS)
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted what was written as one
-AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest, four bytes a character, are 2,600
-AIO_FRAME_BYTES = 31                # a publish has 3, or 14 in zlib; a longer frame could begin like a text
+AIO_MESSAGE_BYTES = 8192            # of any dialect: a name and a description at their longest, four bytes a character, are 2,600
+AIO_FRAME_BYTES = 31                # the first frame: a publish has 3, or 14 in zlib; a longer one could begin like a text
 AIO_ANSWER_BYTES = 16384            # the answer to a query, unpacked; the longest that a list can show has 2,600
 AIO_ZLIB_BYTES = 1200               # a longer frame is compressed: then it does not fit one packet
 AIO_SERVERS = 65535                 # a list's index and count are u16
@@ -6667,7 +6667,7 @@ class Worker:
 
 
 SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 1,250 rows a second, one per cent of a core
-RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again, polled ones answer
+RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again; who is asked has longer (list_again)
 CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
 TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
