@@ -117,8 +117,8 @@ LINGER_BYTES = 65536                # … and how much of it; then the connectio
 LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
 PLACE_S = 0.1                       # which connection is the idlest is known to within so much
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
-OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
+OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
 STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
 STOP_FRESH_S = 0.3                  # a round trip (and PLACE_S): within it a new connection brings its request, and a body goes on
@@ -1083,8 +1083,7 @@ class Registry:
         server = self.get(game, address, port)
         if server is None:
             self.admit(game, address, port, source, fields.get("name"), known)
-            server = Server(game, address, port, source, now, lifetime, **fields)
-            server.named = known
+            server = Server(game, address, port, source, now, lifetime, named=known, **fields)
             self.insert(server)
         else:
             self.admit_name(fields.get("name"))
@@ -2238,7 +2237,7 @@ class Iceball(UdpProtocol):
             return None
         self.registry.note(peer[0], "iceball", 0, outcome, now, why)
         # Its receiver stops announcing to every master, so a source that has a listed server does not get one (the packet may be
-        # forged to silence it), and no source gets many
+        # forged to silence it), and no source gets many, but for those without limits
         if not self.reproaches.exempts(peer[0]) and (
                 source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now)):
             raise Malformed(why)
@@ -2904,10 +2903,10 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.admit_name(name)
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
+            server.lifetime = max(server.lifetime, claim.lifetime)
             target = self.poller.targets.get((source, claim.port + 1))
             if target is None or target.querier is self:
                 self.poller.add(self, source, claim.port + 1, claim.port)
-            server.lifetime = max(server.lifetime, claim.lifetime)
             self.registry.refresh(server, now)
             if name and name.casefold() != server.name.casefold():
                 self.disown(server)
@@ -3011,15 +3010,15 @@ class SubSpacePing(UdpProtocol, Querier):
         fields = dict(poll.fields(), responding=poll.answered, verified="query", ping_ms=round(target.ping_ms) if poll.answered else None)
         details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
         if poll.arenas is not None or not poll.answered:
-            details = {key: value for key, value in details.items() if key != "arenas"}
-            if poll.arenas_text():
-                details["arenas"] = poll.arenas_text()
+            details, text = {key: value for key, value in details.items() if key != "arenas"}, poll.arenas_text()
+            if text:
+                details["arenas"] = text
         fields["details"] = details
         if server is not None:
             if target.known:
                 server.lifetime = float("inf")
-            if target.known and not poll.answered:
-                fields["unconfirmed"] = False               # it is known to be silent
+                if not poll.answered:
+                    fields["unconfirmed"] = False           # it is known to be silent
             if poll.answered and (server.unconfirmed or server.lasting):
                 self.registry.refresh(server, now)          # the others live by their announcements
             self.registry.update(server, fields)
@@ -3207,7 +3206,7 @@ LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one add
 LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at once: 5,000 zones, as fast as can be …
 LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all of them at one socket: our numbers begin at 0, so that who reads nothing can
                                     # acknowledge as well, for somebody else; 4 Mbit/s, and four such lists at once
-UDP_HEADER_BYTES = 28               # with IPv4's
+UDP_HEADER_BYTES = 28               # and IPv4's: a hundred answers of 10 bytes are 4 kB on the wire
 LIST_LINKS = 4096                   # open exchanges, of proven and of unproven peers each; about 2 kB apiece
 
 
@@ -3300,7 +3299,7 @@ class SubSpaceList(UdpProtocol):
             self.proven[peer] = self.unproven.pop(peer)
             self.bound(self.proven)
         out: Replies = []
-        exempt = self.rules.verdict(peer[0]) == EXEMPT
+        exempt = bool(packets) and self.rules.verdict(peer[0]) == EXEMPT
         for packet in packets:
             if packet[:2] != b"\0\3":               # one datagram may ask for a hundred of them
                 if link.balance <= 0 and not exempt:
@@ -3398,7 +3397,7 @@ AIO_PLACEHOLDER = (
     "There are currently no available servers... Maybe host your own or wait later?:O", "127.0.0.1", 27010)
 AIO_MESSAGE_S = 20.0                # from the greeting to the first byte, and from a message's first byte to its last
 AIO_IDLE_S = 330.0                  # a peer that publishes nothing; a framed client's keepalive comes after about 270 s
-AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then nothing (PROTOCOLS)
+AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then none (PROTOCOLS)
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted what was written as one
 AIO_MESSAGE_BYTES = 8192            # of any dialect: a name and a description at their longest, four bytes a character, are 2,600
 AIO_FRAME_BYTES = 31                # the first frame: a publish has 3, or 14 in zlib; a longer one could begin like a text
@@ -4631,7 +4630,7 @@ async function refresh() {
       }
     }
   } catch (error) {
-    failed = error === 404 ? 'This server is not listed any more.'
+    failed = error === 404 && !table ? 'This server is not listed any more.'
       : error > 0 ? 'The master answers with error ' + error + '.' : 'The master does not answer.';
   }
   asking = false;
@@ -4976,6 +4975,7 @@ def chart(series: Any, wall: float) -> Html:
     peak_words = format(round(peak, 1), ",")
     marks.append('<circle cx="%s" cy="%s" r="3"/><text class="label%s" x="%s" y="%s" dy="-9">peak %s</text>' % (
         x(peak_at), y(peak), anchor, x(peak_at), y(peak), peak_words))
+    # "long": more than a phone's margins hold
     latest = format(round(level, 1) if level < 10 else round(level), ",g")         # of the last point, as the line shows it
     marks.append('<text class="label latest%s%s" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
         " long" if len(latest) > 2 else "", " high" if level > ticks[-1] / 2 else "", x(last), y(level), latest))
@@ -5013,7 +5013,7 @@ XML_TYPE = "application/xml; charset=utf-8"
 # The others are of a multipart body, which is not looked at
 HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
                   email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
-RETRY_AFTER, TOO_MANY = (("Retry-After", "5"),), "Too many connections at once; wait a few seconds."
+RETRY_AFTER = (("Retry-After", "5"),)
 METHODS_KNOWN = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT")     # others: 501
 
 
@@ -5067,14 +5067,12 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
         if re.search(rb"[\x1c-\x1f\x85\xa0]", self.raw_requestline):
             raise HttpError(400, "The request line holds bytes that some take for a space.")
-        version = self.raw_requestline.split()[-1]
-        if re.fullmatch(rb"HTTP/[0-9]{1,9}", version):
-            raise HttpError(505, "HTTP/1.0 and HTTP/1.1 are spoken here.")
-        if not re.fullmatch(rb"HTTP/[0-9]{1,9}\.[0-9]{1,9}", version):
+        version = re.fullmatch(rb"HTTP/0*([0-9]{1,9})(\.[0-9]{1,9})?", self.raw_requestline.split()[-1])
+        if not version:
             raise HttpError(400, "The version is not HTTP/NUMBER.NUMBER.")
+        if version[1] != b"1" or not version[2]:            # an answer to HTTP/0.9 would have no head
+            raise HttpError(505, "Of HTTP the versions 1.0 and 1.1 are spoken here.")
         self.parse_request()
-        if not re.match(r"HTTP/0*1\.", self.request_version):
-            raise HttpError(505, "HTTP/1.0 and HTTP/1.1 are spoken here.")      # an answer to HTTP/0.9 would have no head
         if (self.headers.get_unixfrom() or any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
                 or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
@@ -5107,7 +5105,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
                 raise HttpError(501, "The one Transfer-Encoding known here is chunked.")
             return None
         if not lengths:
-            if self.command == "POST" and self.route in ROUTES and "POST" in ROUTES[self.route].methods:
+            route = ROUTES.get(self.route)
+            if self.command == "POST" and route and "POST" in route.methods:        # elsewhere it is 405 or 404
                 raise HttpError(411, "A POST needs a Content-Length.")
             return 0
         text = lengths.pop().strip(" \t")
@@ -5581,7 +5580,7 @@ class Web(TcpProtocol):
     def dismissal(self) -> bytes:
         """To a client who may not have asked yet; the same for all of a second, as they come in floods."""
         if not self.last_words:
-            self.last_words = Exchange().response(self.error(HttpError(429, TOO_MANY, RETRY_AFTER)))
+            self.last_words = Exchange().response(self.error(HttpError(429, "Too many connections at once; wait a few seconds.", RETRY_AFTER)))
         return self.last_words
 
     def forget(self) -> None:
@@ -7754,8 +7753,8 @@ class IceballAnnouncer(UdpProtocol, Announcer):
             raise Malformed("not from the master")
         kind, rest = data[:4], data[4:]
         if kind == b"MSOK":
-            self.accepted("announced")
             self.answered = True
+            self.accepted("announced")
             return [(b"HSHK" + rest, peer)]
         if kind == b"BADV":
             expected = "; it expects heartbeat version %d and Iceball %s" % (
@@ -9027,7 +9026,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         if hasattr(gc, "freeze"):
             gc.freeze()
         gc.enable()
-        if arguments.ready_file:            # without the port that nobody is to reach first
+        if arguments.ready_file:            # without the port to which nobody speaks first
             ready = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in server.listeners if l.protocol != "poll"]})
             try:
                 write_file(arguments.ready_file, ready.encode("utf-8") + b"\n")

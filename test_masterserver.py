@@ -5118,9 +5118,13 @@ class WebTest(unittest.TestCase):
             return [drive(session, b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: %s\r\n\r\n" % client)[9:12] for _ in range(times)]
         for client in b"203.0.113.5", b"203.0.113.6":
             self.assertEqual(statuses(60, client), [b"200"] * 50 + [b"429"] * 10)
-        # As it stands, but from somebody who is no proxy
-        self.web.session("203.0.113.7", 0.0).receive(b"GET / HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.8\r\n\r\n", 0.0)
-        self.assertFalse(self.core.registry.rules.requests.spent("203.0.113.8", 0.0))
+        # The same bytes, first from somebody who is no proxy
+        paying = self.core.registry.rules.requests.table
+        for address, client in (("203.0.113.7", "203.0.113.7"), ("127.0.0.1", "203.0.113.8")):
+            for _ in range(2):
+                paying.pop(client, None)
+                drive(self.web.session(address, 0.0), b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.8\r\n\r\n")
+                self.assertEqual([client in paying, "203.0.113.8" in paying], [True, address == "127.0.0.1"])
 
     def test_who_takes_gzip(self) -> None:
         for value, takes in (("gzip", True), ("br, x-gzip;q=0.5", True), ("*", True), ("GZIP ; Q=1", True), ("br", False), ("", False),
@@ -6931,7 +6935,7 @@ class SlowPeersTest(unittest.TestCase):
                 clients = []
                 for _ in range(12):
                     clients.append(stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, "http")), 5)))
-                time.sleep(0.05)
+                eventually(lambda: server.tallies["http"].limited == 9)
                 for client in clients[3:]:
                     with contextlib.suppress(OSError):
                         client.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -7651,15 +7655,17 @@ class ClientTools(unittest.TestCase):
 
     def test_a_list_that_comes_among_other_things(self) -> None:
         """And from a master that goes as soon as it has been acknowledged."""
-        zones = SubSpaceLists().world(2)
+        entry = hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0") + b"A zone\0"
 
         def answer(data: bytes) -> List[bytes]:
             if data[:2] == hexa("0004"):
                 server.sock.close()
-            return [hexa("0012 0000"), b"\x0bhello", bytes(600)] + [packet for packet, _ in zones.list.datagram(data, ("127.0.0.1", 1), 0.0)]
+            return [hexa("0012 0000"), b"\x0bhello", bytes(600)] + {
+                hexa("0001"): [hexa("0002") + data[2:6]],
+                hexa("0003"): [hexa("0004 00000000"), hexa("0003 00000000 000a 56000000 01") + entry]}.get(data[:2], [])
         with FakeServer(answer) as server:
             status, out, err = command("list", "127.0.0.1:%d" % server.port, "--game", "subspace", "--json")
-        self.assertEqual((status, err, [zone["name"] for zone in json.loads(out)["servers"]]), (0, "", ["Zone 1", "Zone 0"]))
+        self.assertEqual((status, err, [zone["name"] for zone in json.loads(out)["servers"]]), (0, "", ["Chaos"]))
 
     def test_nobody_answers(self) -> None:
         with FakeServer(lambda data: None) as server, mock.patch.object(ms, "ASK_WAIT_S", 0.02):
@@ -8908,7 +8914,8 @@ class Embedded(unittest.TestCase):
             threads[0].start()
             binding.wait(5)
             threads[1].start()
-            time.sleep(0.05)            # long enough to make a thread too many
+            threads[1].join(0.05)
+            self.assertTrue(threads[1].is_alive(), "it waits until everything is bound")
             go_on.set()
             for thread in threads:
                 thread.join(5)
@@ -8975,6 +8982,17 @@ class Embedded(unittest.TestCase):
             eventually(lambda: len(server.registry.servers()) == 2)
             self.assertEqual(sum(tally.errors for tally in server.tallies.values()), 0)
         self.assertIn("on_event('listed'", logs.output[0])
+
+    def test_two_free_ports_on_two_addresses(self) -> None:
+        try:
+            ms.bound_socket(socket.AF_INET6, "tcp", "::1", 0).close()
+        except OSError:
+            self.skipTest("no IPv6 here")
+        server = master(server__bind="127.0.0.1, ::1", http__ports="0, 0")
+        self.addCleanup(server.stop)
+        server.bind()
+        places = [(l.host, l.port) for l in server.listeners if l.protocol == "http"]
+        self.assertEqual([len(set(places)), len({port for _, port in places})], [4, 2])
 
     def test_what_others_do_while_it_binds(self) -> None:
         for meanwhile, state in ((lambda server: server.stop(), "closed"), (lambda server: self.assertRaises(ms.StartError, server.run), "bound")):
