@@ -1225,12 +1225,7 @@ class PollerTest(unittest.TestCase):
     def test_an_answer_counts_only_from_where_and_to_what_was_asked(self) -> None:
         target = self.poller.add(self.querier, "203.0.113.9", 5000)
         [(data, peer)] = self.poller.tick(1.0)
-        for stray, source in (
-            (data, ("203.0.113.9", 5001)),
-            (data, ("203.0.113.8", 5000)),
-            (b"junk", peer),
-            (b"", peer),
-        ):
+        for stray, source in ((data, ("203.0.113.9", 5001)), (data, ("203.0.113.8", 5000)), (b"junk", peer), (b"", peer)):
             with self.assertRaises(ms.Malformed):
                 self.poller.datagram(stray, source, 1.1)
         self.assertEqual(self.querier.answered, [])
@@ -1364,10 +1359,7 @@ class KnownTest(unittest.TestCase):
         self.known.tick(1600.0)
         self.lookups[1][1]("203.0.113.2", 1602.0)                                       # it moved
         self.assertEqual(set(self.core.poller.targets), {("203.0.113.2", 5001), ("203.0.113.9", 6001)})
-        self.assertEqual(
-            self.known.places,
-            {("203.0.113.2", 5000): ("a.example", 5000), ("203.0.113.9", 6000): ("203.0.113.9", 6000)},
-        )
+        self.assertEqual(self.known.places, {("203.0.113.2", 5000): ("a.example", 5000), ("203.0.113.9", 6000): ("203.0.113.9", 6000)})
 
     def test_a_slow_name_keeps_no_address_waiting(self) -> None:
         self.known.read([("slow.example", 5000)])
@@ -1887,9 +1879,7 @@ class HyperbolTest(unittest.TestCase):
             },
         )
         full = ms.hyperbol_info(hyperbol_reply(o5=b"n" * 32, o37=b"g" * 32, o72=b"m" * 64, o169=b"v" * 16), 0x11223344)
-        self.assertEqual(
-            [full[name] for name in ("name", "mode", "map", "version")], ["n" * 32, "g" * 32, "m" * 64, "v" * 16]
-        )
+        self.assertEqual([full[name] for name in ("name", "mode", "map", "version")], ["n" * 32, "g" * 32, "m" * 64, "v" * 16])
         cut = ms.hyperbol_info(hyperbol_reply(o5=b"left\0right", o69=b"\xff", o70=b"\xfe"), 0x11223344)
         self.assertEqual((cut["name"], cut["players"], cut["max_players"]), ("left", 255, 254))
 
@@ -1906,10 +1896,8 @@ class HyperbolTest(unittest.TestCase):
         for size in 1, 3, 8:
             self.assertEqual(self.get_list("00000000", size), official)
             self.assertEqual(self.get_list("ef000000", size), official)
-            self.assertEqual(
-                sorted([self.get_list("10000000", size)[:12], self.get_list("10000000", size)[12:]]),
-                sorted([official, other]),
-            )
+            both = self.get_list("10000000", size)
+            self.assertEqual(sorted([both[:12], both[12:]]), sorted([official, other]))
             self.assertEqual(self.get_list("ff000000", size), self.get_list("10000000", size))
         self.assertEqual(self.players(), 10)
 
@@ -1987,10 +1975,8 @@ class HyperbolTest(unittest.TestCase):
         self.answers["203.0.113.9", 27888] = {}
         self.pass_time(30)
         [server] = self.registry.servers("hyperbol")
-        self.assertEqual(
-            (server.name, server.players, server.max_players, server.verified, server.flavor, server.ping_ms),
-            ("Fun & Games", 5, 16, "query", 0, 40),
-        )
+        self.assertEqual((server.name, server.players, server.max_players, server.verified, server.flavor, server.ping_ms),
+                         ("Fun & Games", 5, 16, "query", 0, 40))
         self.assertEqual(self.registry.heard["203.0.113.9", "hyperbol", 27888][1], "listed")
         self.answers["203.0.113.9", 27888] = {"o5": b"New name", "o69": b"\0"}
         self.pass_time(600)
@@ -2072,10 +2058,7 @@ class HyperbolTest(unittest.TestCase):
         self.assertEqual((server.responding, self.players(), self.registry.census["hyperbol"]), (True, 5, [1, 5, 5]))
         self.answers.clear()
         self.pass_time(150)
-        self.assertEqual(
-            (server.responding, self.players(), self.get_list(), self.registry.census["hyperbol"]),
-            (False, 0, b"", [0, 0, 0]),
-        )
+        self.assertEqual((server.responding, self.players(), self.get_list(), self.registry.census["hyperbol"]), (False, 0, b"", [0, 0, 0]))
         self.assertEqual(server.name, "Fun & Games")
 
     def test_the_ini_knows_no_limit(self) -> None:
@@ -2102,9 +2085,7 @@ class HyperbolTest(unittest.TestCase):
         self.pass_time(30)
         self.answers["203.0.113.9", 1] = {"o5": b"Casino"}
         self.pass_time(60)
-        self.assertEqual(
-            (self.registry.servers(), self.registry.heard["203.0.113.9", "hyperbol", 1][1]), ([], "name")
-        )
+        self.assertEqual((self.registry.servers(), self.registry.heard["203.0.113.9", "hyperbol", 1][1]), ([], "name"))
         self.assertNotIn(("203.0.113.9", 1), self.poller.targets)
 
     def test_behind_the_same_router(self) -> None:
@@ -2161,9 +2142,7 @@ class HyperbolTest(unittest.TestCase):
         self.assertEqual(self.players(), sum(number % 17 for number in range(150, 500)))
         for server in listed:
             number = server.port - 20000
-            self.assertEqual(
-                (server.name, server.players, server.flavor), ("Server %d" % number, min(number % 17, 16), number % 3)
-            )
+            self.assertEqual((server.name, server.players, server.flavor), ("Server %d" % number, min(number % 17, 16), number % 3))
             self.assertAlmostEqual(server.ping_ms or 0, number, delta=1)
         self.pass_time(150)                                         # now all of them are silent
         self.assertEqual((self.get_list(), self.players()), (b"", 0))
@@ -2175,11 +2154,7 @@ class HyperbolTest(unittest.TestCase):
         target = self.poller.targets["203.0.113.9", 27888]
         for number in range(6000):
             self.poller.ask(target, self.now)
-            seed = (
-                hyperbol_reply(o1=struct.pack("<I", target.nonce)),
-                b"HBSL" + bytes(8),
-                hexa("cb007109 f06c0000 03 000000"),
-            )[number % 3]
+            seed = (hyperbol_reply(o1=struct.pack("<I", target.nonce)), b"HBSL" + bytes(8), hexa("cb007109 f06c0000 03 000000"))[number % 3]
             data = bytearray(seed)
             for _ in range(chance.randrange(4)):
                 data[chance.randrange(len(data))] = chance.randrange(256)
@@ -5221,9 +5196,7 @@ class AnnounceTest(unittest.TestCase):
         self.web = ms.Web(self.core)
         self.web.epoch = 1.7e9
 
-    def request(
-        self, head: str, body: bytes = b"", address: str = "203.0.113.9", now: float = 0.0
-    ) -> Tuple[int, Dict[str, str], bytes]:
+    def request(self, head: str, body: bytes = b"", address: str = "203.0.113.9", now: float = 0.0) -> Tuple[int, Dict[str, str], bytes]:
         session = self.web.session(address, now)
         response = session.receive(head.replace("\n", "\r\n").encode() + b"\r\nHost: x\r\n\r\n" + body, now)
         top, _, rest = response.partition(b"\r\n\r\n")
@@ -5232,9 +5205,7 @@ class AnnounceTest(unittest.TestCase):
         self.assertEqual(headers["Length"], str(len(rest)))
         return int(lines[0].split()[1]), headers, rest
 
-    def post(
-        self, body: Any, type: str = "", address: str = "203.0.113.9", now: float = 0.0
-    ) -> Tuple[int, Dict[str, Any]]:
+    def post(self, body: Any, type: str = "", address: str = "203.0.113.9", now: float = 0.0) -> Tuple[int, Dict[str, Any]]:
         if isinstance(body, dict):
             body, type = json.dumps(body).encode(), "application/json"
         status, headers, rest = self.request("POST /announce HTTP/1.1\nContent-Length: %d\nContent-Type: %s" % (
@@ -5248,10 +5219,8 @@ class AnnounceTest(unittest.TestCase):
         self.assertEqual(self.post(form), (200, {"listed": True, "ttl": 120}))
         [server] = self.registry.servers("mygame")
         told = "address", "port", "name", "players", "max_players", "mode", "map", "version", "description", "verified"
-        self.assertEqual(
-            tuple(getattr(server, name) for name in told),
-            ("203.0.113.9", 4000, "My server", 3, 8, "duel", "m1", "2", "Hi", "self-reported"),
-        )
+        self.assertEqual(tuple(getattr(server, name) for name in told),
+                         ("203.0.113.9", 4000, "My server", 3, 8, "duel", "m1", "2", "Hi", "self-reported"))
         self.assertEqual(self.post({"game": "mygame", "port": 4000, "players": 4, "version": 3}, now=100.0)[0], 200)
         self.assertEqual((server.name, server.players, server.version), ("My server", 4, "3"))
         self.registry.expire(219.0)
@@ -5276,9 +5245,7 @@ class AnnounceTest(unittest.TestCase):
             self.post({"game": game, "port": port})
             self.assertEqual(self.post({"game": game, "port": port, "action": "stop"}, address="203.0.113.8")[0], 404)
         self.assertEqual(len(self.registry.servers("mygame")), 1)
-        self.assertEqual(
-            self.post(b"game=mygame&port=4000&action=stop"), (200, {"listed": False, "ttl": 120, "reason": "stopped"})
-        )
+        self.assertEqual(self.post(b"game=mygame&port=4000&action=stop"), (200, {"listed": False, "ttl": 120, "reason": "stopped"}))
         self.assertEqual(self.registry.servers(), [])
         self.assertEqual(self.post(b"game=hyperbol&port=27888&action=stop")[0], 200)        # not listed yet
         self.assertEqual(self.core.poller.tick(1.0), [])
@@ -5328,10 +5295,7 @@ class AnnounceTest(unittest.TestCase):
         self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
         self.registry.rules.refuse_names = (ms.read_pattern("casino"),)
         for game in "mygame", "hyperbol":
-            self.assertEqual(
-                self.post({"game": game, "port": 1}, address="198.51.100.1"),
-                (403, {"listed": False, "reason": "fake players"}),
-            )
+            self.assertEqual(self.post({"game": game, "port": 1}, address="198.51.100.1"), (403, {"listed": False, "reason": "fake players"}))
         self.assertEqual(self.post({"game": "mygame", "port": 1, "name": "A Casino"})[0], 403)
         for port in range(1, 33):
             self.assertEqual(self.post({"game": "mygame", "port": port})[0], 200)
@@ -5384,27 +5348,16 @@ class AnnounceTest(unittest.TestCase):
             self.assertEqual(self.post({"game": "mygame", "port": 100 + number, "name": name, "map": name})[0], 200)
             self.registry.hear("hyperbol", "203.0.113.7", 100 + number, "127.0.0.1", 0.0, float("inf"),
                                ms.hyperbol_info(hyperbol_reply(o5=name.encode("utf-8", "replace")[:32]), 0x11223344))
-            self.registry.hear(
-                "iceball", "203.0.113.7", 100 + number, "127.0.0.1", 0.0, 120.0, {"name": ms.clean(name)}
-            )
-        for path in (
-            "/servers.xml",
-            "/servers.xml?game=hyperbol",
-            "/servers.xml?game=mygame",
-            "/servers.xml?game=iceball",
-        ):
+            self.registry.hear("iceball", "203.0.113.7", 100 + number, "127.0.0.1", 0.0, 120.0, {"name": ms.clean(name)})
+        for path in ("/servers.xml", "/servers.xml?game=hyperbol", "/servers.xml?game=mygame", "/servers.xml?game=iceball"):
             status, headers, body = self.request("GET %s HTTP/1.1" % path, now=1.0)
             self.assertEqual((status, headers["Content-Type"]), (200, "application/xml; charset=utf-8"))
             servers = xml.dom.minidom.parseString(body).getElementsByTagName("server")
             self.assertEqual(len(servers), len(NASTY_NAMES))
             names = {server.getAttribute("servername") for server in servers}
-            self.assertTrue(
-                {"<script>alert(1)</script>", "]]><server/>", "\"'&amp;&lt;", "😀 ünï", "--><!--"} <= names, names
-            )
+            self.assertTrue({"<script>alert(1)</script>", "]]><server/>", "\"'&amp;&lt;", "😀 ünï", "--><!--"} <= names, names)
             self.assertFalse(set(body.decode("utf-8")) & set("\0\1\x0b\x1f\x7f\x85\ufffe\uffff\u202e"))
-        self.assertEqual(
-            len(json.loads(self.request("GET /master.json HTTP/1.1", now=1.0)[2])["servers"]), len(NASTY_NAMES)
-        )
+        self.assertEqual(len(json.loads(self.request("GET /master.json HTTP/1.1", now=1.0)[2])["servers"]), len(NASTY_NAMES))
         page = self.request("GET / HTTP/1.1", now=1.0)[2]
         self.assertNotIn(b"<script>alert", page)
         self.assertIn(b"&lt;script&gt;alert(1)", page)
@@ -5412,9 +5365,7 @@ class AnnounceTest(unittest.TestCase):
     def test_servers_xml(self) -> None:
         self.registry.hear("hyperbol", "203.0.113.7", 27888, "203.0.113.7", 0.0, float("inf"), dict(
             ms.hyperbol_info(hyperbol_reply(), 0x11223344), flavor=3, ping_ms=41))
-        self.registry.hear(
-            "hyperbol", "203.0.113.8", 27888, "203.0.113.8", 0.0, float("inf"), {"name": "x", "responding": False}
-        )
+        self.registry.hear("hyperbol", "203.0.113.8", 27888, "203.0.113.8", 0.0, float("inf"), {"name": "x", "responding": False})
         body = self.request("GET /servers.xml HTTP/1.1", now=1.0)[2]
         root = xml.dom.minidom.parseString(body).documentElement
         self.assertEqual((root.tagName, sorted(root.attributes.keys()), root.getAttribute("gmtime")),
@@ -5492,14 +5443,8 @@ class AnnounceTest(unittest.TestCase):
     def test_fuzz(self) -> None:
         chance = random.Random(4)
         seeds = (
-            (
-                b"game=mygame&port=4000&name=My+server%20%C3%BC&players=3&action=stop",
-                "application/x-www-form-urlencoded",
-            ),
-            (
-                b'{"game":"hyperbol","port":27888,"players":5,"name":"\\ud83d\\ude00\\u0000","version":1.5e3}',
-                "application/json",
-            ),
+            (b"game=mygame&port=4000&name=My+server%20%C3%BC&players=3&action=stop", "application/x-www-form-urlencoded"),
+            (b'{"game":"hyperbol","port":27888,"players":5,"name":"\\ud83d\\ude00\\u0000","version":1.5e3}', "application/json"),
         )
         for number in range(4000):
             seed, type = seeds[number % 2]
@@ -7966,10 +7911,8 @@ class ExportTest(unittest.TestCase):
         servers = self.exported()
         self.assertEqual([server["port"] for server in servers], [str(port) for port in game.ports] + ["70000", "5"])
         self.assertEqual(servers[10], {"ip": "127.0.0.1", "port": str(game.ports[10]), "responding": "0"})
-        self.assertEqual(
-            {name: servers[11][name] for name in ("servername", "skill", "flavor", "mapname", "responding")},
-            {"servername": "<11>", "skill": "9", "flavor": "3", "mapname": "orbital", "responding": "1"},
-        )
+        self.assertEqual({name: servers[11][name] for name in ("servername", "skill", "flavor", "mapname", "responding")},
+                         {"servername": "<11>", "skill": "9", "flavor": "3", "mapname": "orbital", "responding": "1"})
         self.assertLess(int(servers[11]["ping_milliseconds"]), 500)
         self.assertEqual(os.listdir(self.folder), ["servers.xml"])
 
@@ -8023,10 +7966,7 @@ class ExportTest(unittest.TestCase):
 
     def test_password_from_netrc(self) -> None:
         place = ms.FtpPlace("ftp://user@h.example:2121/a/b%20c/", "servers.xml")
-        self.assertEqual(
-            (place.host, place.port, place.folder, place.name, place.user),
-            ("h.example", 2121, "a/b c", "servers.xml", "user"),
-        )
+        self.assertEqual((place.host, place.port, place.folder, place.name, place.user), ("h.example", 2121, "a/b c", "servers.xml", "user"))
         self.assertEqual(ms.FtpPlace("ftp://h.example/%2Fsrv/list.xml", "x").folder, "/srv")
         path = os.path.join(self.folder, ".netrc")
         with open(path, "w", encoding="ascii") as file:
@@ -8079,11 +8019,7 @@ class ExportTest(unittest.TestCase):
             eventually(answers, 10.0)
             for password, url, expected in cases:
                 environment = {name: value for name, value in os.environ.items() if name != "MASTERSERVER_FTP_PASSWORD"}
-                environment.update(
-                    {"MASTERSERVER_FTP_PASSWORD": password} if password else {},
-                    HOME=self.folder,
-                    USERPROFILE=self.folder,
-                )
+                environment.update({"MASTERSERVER_FTP_PASSWORD": password} if password else {}, HOME=self.folder, USERPROFILE=self.folder)
                 with MasterOf(self.greeting, entry("127.0.0.1", 70000, 1)) as master, \
                         unittest.mock.patch.dict(os.environ, environment, clear=True):
                     status, out, err = self.export(master.place, "--ftp", url % port)
@@ -8117,31 +8053,18 @@ class ExportTest(unittest.TestCase):
             ("secret", "ftp://user@127.0.0.1:%d/lists/", 0), ("wrong", "ftp://user@127.0.0.1:%d/lists/", 8),
             ("secret", "ftp://user@127.0.0.1:%d/nowhere/", 8), ("secret", "ftp://user@127.0.0.1:%d/a%%0Ab", 8)))
 
-    @unittest.skipUnless(
-        shutil.which("vsftpd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"),
-        "vsftpd is not installed",
-    )
+    @unittest.skipUnless(shutil.which("vsftpd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"), "vsftpd is not installed")
     def test_upload_to_vsftpd(self) -> None:
         root, port = self.ftp_folder()
         config = os.path.join(self.folder, "vsftpd.conf")
         with open(config, "w", encoding="ascii") as file:
-            file.write(
-                "listen=YES\nlisten_address=127.0.0.1\nlisten_port=%d\nbackground=NO\nrun_as_launching_user=YES\n"
-                "seccomp_sandbox=NO\nanonymous_enable=YES\nlocal_enable=NO\nwrite_enable=YES\n"
-                "anon_upload_enable=YES\nanon_other_write_enable=YES\n"
-                "connect_from_port_20=NO\nanon_root=%s\n" % (port, root)
-            )
+            file.write("listen=YES\nlisten_address=127.0.0.1\nlisten_port=%d\nbackground=NO\nrun_as_launching_user=YES\n"
+                       "seccomp_sandbox=NO\nanonymous_enable=YES\nlocal_enable=NO\nwrite_enable=YES\n"
+                       "anon_upload_enable=YES\nanon_other_write_enable=YES\nconnect_from_port_20=NO\nanon_root=%s\n" % (port, root))
         program = shutil.which("vsftpd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin") or ""
-        self.upload(
-            [program, config],
-            port,
-            (
-                ("", "ftp://127.0.0.1:%d/lists/", 0),
-                ("", "ftp://127.0.0.1:%d/lists/servers.xml", 0),
-                ("", "ftp://127.0.0.1:%d/nowhere/", 8),
-                ("x", "ftp://user@127.0.0.1:%d/lists/", 8),
-            ),
-        )
+        self.upload([program, config], port, (
+            ("", "ftp://127.0.0.1:%d/lists/", 0), ("", "ftp://127.0.0.1:%d/lists/servers.xml", 0),
+            ("", "ftp://127.0.0.1:%d/nowhere/", 8), ("x", "ftp://user@127.0.0.1:%d/lists/", 8)))
 
 
 def python2() -> str:
@@ -8161,22 +8084,13 @@ class HyperbolProgramTest(unittest.TestCase):
     """The list over real sockets, as deployed clients fetch it."""
 
     def test_2000_servers_through_a_slow_reader(self) -> None:
-        server = ms.MasterServer(
-            {**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1", "hyperbol.port": "0"}
-        )
+        server = master(hyperbol__port="0", limits__exempt="127.0.0.1")
         server.bind()
         for number in range(2000):
-            server.registry.hear(
-                "hyperbol",
-                "10.1.%d.%d" % (number // 250, number % 250 + 1),
-                27888,
-                "127.0.0.1",
-                0.0,
-                float("inf"),
-                {"name": "Server %d" % number, "players": 2, "flavor": number % 2},
-            )
+            server.registry.hear("hyperbol", "10.1.%d.%d" % (number // 250, number % 250 + 1), 27888, "127.0.0.1", 0.0, float("inf"),
+                                 {"name": "Server %d" % number, "players": 2, "flavor": number % 2})
         with server:
-            port = next(listener.port for listener in server.listeners if listener.protocol == "hyperbol")
+            port = port_of(server, "hyperbol")
             for filter, count in ((b"\0\0\0\0", 1000), (b"\x10\0\0\0", 2000), (b"\xff\0\0\0", 2000)):
                 with socket.socket() as sock:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -8201,14 +8115,7 @@ class HyperbolProgramTest(unittest.TestCase):
         except OSError as error:
             self.skipTest("no IPv6 here: %s" % error)
         known = "127.0.0.1:%d\n[::1]:%d" % (there[0].getsockname()[1], there[1].getsockname()[1])
-        server = ms.MasterServer(
-            {
-                **{row.setting: "" for row in ms.PROTOCOLS if row.setting},
-                "server.bind": "127.0.0.1, 127.0.0.1, ::1",
-                "hyperbol.port": "0",
-                "hyperbol.servers": known,
-            }
-        )
+        server = master(server__bind="127.0.0.1, 127.0.0.1, ::1", hyperbol__port="0", hyperbol__servers=known)
         server.bind()
         self.addCleanup(server.close)
         server.tick(0.0)
@@ -8245,13 +8152,8 @@ class HyperbolProgramTest(unittest.TestCase):
                 eventually(listed, 10.0)
                 path = os.path.join(folder, "script.py")
                 with open(path, "w", encoding="utf-8") as file:
-                    file.write(
-                        "# -*- coding: utf-8 -*-\n"
-                        + script.replace("HOST = 'hbms.datavertex.com'", "HOST = '%s'" % host)
-                    )
-                process = subprocess.Popen(
-                    [python, "-u", path], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-                )
+                    file.write("# -*- coding: utf-8 -*-\n" + script.replace("HOST = 'hbms.datavertex.com'", "HOST = '%s'" % host))
+                process = subprocess.Popen([python, "-u", path], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                 assert process.stdout is not None
                 output = []
                 try:
@@ -8266,13 +8168,9 @@ class HyperbolProgramTest(unittest.TestCase):
             self.assertIn(b"Players Playing: 20\n", output)
             with open(os.path.join(folder, "servers.xml"), "rb") as result:
                 servers = xml.dom.minidom.parse(result).getElementsByTagName("server")
-            self.assertEqual(
-                sorted(
-                    (int(server.getAttribute("port")), server.getAttribute("responding"), server.getAttribute("flavor"))
-                    for server in servers
-                ),
-                sorted((port, "1", str(number)) for number, port in enumerate(game.ports)),
-            )
+            self.assertEqual(sorted((int(server.getAttribute("port")), server.getAttribute("responding"), server.getAttribute("flavor"))
+                                    for server in servers),
+                             sorted((port, "1", str(number)) for number, port in enumerate(game.ports)))
 
     def test_announced_over_http_and_polled(self) -> None:
         with GameServers([{}]) as game, RunningServer(hyperbol__port="0", games__mygame="My Game") as server:
@@ -8287,14 +8185,13 @@ class HyperbolProgramTest(unittest.TestCase):
             self.assertIs(post("game=mygame&port=99")[1]["listed"], True)
             with tempfile.TemporaryDirectory() as folder:
                 path = os.path.join(folder, "out.xml")
-                done = subprocess.run(
-                    [*START, "export", "127.0.0.1:%d" % server.port("hyperbol"), "--output", path],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
+                done = subprocess.run([*START, "export", "127.0.0.1:%d" % server.port("hyperbol"), "--output", path],
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
                 self.assertEqual((done.returncode, done.stderr), (0, b""))
                 with open(path, "rb") as file:
                     self.assertIn(b'servername="Fun &amp; Games"', file.read())
+
+
 MASTER = ("203.0.113.1", 27790)
 ICEBALL_CAPTURE = hexa("""31434542 0200 25808000 e954 0000 4000 4963656261 6c6c20536572766572 00000000000000000000000000000000
                           63746600000000000000 636c6173736963283531322c35313229 0000000000000000000000000000""")
