@@ -910,6 +910,11 @@ class Server:
     def lasting(self) -> bool:
         return self.lifetime == math.inf
 
+    @property
+    def stays(self) -> bool:
+        """For as long as it answers, however long it does not announce itself."""
+        return self.named or self.lasting
+
 
 # What outlives a restart, in this order; what comes new comes last
 STORED: Dict[str, Any] = {
@@ -1220,9 +1225,9 @@ class Registry:
                     server = ending.pop()
                     if self.games[server.game].get((server.address, server.port)) is not server:
                         continue
-                    if server.last_seen + server.lifetime <= now or server.unconfirmed and server.lifetime == math.inf:
+                    if server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now:
                         self.remove(server)
-                    else:
+                    elif not server.stays:
                         self.schedule(server)
             finally:                        # a watcher that fails keeps nobody else in the list
                 if ending:
@@ -1862,9 +1867,6 @@ class Querier:
     def named(self) -> None:
         """Where the names in the ini lead may be another place now."""
 
-    def released(self, server: Server) -> None:
-        """The ini names it no more, but it announces itself."""
-
 
 class Poller(UdpProtocol):
     """Asks game servers what they really are, from one UDP port, evenly over the interval.
@@ -2107,7 +2109,7 @@ class Known:
         if target.announced:
             if server is not None:
                 self.core.registry.update(server, {"named": False})
-                self.querier.released(server)
+                self.core.registry.schedule(server)
             return
         self.core.poller.remove(target)
         if server is not None:
@@ -2880,8 +2882,9 @@ class SubSpacePing(UdpProtocol, Querier):
         """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
         server = self.zone(source, claim.port)
         name = claim.fields.get("name", "")
-        by_http = claim.lifetime == float("inf")            # which proves the address, and has no password
-        self.admit_owner(name, server, None if by_http and server is not None else claim.password, now)
+        if server is not None:
+            self.admit_owner(server.name, claim, server, now)           # who may not keep a name may not give it up either
+        self.admit_owner(name, claim, server, now)
         if server is None:
             if claim.port == 65535:
                 raise Refused("bad packet", "port 65535 has no port after it for pings")
@@ -2891,8 +2894,6 @@ class SubSpacePing(UdpProtocol, Querier):
             other = self.poller.targets.get((source, claim.port + 1))
             if other is not None and other.querier is not self:
                 raise Refused("limit", "the port after it belongs to a server of another game")
-            if other is None and self.poller.crowded(self.game, source):
-                raise Refused("limit", "too many zones of %s wait for their first answer already" % source)
             self.claims[source, claim.port] = claim
             self.claims.move_to_end((source, claim.port))
             self.poller.add(self, source, claim.port + 1, claim.port)
@@ -2903,15 +2904,16 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.admit_name(name)
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
-            server.lifetime = max(server.lifetime, claim.lifetime)
+            if not server.lasting:
+                server.lifetime = claim.lifetime
             target = self.poller.targets.get((source, claim.port + 1))
             if target is None or target.querier is self:
                 self.poller.add(self, source, claim.port + 1, claim.port)
             self.registry.refresh(server, now)
             if name and name.casefold() != server.name.casefold():
-                self.disown(server)
+                self.disown(server, server.name)
             self.registry.update(server, fields)
-            self.own(server, None if by_http else claim.password, now)
+            self.own(server, claim.password, now)
             self.registry.note(source, "subspace", claim.port, "listed", now)
 
     def zone(self, source: str, port: int) -> Optional[Server]:
@@ -2926,26 +2928,31 @@ class SubSpacePing(UdpProtocol, Querier):
 
     # Names: the password of a name's first announcer owns it while a zone of that name is listed
 
-    def admit_owner(self, name: str, server: Optional[Server], password: Optional[bytes], now: float) -> None:
-        """Raise Refused if the name is another's. `server`: that has it, perhaps; then `password` None is as good as the right one."""
-        key = name.casefold()
-        owner, servers, announced_at = self.owners.get(key, (password, set(), now))
-        if server in servers and (None in (password, owner) or now - announced_at >= ZONE_LIFETIME_S):
-            if password not in (None, owner):           # nobody has announced it with the former one for long enough
-                self.owners[key] = None, servers, now
-        elif password != owner:
-            raise Refused("name", "the name %s is taken by a zone that announces it with another password" % name)
+    def admit_owner(self, name: str, claim: Claim, server: Optional[Server], now: float) -> None:
+        """Raise Refused if `claim` may not have the name; `server`: whom it is about, if that is listed."""
+        owner, servers, announced_at = self.owners.get(name.casefold(), (claim.password, set(), now))
+        if server in servers:
+            if owner in (None, claim.password) or claim.lifetime == float("inf"):       # HTTP has no password, but proves the address
+                return
+            if now - announced_at >= ZONE_LIFETIME_S:           # nobody has announced it with the former one for long enough
+                self.owners[name.casefold()] = None, servers, now
+                return
+        elif owner == claim.password:
+            return
+        raise Refused("name", "the name %s has another password; it changes when nobody has announced the name with that for %d s" % (
+            name, ZONE_LIFETIME_S))
 
     def own(self, server: Server, password: Optional[bytes], now: float) -> None:
         """`password`: None if it is not known."""
         before, servers, announced_at = self.owners.get(server.name.casefold(), (None, set(), now))
-        self.owners[server.name.casefold()] = password if before is None else before, servers | {server}, announced_at if password is None else now
+        owner = password if before is None else before
+        self.owners[server.name.casefold()] = owner, servers | {server}, now if password == owner else announced_at
 
-    def disown(self, server: Server) -> None:
-        _, servers, _ = self.owners.get(server.name.casefold(), (None, set(), 0.0))
+    def disown(self, server: Server, name: str) -> None:
+        _, servers, _ = self.owners.get(name.casefold(), (None, set(), 0.0))
         servers.discard(server)
         if not servers:
-            self.owners.pop(server.name.casefold(), None)
+            self.owners.pop(name.casefold(), None)
 
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
@@ -2953,7 +2960,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 self.poller.add(self, server.source, server.port + 1, server.port).announced = False
             self.own(server, None, server.last_seen)        # nobody else's until its announcement tells the password
         elif event == "gone":
-            self.disown(server)
+            self.disown(server, server.name)
             self.drop(server.source, server.port)
 
     # Polls
@@ -2992,10 +2999,6 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
-    def released(self, server: Server) -> None:
-        server.lifetime = ZONE_LIFETIME_S
-        self.registry.schedule(server)
-
     def displaced(self, target: Target) -> None:
         self.claims.pop((target.address, target.server_port), None)
         server = self.zone(target.address, target.server_port)
@@ -3016,25 +3019,28 @@ class SubSpacePing(UdpProtocol, Querier):
         fields["details"] = details
         if server is not None:
             if target.known:
-                server.lifetime = float("inf")
+                fields["named"] = True
                 if not poll.answered:
                     fields["unconfirmed"] = False           # it is known to be silent
-            if poll.answered and (server.unconfirmed or server.lasting):
+            if poll.answered and (server.unconfirmed or server.stays):
                 self.registry.refresh(server, now)          # the others live by their announcements
             self.registry.update(server, fields)
             return True
         address = self.registry.rules.listed_address(source)
         before = self.registry.get("subspace", address, port)           # from another source
-        if before is not None:
-            self.disown(before)
-        told: Dict[str, Any] = {"name": endpoint(address, port)}
-        lifetime = float("inf")
+        if before is not None and before.responding and not before.unconfirmed and claim is None:
+            self.registry.update(before, {"named": True})       # the ini's name for it leads here, its announcements come from there
+            return True
+        name = before.name if before is not None else endpoint(address, port)
+        told: Dict[str, Any] = {"name": name}
         try:
             if claim is not None:
                 told.update(claim.fields)
-                self.admit_owner(told["name"], None, claim.password, now)
-                lifetime = lifetime if target.known else claim.lifetime
-            server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields), target.known)
+                self.admit_owner(told["name"], claim, before, now)
+            server = self.registry.hear("subspace", address, port, source, now, claim.lifetime if claim is not None else ZONE_LIFETIME_S,
+                                        dict(told, **fields), target.known)
+            if before is not None and name.casefold() != server.name.casefold():
+                self.disown(server, name)
         except Refused as refused:
             self.registry.note(source, "subspace", port, refused.outcome, now, str(refused))
             self.drop(source, port)

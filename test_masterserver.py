@@ -2605,21 +2605,109 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.run(2)
         self.assertEqual(sorted(s.name for s in world.registry.servers()), ["Chaos", "Order"])
 
-    def test_a_source_has_no_thousands_asked(self) -> None:
+    def test_a_name_is_not_given_up_by_who_may_not_have_it(self) -> None:
         world = SubSpaceWorld()
-        for port in range(1000, 1200):
-            world.announce(zone_announcement(port), "203.0.113.1")
-        self.assertEqual((len(world.ping.claims), len(world.core.poller.targets)), (32, 32))
-        self.assertEqual(world.outcome("203.0.113.1", 1199)[0], "limit")
-        zones = SubSpaceWorld(subspace__zones="\n".join("203.0.113.1:%d" % port for port in range(2000, 2080, 2)))
-        zones.ping.tick(0.0)
-        for port in range(2000, 2080, 2):
-            zones.announce(zone_announcement(port), "203.0.113.1")
-        self.assertEqual(len(zones.ping.claims), 40, "whom the ini names")
-        world.zones["203.0.113.2", 25001] = asss
-        world.announce(ANNOUNCEMENT, "203.0.113.2")
-        world.run(6)
-        self.assertIsNotNone(world.zone("203.0.113.2"))
+        for source in ("203.0.113.1", "203.0.113.2"):
+            world.zones[source, 25001] = asss
+        world.announce(zone_announcement(name=b"Mine", password=b"secret"), "203.0.113.1")
+        world.run(2)
+        world.announce(zone_announcement(name=b"Forged", password=b"cane"), "203.0.113.1")
+        self.assertEqual(world.outcome("203.0.113.1")[0], "name")
+        world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.2")
+        world.run(2)
+        self.assertEqual([s.name for s in world.registry.servers()], ["Mine"])
+        world.ping.announced("203.0.113.1", 25000, {"name": "Renamed"}, world.now)         # the address is proven
+        self.assertEqual([s.name for s in world.registry.servers()], ["Renamed"])
+
+    def test_names_after_a_restart(self) -> None:
+        before = SubSpaceWorld()
+        for source, name in (("203.0.113.1", "Mine"), ("203.0.113.2", "Other")):
+            before.zones[source, 25001] = asss
+            before.ping.announced(source, 25000, {"name": name}, 0.0)
+        before.run(5)
+        rows = [ms.stored_row(server, T0) for server in before.registry.servers()]
+        world = SubSpaceWorld()
+        world.zones = before.zones
+        storage = mock.Mock(load=lambda wall: rows, recent=lambda wall: {}, path="", renewed=0)
+        ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + 5)
+        self.assertRaises(ms.Refused, world.ping.announced, "203.0.113.2", 25000, {"name": "Mine"}, 1.0)
+        world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.2")
+        self.assertEqual(world.outcome("203.0.113.2")[0], "name")
+        world.ping.announced("203.0.113.1", 25000, {"name": "Mine"}, 1.0)
+        world.announce(zone_announcement(name=b"Mine", password=b"cane"), "203.0.113.3")    # what every zone announces, and HTTP
+        self.assertEqual(world.outcome("203.0.113.3")[0], "announced")
+
+    def test_a_name_that_is_announced_by_http(self) -> None:
+        world = SubSpaceWorld()
+        for source in ("203.0.113.1", "203.0.113.2"):
+            world.zones[source, 25001] = asss
+        for _ in range(5):
+            world.ping.announced("203.0.113.1", 25000, {"name": "Mine"}, world.now)
+            world.run(60)
+        world.announce(zone_announcement(name=b"Mine", password=b"evil"), "203.0.113.1")
+        self.assertEqual(world.outcome("203.0.113.1")[0], "name")
+        world.announce(zone_announcement(name=b"Mine"), "203.0.113.2")
+        world.run(2)
+        self.assertEqual([s.name for s in world.registry.servers()], ["Mine", "Mine"])
+
+    def test_who_stays_without_announcements(self) -> None:
+        """Whom the ini names, while it does, and who came by HTTP."""
+        for by_http, stays in ((False, False), (True, True)):
+            world = SubSpaceWorld()
+            world.zones["203.0.113.9", 25001] = asss
+            if by_http:
+                world.ping.announced("203.0.113.9", 25000, {"name": "Mine"}, 0.0)
+            else:
+                world.announce(zone_announcement(name=b"Mine"))
+            world.run(5)
+            for zones in ("203.0.113.9:25000", ""):
+                world.ping.read(ms.Settings({"subspace.zones": zones}))
+                world.run(600)
+                self.assertEqual([s.name for s in world.registry.servers()], ["Mine"] if zones or stays else [])
+
+    def test_a_zone_that_the_ini_names_no_more_stays_while_it_announces(self) -> None:
+        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
+        world.zones["203.0.113.9", 25001] = asss
+        world.run(60)
+        for minutes, listed in ((10, True), (4, False)):
+            for _ in range(minutes):
+                if listed:
+                    world.announce(zone_announcement(name=b"Mine"))
+                world.run(60)
+            self.assertEqual([s.name for s in world.registry.servers()], ["Mine"] if listed else [])
+            world.ping.read(ms.Settings({"subspace.zones": ""}))
+
+    def test_named_by_its_public_address_and_announced_from_here(self) -> None:
+        world = SubSpaceWorld(server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
+        for source in ("127.0.0.1", "203.0.113.9"):
+            world.zones[source, 25001] = asss
+        seen = set()
+        for second in range(500):
+            if second % 60 == 20 and second < 300:
+                world.announce(zone_announcement(name=b"Mine"), "127.0.0.1")
+            world.run(1)
+            if second > 30:
+                seen.update((s.name, s.source, s.stays) for s in world.registry.servers())
+                self.assertEqual(list(world.ping.owners), ["mine"])
+        self.assertEqual(seen, {("Mine", "127.0.0.1", True)})
+        del world.zones["127.0.0.1", 25001]         # then the other way leads there
+        world.run(200)
+        self.assertEqual([(s.source, s.responding) for s in world.registry.servers()], [("203.0.113.9", True)])
+
+    def test_false_claims_keep_no_zone_out(self) -> None:
+        """From its own address or others, more than may be listed."""
+        for forged in (lambda number: (zone_announcement(30000 + number), ZONE[0]),
+                       lambda number: (ANNOUNCEMENT, "198.51.%d.%d" % (1 + number // 250, 1 + number % 250))):
+            world = SubSpaceWorld(limits__servers="100")
+            world.zones[ZONE[0], ZONE[1] + 1] = asss
+            for number in range(1200):
+                world.announce(*forged(number))
+                if number == 200:
+                    world.announce(ANNOUNCEMENT)
+                if number % 30 == 0:
+                    world.run(1)
+            self.assertIsNotNone(world.zone())
+            world.ping.announced(ZONE[0], 5, {}, world.now)             # not refused
 
     def test_the_master_does_not_list_itself(self) -> None:
         world = SubSpaceWorld()
