@@ -1212,7 +1212,7 @@ class Registry:
     def schedule(self, server: Server, ends: Optional[float] = None) -> None:
         """`ends`: when one that was restored and has no lifetime of its own goes, unless it is heard until then."""
         if ends is None:
-            ends = server.last_seen + server.lifetime
+            ends = math.inf if server.stays else server.last_seen + server.lifetime
         if ends != math.inf:
             self.endings.setdefault(int(ends), []).append(server)
 
@@ -1227,7 +1227,7 @@ class Registry:
                         continue
                     if server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now:
                         self.remove(server)
-                    elif not server.stays:
+                    else:
                         self.schedule(server)
             finally:                        # a watcher that fails keeps nobody else in the list
                 if ending:
@@ -2166,17 +2166,17 @@ class Iceball(UdpProtocol):
         self.draft = IceballDraft(core, self.cookie)
         self.timeout: float = core.settings["iceball.timeout"]
         self.listed = self.registry.games[self.game]
-        self.known: Dict[Any, Server] = {}          # listed servers, by the fingerprint of datagram and source
+        # Those that have announced themselves since they were listed, by the fingerprint of the last datagram and its source
+        self.known: Dict[Any, Server] = {}
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
         self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
-        self.reproaches = Limiter(ICEBALL_REPROACHES, core.registry.rules.verdict)
+        self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.registry.watch(lambda event, server: self.known.pop(server.packet, None), "iceball", ["gone"])
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
         self.version: int = settings["iceball.version"]
         self.accepted: Tuple[int, ...] = settings["iceball.accept_versions"]
-        self.reproaches.set_rate(ICEBALL_REPROACHES)            # others may be exempt now
         self.known.clear()                          # each is looked at once by the new settings
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
@@ -2239,9 +2239,8 @@ class Iceball(UdpProtocol):
             return None
         self.registry.note(peer[0], "iceball", 0, outcome, now, why)
         # Its receiver stops announcing to every master, so a source that has a listed server does not get one (the packet may be
-        # forged to silence it), and no source gets many, but for those without limits
-        if not self.reproaches.exempts(peer[0]) and (
-                source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now)):
+        # forged to silence it), and no source gets many, whatever limits it is without; loopback is not forged
+        if not is_loopback(peer[0]) and (source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now)):
             raise Malformed(why)
         return [(packet, peer)]
 
@@ -2269,7 +2268,7 @@ class Iceball(UdpProtocol):
                 server = Server("iceball", address, port, source, now, self.timeout, name, mode, map, version, players, max_players, "handshake")
                 registry.insert(server)
                 registry.note(source, "iceball", port, "listed", now)
-            elif shaken and server.source == source:
+            elif shaken and server.packet in self.known and server.source == source:
                 return                              # it has said more since
             else:
                 self.known.pop(server.packet, None)
@@ -2280,7 +2279,8 @@ class Iceball(UdpProtocol):
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
         server.packet = fingerprint((packet, source))
-        self.known[server.packet] = server
+        if not shaken:
+            self.known[server.packet] = server
 
 
 def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
@@ -6725,7 +6725,7 @@ class Keeper:
         rows, self.rows = self.rows, []
         # Who is asked goes when it has missed its polls; this is for those that nobody asks any more
         polled_s = RESTORED_S + (POLL_MISSED + 1) * max(self.poller.interval, POLL_ATTEMPTS * len(rows) / self.poller.rate)
-        count = 0
+        count, moved = 0, []
         for row, server in restored_servers(rows, now, wall):
             if server is None:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
@@ -6733,6 +6733,8 @@ class Keeper:
                 continue
             if server.verified == "query":
                 server.address = self.registry.rules.listed_address(server.source)          # as mapped now
+                if server.address != row[1]:
+                    moved.append(row[:3])
             if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:
                 continue
             try:
@@ -6741,9 +6743,10 @@ class Keeper:
                 self.registry.left.add(server.key)
                 continue
             self.registry.insert(server)
-            if server.lasting:
+            if server.stays:
                 self.registry.schedule(server, now + (polled_s if server.verified == "query" else RESTORED_S))
             count += 1
+        self.registry.left.update(key for key in moved if self.registry.get(*key) is None)
         log.info("%d servers listed before the restart are listed again, unconfirmed", count)
 
     def tick(self, now: float, wall: float) -> None:
@@ -6770,8 +6773,7 @@ class Keeper:
             self.rows = self.read(wall)
         altered, heard = self.registry.news(batch, since)
         self.storage.save([stored_row(server, epoch) for server in altered],
-                          [(server.last_seen + epoch, server.last_seen + min(server.lifetime, LASTING_S) + epoch, *server.key)
-                           for server in heard],
+                          [(server.last_seen + epoch, expiry(server, epoch), *server.key) for server in heard],
                           list(left))
         if players is None:
             return None
@@ -6811,10 +6813,13 @@ class Keeper:
         self.storage.close()
 
 
+def expiry(server: Server, epoch: float) -> float:
+    return server.last_seen + (LASTING_S if server.stays else server.lifetime) + epoch
+
+
 def stored_row(server: Server, epoch: float) -> ListedRow:
     fields = [getattr(server, name) for name in STORED]
-    return (*server.key, server.last_seen + min(server.lifetime, LASTING_S) + epoch, server.first_seen + epoch, server.last_seen + epoch,
-            json.dumps(fields, ensure_ascii=False))
+    return (*server.key, expiry(server, epoch), server.first_seen + epoch, server.last_seen + epoch, json.dumps(fields, ensure_ascii=False))
 
 
 STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a number counts players
@@ -8553,7 +8558,7 @@ def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
         data = b""
         until = time.monotonic() + FETCH_S
         while True:                         # greetings may come before the list
-            start = re.search(rb"(?:^|[^0-9])12#", data)
+            start = re.search(rb"(?:^|[^0-9#])12#", data)           # not the number in one
             if start and data.endswith(b"#%"):
                 break
             piece = sock.recv(RECV_BYTES)
@@ -9189,7 +9194,7 @@ def read_answers(sock: socket.socket, asked: Mapping[Tuple[str, int], List[Tuple
 
 def progress(text: str) -> None:
     """A line that the next one overwrites, if there is somebody to see it."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K" + text)
         sys.stderr.flush()
 

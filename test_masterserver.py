@@ -1503,6 +1503,8 @@ class IceballTest(unittest.TestCase):
                 self.start()
                 self.assertEqual(self.repeated([CAPTURED], 0.0), [None])
                 captured, server = self.shake(CAPTURED), self.shake(other)
+                self.assertEqual(self.repeated([CAPTURED, other], 0.0), [None, None])           # a handshake may be late
+                self.assertEqual(self.send(CAPTURED) + self.send(other), [self.iceball.thanks] * 2)
                 changed = [other[:at] + bytes([other[at] ^ 1]) + other[at + 1:] for at in range(86)]
                 self.assertEqual(self.repeated(changed + [other[:-1], other + b"\0", b""], 1.0), [None] * 89)
                 self.assertEqual(self.repeated([other], 2.0, ("203.0.113.90", 40000)), [None])
@@ -1632,19 +1634,25 @@ class IceballTest(unittest.TestCase):
         self.assertRaises(ms.Malformed, self.send, announcement(hbversion=1))
         self.assertRaises(ms.Malformed, self.send, CAPTURED[:-1])
 
-    def test_who_is_exempt_is_told_each_time(self) -> None:
-        peer = ("127.0.0.1", 1)
-        msok, = self.send(CAPTURED, 0.0, peer)
-        self.send(b"HSHK" + msok[4:], 0.0, peer)
-        self.assertEqual(self.registry.total, 1)
-        for _ in range(20):
-            self.assertEqual([self.send(packet, 0.0, peer)[0][:4] for packet in (announcement(hbversion=7), CAPTURED[:50])], [b"BADV", b"BADF"])
+    def test_loopback_is_told_each_time_and_nobody_else(self) -> None:
+        for source, tellings in (("127.0.0.1", 20), ("203.0.113.77", 0)):
+            self.start(limits__exempt="127.0.0.0/8, 203.0.113.0/24")
+            self.shake(CAPTURED, 0.0, (source, 1))
+            told = 0
+            for number in range(20):
+                for packet, answer in ((announcement(hbversion=7), b"BADV"), (CAPTURED[:50], b"BADF")):
+                    with contextlib.suppress(ms.Malformed):
+                        self.assertEqual(self.send(packet, 0.0, (source, number))[0][:4], answer)
+                        told += 1
+            self.assertEqual(told, 2 * tellings)
 
     def test_a_late_handshake_undoes_nothing(self) -> None:
-        msok, = self.send(announcement(players=1))
+        msok, later = self.send(announcement(players=1))[0], self.send(announcement(players=2))[0]
         self.send(b"HSHK" + msok[4:])
+        self.send(b"HSHK" + later[4:])              # on its way when the first one came
+        self.assertEqual([server.players for server in self.registry.servers()], [2])
         self.send(announcement(players=5))
-        self.send(b"HSHK" + msok[4:])
+        self.send(b"HSHK" + later[4:])
         self.assertEqual([server.players for server in self.registry.servers()], [5])
 
     def test_text_that_is_not_text(self) -> None:
@@ -5611,6 +5619,31 @@ class KeeperTest(unittest.TestCase):
         registry.expire(60.001)
         self.assertEqual(registry.servers(), [])
 
+    def test_named_servers_are_asked_first(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        registry.hear("subspace", "203.0.113.9", 1, "203.0.113.9", 0.0, 180.0, {"name": "S", "verified": "query"}, known=True)
+        keeper.tick(2.0, T0 + 2)
+        keeper.storage.close()
+        registry, keeper = self.start(0.0, T0 + 4000)
+        registry.expire(59.0)
+        self.assertEqual([(s.name, s.named, s.lasting) for s in registry.servers()], [("S", True, False)])
+        registry.expire(600.0)
+        self.assertEqual(registry.servers(), [])
+
+    def test_a_server_that_has_moved_is_left_at_one_address(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        for address in ("203.0.113.9", "203.0.113.8"):
+            registry.hear("hyperbol", address, 1, address, 0.0, float("inf"), {"name": address, "verified": "query"})
+        keeper.tick(2.0, T0 + 2)
+        keeper.storage.close()
+        moving = {"address_map.203.0.113.9": "203.0.113.8", "address_map.203.0.113.8": "203.0.113.7"}
+        for wall in (T0 + 10, T0 + 30):
+            registry, keeper = self.start(0.0, wall, **moving)
+            self.assertEqual([(s.address, s.name) for s in registry.servers()], [("203.0.113.7", "203.0.113.8"), ("203.0.113.8", "203.0.113.9")])
+            keeper.tick(2.0, wall + 2)
+            self.assertEqual(sorted(row[1] for row in keeper.storage.load(wall + 3)), ["203.0.113.7", "203.0.113.8"])
+            keeper.storage.close()
+
     def test_a_clock_put_back_prolongs_no_life(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, {"name": "S"})
@@ -6120,6 +6153,7 @@ class LoopTest(unittest.TestCase):
             self.assertEqual(ms.main(["--set", "foo.bar=1"]), 2)
         with mock.patch.object(sys, "stderr", None), contextlib.redirect_stdout(io.StringIO()) as out:
             self.assertEqual((ms.main(["--set", "foo.bar=1"]), out.getvalue()), (2, ""))
+            ms.progress("of an export")
         self.assertRaisesRegex(ms.SettingsError, r"\[server\] database: a text", ms.Settings, {"server.database": None})
         wrong = run_program("--set", "iceball.prot=1", "--check")
         self.assertEqual((wrong.returncode, wrong.stdout), (2, ""))
@@ -7687,6 +7721,16 @@ class ClientTools(unittest.TestCase):
                     ms.ASK_WAIT_S = patient
             self.assertEqual((status, out), (1, ""))
             self.assertIn("not an answer", err)
+
+    def test_the_twelfth_connection_to_an_aio_master(self) -> None:
+        def serve(sock: socket.socket) -> None:
+            sock.sendall(hexa("01 00000000") + b"%1#12#%")
+            sock.recv(100)
+            sock.sendall(b"%12#Court#D#203.0.113.9#27016#%")
+        with FakeServer(serve=serve) as server:
+            status, out, err = command("list", "127.0.0.1:%d" % server.port, "--game", "aio")
+        self.assertEqual((status, err), (0, ""))
+        self.assertIn("203.0.113.9:27016", out)
 
     def test_a_list_that_comes_among_other_things(self) -> None:
         """And from a master that goes as soon as it has been acknowledged."""
@@ -10250,6 +10294,7 @@ def bench_memory(bench, name):
     server = bench.server(ROOM)
     empty = resident_bytes(server.pid)
     bench.part("load_handshake", port=server.port["iceball"], addresses=2).run(100000)
+    bench.part("load_flood", port=server.port["iceball"], servers=100000, addresses=2).run(0)
     listed = (resident_bytes(server.pid) - empty) / 100000
     server.await_listed(100000)
     fetched = (resident_bytes(server.pid) - empty) / 100000
