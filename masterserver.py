@@ -2042,6 +2042,7 @@ class Known:
         self.unresolved: Set[str] = set()
         self.pending: Set[Tuple[str, int]] = set()      # looked up just now: a slow name server does not get them twice
         self.due = float("-inf")
+        self.patient_until = float("inf")               # from then on a name that leads nowhere keeps nobody in the list
 
     def read(self, places: Iterable[Tuple[str, int]]) -> None:
         before = self.targets
@@ -2057,19 +2058,20 @@ class Known:
         if now < self.due:
             return
         self.due = now + RESOLVE_S
+        self.patient_until = min(self.patient_until, now + RESOLVE_S)
         for host, port in self.targets:
             if is_unicast(host):
                 self.take(host, port, host, now)
             elif (host, port) not in self.pending:
                 self.pending.add((host, port))
                 self.core.resolve(host, functools.partial(self.found, host, port))
-        self.settle()
+        self.settle(now)
 
     def found(self, host: str, port: int, address: str, now: float) -> None:
         self.pending.discard((host, port))
         if (host, port) in self.targets:
             self.take(host, port, address, now)
-        self.settle()
+        self.settle(now)
 
     def take(self, host: str, port: int, address: str, now: float) -> None:
         if not is_unicast(address):
@@ -2087,9 +2089,9 @@ class Known:
             self.release(before)
         self.places[self.identity(target)] = host, port
 
-    def settle(self) -> None:
+    def settle(self, now: float) -> None:
         """Servers listed for the ini's sake go where it does not name them any more, as after a restart with another one."""
-        if not self.pending and not self.unresolved:
+        if not self.pending and (not self.unresolved or now >= self.patient_until):
             registry = self.core.registry
             for server in registry.servers(self.querier.game):
                 if server.named and (server.address, server.port) not in self.places:

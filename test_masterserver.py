@@ -2474,6 +2474,18 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertIsNone(world.zone())
         self.assertFalse(world.core.poller.targets)
 
+    def test_a_name_that_leads_nowhere_keeps_nobody_in_the_list_for_ever(self) -> None:
+        world = SubSpaceWorld(subspace__zones="nowhere.example:25000")
+        world.core = world.core._replace(resolve=lambda host, done: done("", world.now))
+        world.ping = ms.SubSpacePing(world.core)
+        world.registry.hear("subspace", *ZONE, ZONE[0], 0.0, 180.0, {}, known=True)         # of a former ini
+        world.zones[ZONE[0], ZONE[1] + 1] = asss
+        with self.assertLogs("masterserver", "WARNING"):
+            world.run(500)
+            self.assertIsNotNone(world.zone())              # it may be the one that is not found yet
+            world.run(200)
+        self.assertIsNone(world.zone())
+
     def test_a_zone_that_the_ini_named_lives_by_its_announcements_again(self) -> None:
         world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
         world.zones["203.0.113.9", 25001] = asss
