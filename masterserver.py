@@ -428,6 +428,15 @@ SETTINGS = (
 TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 
 
+class Section(Dict[str, Any]):
+    """Of an ini: it may come twice, as lines are often added at the end; a key may not."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if type(value) is list and key in self:         # as configparser reads it; it joins the lines later
+            raise configparser.Error("%s stands twice in its section" % key)
+        super().__setitem__(key, value)
+
+
 class Settings:
     """Values by name: `settings["iceball.port"]`, and for a section of data a dict: `settings["official"]`."""
 
@@ -471,7 +480,8 @@ class Settings:
     def load(cls, path: str, overrides: Sequence[str] = (), missing_ok: bool = False) -> Settings:
         """Read the ini at `path`, then the overrides (`section.key=value`)."""
         self = cls()
-        parser = configparser.ConfigParser(interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"))
+        parser = configparser.ConfigParser(interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"),
+                                           strict=False, dict_type=Section)
         parser.optionxform = str  # type: ignore[assignment,method-assign]
         # The parser's own pattern takes "[::1]:27790 = yes" for a section.
         parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]
@@ -1188,15 +1198,18 @@ class Registry:
         server.official = self.rules.official.get(place, False)
         server.priority = self.rules.priority.get(place, 0)
 
-    def apply_rules(self) -> None:
-        """After a reload: addresses and marks as the rules have them now, and those out who are banned since."""
-        moving = []
-        for server in self.servers():
-            address = self.rules.listed_address(server.source) if server.verified == "query" else server.address
+    def apply_rules(self, settings: Settings) -> None:
+        """After a reload: addresses and marks as the settings have them now, and those out who are banned since."""
+        servers, moving = self.servers(), []
+        # The others claim another one, or have a connection and are listed anew by it
+        mapped = [server.verified != "connection" and server.address == self.rules.listed_address(server.source) for server in servers]
+        self.rules.read(settings)
+        for server, moves in zip(servers, mapped):
+            address = self.rules.listed_address(server.source) if moves else server.address
             if self.rules.ban(*{server.source, server.address, address}) or self.rules.refused_name(server.name):
                 self.remove(server)
                 continue
-            if server.address != address:       # who is asked claims no other; others say where they are
+            if server.address != address:
                 self.remove(server)
                 moving.append(copy.copy(server))
                 moving[-1].address = address
@@ -1460,10 +1473,11 @@ class Storage:
             db.close()
 
     def save(self, listed: Sequence[ListedRow], seen: Sequence[Tuple[float, float, str, str, int]],
-             gone: Sequence[Key]) -> None:
+             gone: Sequence[Key]) -> bool:
         """Write one batch in one transaction: rows new or changed, (last seen, expires, key) of servers only heard
-        from, and keys no longer listed, which go first. On return the rows outlive the process."""
-        def work(db: sqlite3.Connection) -> None:
+        from, and keys no longer listed, which go first. On return the rows outlive the process. False: of those only
+        heard from some are not listed here any more."""
+        def work(db: sqlite3.Connection) -> bool:
             for key in gone:
                 self._leave(db, "server = " + SERVER_ID, key)
             db.executemany(
@@ -1473,11 +1487,11 @@ class Storage:
                 [row[:3] + row[4:] for row in listed])
             db.executemany("INSERT OR REPLACE INTO listed VALUES (" + SERVER_ID + ", ?, ?)",
                            [row[:4] + (row[5],) for row in listed])
-            db.executemany("UPDATE listed SET last_seen = ?, expires = ? WHERE server = " + SERVER_ID, seen)
+            found = db.executemany("UPDATE listed SET last_seen = ?, expires = ? WHERE server = " + SERVER_ID, seen).rowcount if seen else 0
             if listed:
                 self._forget(db)
-        if listed or seen or gone:
-            self._run(work)
+            return found == len(seen)
+        return not (listed or seen or gone) or self._run(work)
 
     def known(self, game: str, address: str, port: int) -> Optional[Remembered]:
         """What is remembered of a server, also of one that left within the year; None if nothing is."""
@@ -5072,8 +5086,9 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             return
         if head.count(b"\r") != head.count(b"\r\n") or b"\0" in head:
             raise HttpError(400, "A carriage return or a NUL stands alone in the head.")         # others may see a line end (RFC 9112, 2.2)
-        self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
-        if re.search(rb"[\x1c-\x1f\x85\xa0]", self.raw_requestline):
+        # Of three words, as head_end() has seen; a path may come as it was typed
+        self.raw_requestline = re.sub(rb"[\x80-\xff]", lambda byte: b"%%%02X" % byte[0][0], self.rfile.readline())
+        if re.search(rb"[\x1c-\x1f]", self.raw_requestline):
             raise HttpError(400, "The request line holds bytes that some take for a space.")
         version = re.fullmatch(rb"HTTP/0*([0-9]{1,9})(\.[0-9]{1,9})?", self.raw_requestline.split()[-1])
         if not version:
@@ -5619,6 +5634,8 @@ class Web(TcpProtocol):
         route = ROUTES.get(exchange.route)
         try:
             if limited or not self.rules.requests.allow(address, now):
+                if self.rules.verdict(address) == BLOCKED:              # whose proxy is not
+                    raise HttpError(403, "Requests from %s are not answered here." % address)
                 raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, RETRY_AFTER)
             if route is None:
                 raise HttpError(404, "There is no page %s here." % exchange.target.path[:100])
@@ -5862,7 +5879,8 @@ class Web(TcpProtocol):
 
     def history_json(self, request: Request) -> Union[Answer, Later]:
         """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
-        game, address, port = server_asked_for(request) if "address" in request.query else (request.query.get("game", ""), "", 0)
+        one = "address" in request.query or "port" in request.query
+        game, address, port = server_asked_for(request) if one else (request.query.get("game", ""), "", 0)
         if not game:
             raise HttpError(400, "game is wanted; for one server address and port as well.")
         span = span_asked_for(request)
@@ -6577,7 +6595,7 @@ class Acceptor:
         descriptor, peer = self.sock._accept()
         return socket.socket(self.family, STREAM, 0, descriptor), peer
 
-    def ready(self, now: float, most: int = DRAIN_ACCEPTS) -> None:
+    def ready(self, now: float, most: int = DRAIN_ACCEPTS, turn_s: float = TURN_S) -> None:
         for _ in range(most):
             try:
                 sock, peer = self.accept()
@@ -6595,6 +6613,8 @@ class Acceptor:
             except BaseException:
                 sock.close()
                 raise
+            if time.monotonic() - now >= turn_s:        # who has asked already is answered by now
+                return
 
     def pause(self, now: float, error: OSError) -> None:
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop."""
@@ -6613,7 +6633,7 @@ class Acceptor:
     def leave(self, now: float) -> None:
         """Take who has connected already, for whom a closed listener is a reset, and nobody else."""
         try:
-            self.ready(now, BACKLOG)
+            self.ready(now, BACKLOG, math.inf)
         finally:
             if not self.paused_until:
                 self.loop.selector.unregister(self.sock)
@@ -6687,6 +6707,7 @@ class Keeper:
     def __init__(self, storage: Storage, registry: Registry, poller: Poller, worker: Worker, health: Dict[str, str]) -> None:
         self.storage, self.registry, self.poller, self.worker, self.health = storage, registry, poller, worker, health
         self.busy = False
+        self.shared = False                 # another program has been seen to write this database
         self.whole = False                  # the next batch is the whole registry: the file is new, or the last batch failed
         self.rows: Optional[List[ListedRow]] = None         # read and not listed yet; None: the file could not be read so far
         self.renewed = 0
@@ -6733,7 +6754,7 @@ class Keeper:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
-            if server.verified == "query":
+            if server.verified == "query" or server.address == server.source:               # the others may claim another
                 server.address = self.registry.rules.listed_address(server.source)          # as mapped now
                 if server.address != row[1]:
                     moved.append(row[:3])
@@ -6774,9 +6795,13 @@ class Keeper:
         if self.rows is None:
             self.rows = self.read(wall)
         altered, heard = self.registry.news(batch, since)
-        self.storage.save([stored_row(server, epoch) for server in altered],
-                          [(server.last_seen + epoch, expiry(server, epoch), *server.key) for server in heard],
-                          list(left))
+        if not self.storage.save([stored_row(server, epoch) for server in altered],
+                                 [(server.last_seen + epoch, expiry(server, epoch), *server.key) for server in heard], list(left)):
+            if not self.shared:
+                log.warning("%s: another program takes servers out of this database; each master needs one of its own ([server] database)",
+                            self.storage.path)
+            self.shared = True
+            self.storage.save([stored_row(server, epoch) for server in self.registry.servers()], [], [])
         if players is None:
             return None
         rows = [(*server.key, server.players, server.max_players) for server in players if server.responding]
@@ -7173,7 +7198,7 @@ class MasterServer(Loop):
                     continue
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (
                     row.name, row.transport.upper(), endpoint(address, wanted), error.strerror or error,
-                    self.way_out(row, wanted, error.errno))) from None
+                    self.way_out(row, address, wanted, error.errno))) from None
             host, bound_port = sock.getsockname()[:2]
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
@@ -7187,13 +7212,16 @@ class MasterServer(Loop):
             self.endpoints.append(source)
             self.selector.register(sock, selectors.EVENT_READ, source.ready)
 
-    def way_out(self, row: Row, port: int, status: Optional[int]) -> str:
+    def way_out(self, row: Row, address: str, port: int, status: Optional[int]) -> str:
         """What to do where a port cannot be had."""
         if status in DESCRIPTORS_SHORT:
             return "It needs more open files than it may have (ulimit -n)."
         if status == errno.EADDRNOTAVAIL or not row.setting:
             return "Change [server] bind; this machine has no such address."
-        if any(l.port == port and l.transport == row.transport and l.protocol != row.name for l in self.listeners):
+        ours = [l for l in self.listeners if l.port == port and l.transport == row.transport and (":" in l.host) == (":" in address)]
+        if any(l.protocol == row.name and {l.host, address} & {"0.0.0.0", "::"} for l in ours):
+            return "Change [server] bind; 0.0.0.0 and :: stand for all addresses there."
+        if any(l.protocol != row.name for l in ours):
             why = "Another setting of this program has it."
         elif status == errno.EACCES and port < 1024:
             why = "A port under 1024 needs a privilege."
@@ -7317,7 +7345,7 @@ class MasterServer(Loop):
         """See to what comes next, for which it waits no longer than `until`, and to what is due."""
         due = min([until, self.next_tick] + [waiting[0][0] for waiting in (self.timers, self.lingering) if waiting])
         events = self.selector.select(max(0.0, due - time.monotonic()))
-        now = turn = time.monotonic()
+        now = turn = began = time.monotonic()
         for key, _ in events:
             try:                    # as guarded() does, in half of its time
                 key.data(now)
@@ -7328,6 +7356,7 @@ class MasterServer(Loop):
                 for source in self.endpoints:
                     if isinstance(source, Datagrams):
                         self.guarded(source.ready, now)
+                self.guarded(self.bound_output, now)
         if self.lingering:
             self.guarded(self.look_at_lingering, now)
         while self.timers and self.timers[0][0] <= now:
@@ -7337,7 +7366,7 @@ class MasterServer(Loop):
         if now >= self.next_tick:
             self.next_tick = now + TICK_S
             self.tick(now)
-        self.busy_s = max(self.busy_s, time.monotonic() - now)
+        self.busy_s = max(self.busy_s, time.monotonic() - began)
 
     def leave(self) -> None:
         """Answer what was asked on a connection before the stop: there are clients that die of an answer cut off by a reset."""
@@ -7452,12 +7481,11 @@ class MasterServer(Loop):
         """Let the live settings take effect."""
         settings = self.settings
         self.measure_room()
-        self.rules.read(settings)
+        self.registry.apply_rules(settings)
         if self.rules.blocked:
             for connection in [*self.connections, *self.refused]:
                 if connection.address in self.rules.blocked:
                     connection.close(time.monotonic())
-        self.registry.apply_rules()
         self.poller.read(settings)
         for protocol in self.protocols:
             protocol.read(settings)
@@ -7522,6 +7550,11 @@ def file_stamp(path: str) -> Tuple[int, ...]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
+def check_is_file(path: str) -> None:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("%s: a file is wanted, as to read from a pipe may take for ever" % path)
+
+
 def read_text_files(settings: Settings) -> None:
     """Put the files that the settings name into `settings.texts`; raises SettingsError."""
     for name in TEXT_FILES:
@@ -7529,6 +7562,7 @@ def read_text_files(settings: Settings) -> None:
         settings.texts[name] = ""
         if path:
             try:
+                check_is_file(path)
                 with open(path, encoding="utf-8-sig") as file:
                     settings.texts[name] = file.read(TEXT_FILE_CHARACTERS + 1)
                 if len(settings.texts[name]) > TEXT_FILE_CHARACTERS:
@@ -8117,7 +8151,7 @@ class Announcement(Loop):
             self.links.append(link)
         if not self.links:
             raise ValueError("a master is wanted")
-        check_players_file(players_from)
+        check_is_file(players_from)
         self.players_from = players_from
         self.players_read: Optional[Tuple[int, ...]] = None         # its stamp when it was read
         self.give_up = give_up
@@ -8161,7 +8195,7 @@ class Announcement(Loop):
             return
         self.players_read = stamp
         try:
-            check_players_file(self.players_from)
+            check_is_file(self.players_from)
             with open(self.players_from, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - HTTP_BODY_BYTES))        # a script may add lines for years
                 lines = [line for line in file.read(HTTP_BODY_BYTES).decode("utf-8", "replace").split("\n") if line.strip()]
@@ -8322,11 +8356,6 @@ class Announcement(Loop):
 
 ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
     "iceball": IceballAnnouncer, "subspace": SubSpaceAnnouncer, "aio": AioAnnouncer, "hyperbol": HyperbolAnnouncer}
-
-
-def check_players_file(path: str) -> None:
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError("players from %s: a file is wanted, as to read from a pipe may take for ever" % path)
 
 
 def read_players(line: str) -> Dict[str, Any]:
@@ -8828,7 +8857,16 @@ LOG_FILE_BYTES = 10 << 20           # and three older ones are kept: 40 MB at th
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """Goes on in the same file where its folder lets none be renamed; the next try is so much later."""
+    """Goes on in the same file where its folder lets none be renamed; the next try is so much later. Where another program has renamed or
+    removed the file, it begins a new one."""
+
+    def shouldRollover(self, record: logging.LogRecord) -> int:
+        former, path = self.stream, self.baseFilename
+        with contextlib.suppress(OSError):          # as long as there is no such folder, the former file takes the lines
+            if former and not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(former.fileno()))):
+                self.stream = self._open()
+                former.close()
+        return super().shouldRollover(record)
 
     def doRollover(self) -> None:
         self.maxBytes = LOG_FILE_BYTES
@@ -8840,8 +8878,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 class PipeLog(logging.Handler):
-    """Standard error as a pipe or a socket whose reader may have stopped reading: lines are lost then, and counted; to wait for him would
-    stop the server. Raises OSError where that cannot be had."""
+    """Standard error as a pipe, a socket or a terminal whose reader may have stopped reading: lines are lost then, and counted; to wait
+    for him would stop the server. Raises OSError where that cannot be had."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -8851,11 +8889,11 @@ class PipeLog(logging.Handler):
             sock = socket.socket(fileno=os.dup(descriptor))
             self.write: Callable[[bytes], int] = lambda line: sock.send(line, socket.MSG_DONTWAIT)
             self.end: Callable[[], None] = sock.close
-        elif stat.S_ISFIFO(mode):           # opened anew, as others may write to this one and be ready to wait
-            own = os.open("/proc/self/fd/%d" % descriptor, os.O_WRONLY | os.O_NONBLOCK)
+        elif stat.S_ISFIFO(mode) or os.isatty(descriptor):      # opened anew, as others may write to this one and be ready to wait
+            own = os.open("/proc/self/fd/%d" % descriptor, os.O_WRONLY | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0))
             self.write, self.end = functools.partial(os.write, own), functools.partial(os.close, own)
         else:
-            raise OSError(errno.EINVAL, "neither pipe nor socket")
+            raise OSError(errno.EINVAL, "nobody reads it")
 
     def emit(self, record: logging.LogRecord) -> None:
         told = "%d lines are missing here\n" % self.lost if self.lost else ""
@@ -8880,13 +8918,15 @@ def start_log(settings: Settings, verbose: bool) -> None:
     path = settings.file("server.log_file")
     if path:
         try:
+            if is_pipe(path):
+                raise OSError("%s is a pipe" % path)
             handler = LogFile(path, maxBytes=LOG_FILE_BYTES, backupCount=3, encoding="utf-8")
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
         try:
             handler = PipeLog(sys.stderr.fileno())
-        except (OSError, AttributeError):       # it is a file, or a terminal, or Windows has nothing of the kind
+        except (OSError, AttributeError):       # it is a file, or the system has nothing of the kind
             handler = logging.StreamHandler()
     handler.addFilter(sparing())
     logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
@@ -8955,9 +8995,14 @@ def unserved(server: MasterServer) -> List[str]:
             for name in server.tallies if name not in {l.protocol for l in server.listeners}]
 
 
+def is_pipe(path: str) -> bool:
+    return os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)
+
+
 def writable(path: str) -> bool:
     """Whether this file can be written, or made if it is not there; nothing is made."""
-    return not os.path.isdir(path) and os.access(path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK)
+    return not (os.path.isdir(path) or is_pipe(path)) and os.access(
+        path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK)
 
 
 def check(settings: Settings) -> Tuple[List[str], List[str]]:
@@ -8988,10 +9033,9 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
             bound_socket(socket.AF_INET6, "udp", "::1", 0).close()
         except OSError as error:
             warnings.append("This machine has no IPv6 (%s): players who have nothing else cannot reach it." % (error.strerror or error))
-    served = {l.protocol for l in server.listeners}
-    if served <= {"poll"}:
+    if all(isinstance(protocol, Poller) for protocol in server.protocols):
         warnings.append("Every port is empty: nothing is served.")
-    if "iceball" in served and not {27790, 27795} & set(settings["http.ports"]):
+    if any(isinstance(protocol, Iceball) for protocol in server.protocols) and not {27790, 27795} & set(settings["http.ports"]):
         warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")
     public = settings["server.public_address"]
     own = own_address()

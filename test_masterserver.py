@@ -235,7 +235,12 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[DEFAULT]\nport = 1\n", "no section [DEFAULT]")
         self.wrong("[limits]\ndatagrams = 0/10\n", "a number")
         self.wrong("port = 1\n", "no section headers")
-        self.wrong("[iceball]\nport = 1\nport = 2\n", "already exists")
+        self.wrong("[iceball]\nport = 1\nport = 2\n", "port stands twice")
+        self.wrong("[iceball]\nport = 1\n[http]\n[iceball]\nport = 2\n", "port stands twice")
+
+    def test_lines_added_at_the_end(self) -> None:
+        settings = self.load(ms.config_text() + "[http]\ntitle = Ours\n[games]\nmygame = My Game\n")
+        self.assertEqual((settings["http.title"], settings["games"]), ("Ours", {"mygame": "My Game"}))
 
     def test_not_text(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -572,14 +577,15 @@ class RegistryTest(unittest.TestCase):
 
     def test_bans_and_names(self) -> None:
         rules = self.registry.rules
+        settings = ms.Settings({"bans.203.0.113.0/24": "fakes", "server.refuse_names": "free *gold\nspam$"})
         self.hear(1, name="good")
-        rules.read(ms.Settings({"bans.203.0.113.0/24": "fakes", "server.refuse_names": "free *gold\nspam$"}))
+        rules.read(settings)
         with self.assertRaisesRegex(ms.Refused, "fakes"):
             self.hear(2)
         with self.assertRaisesRegex(ms.Refused, "gold"):
             self.hear(2, "198.51.100.1", name="get FREE  Gold here")
         self.hear(2, "198.51.100.1", name="spam of the best")
-        self.registry.apply_rules()                                         # whoever is banned now leaves
+        self.registry.apply_rules(settings)                                 # whoever is banned now leaves
         self.assertEqual([s.address for s in self.registry.servers()], ["198.51.100.1"])
 
     def test_heard_is_bounded_and_forgets_the_oldest(self) -> None:
@@ -1448,6 +1454,13 @@ class IceballTest(unittest.TestCase):
         self.assertEqual(msok[:4], b"MSOK")
         self.assertEqual(self.send(b"HSHK" + msok[4:], now, peer), [])
         return next(s for s in self.registry.servers() if s.port == data[10] | data[11] << 8)
+
+    def test_a_listed_server_moves_with_its_address(self) -> None:
+        self.shake(CAPTURED)
+        claimed = self.registry.hear("iceball", "198.51.100.9", 1, self.peer[0], 0.0, 120.0, {"verified": "handshake"})
+        self.registry.apply_rules(ms.Settings({"address_map.203.0.113.9": "198.51.100.7"}))
+        self.send(CAPTURED, 1.0)
+        self.assertEqual({(s.address, s.port) for s in self.registry.servers()}, {("198.51.100.7", 21737), (claimed.address, 1)})
 
     def test_a_reload_is_heeded_by_servers_that_are_listed(self) -> None:
         self.shake(CAPTURED)
@@ -2530,15 +2543,13 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.zones[source, 25001] = asss
             world.announce(zone_announcement(name=name, password=b"secret"), source)
         world.run(2)
-        world.registry.rules.address_map = {"192.168.1.5": "203.0.113.8", "192.168.1.6": "203.0.113.7"}
-        world.registry.apply_rules()
+        world.registry.apply_rules(ms.Settings({"address_map.192.168.1.5": "203.0.113.8", "address_map.192.168.1.6": "203.0.113.7"}))
         self.assertEqual({s.address: s.name for s in world.registry.servers()}, {"203.0.113.8": "Trench", "203.0.113.7": "Chaos"})
         world.announce(zone_announcement(name=b"Trench", password=b"other"), "198.51.100.9")
         self.assertEqual(world.outcome("198.51.100.9")[0], "name", "it has its name still")
         world.run(40)
         self.assertEqual({place for _, place in world.asked[-6:]}, {(source, 25001) for source in sources})
-        world.registry.rules.read(ms.Settings({"address_map.192.168.1.5": "203.0.113.9", "bans.203.0.113.9": "cheats"}))
-        world.registry.apply_rules()
+        world.registry.apply_rules(ms.Settings({"address_map.192.168.1.5": "203.0.113.9", "bans.203.0.113.9": "cheats"}))
         self.assertEqual([s.name for s in world.registry.servers()], ["Chaos"])
 
     def test_forty_zones_of_the_ini_on_one_machine(self) -> None:
@@ -4750,6 +4761,10 @@ class WebTest(unittest.TestCase):
                             ("[2001:DB8::5]:27791", [27791]), ("2001:db8:", [27791]), ("t", [27790, 27791]), ("three", [])):
             found = json.loads(self.get("/servers.json?name=" + quote(text))[2].decode())["servers"]
             self.assertEqual([server["port"] for server in found], ports, text)
+        for text in "stra\u00dfe", "\u00e0 la carte":             # as a shell sends it
+            request = b"GET /servers.json?name=%s HTTP/1.1\r\nHost: x\r\n\r\n" % text.replace(" ", "+").encode()
+            found = json.loads(split_response(drive(self.web.session("127.0.0.1", 0.0), request))[2].decode())["servers"]
+            self.assertEqual(len(found), text.startswith("stra"))
 
     def test_check_tells_what_is_listed_from_what_was(self) -> None:
         """A server that was listed and went is neither listed nor one whose handshake never came back."""
@@ -4870,7 +4885,7 @@ class WebTest(unittest.TestCase):
         storage = ms.Storage(":memory:")
         self.addCleanup(storage.close)
         self.web = ms.Web(self.core._replace(storage=storage))
-        for path in ("/history.json", "/history.json?game=&span=week"):
+        for path in ("/history.json", "/history.json?game=&span=week", "/history.json?game=iceball&port=5"):
             status, _, body = self.get(path)
             self.assertEqual((status, b"game" in body), (400, True))
         self.assertEqual(self.get("/history.json?game=iceball")[0], 200)
@@ -5107,7 +5122,7 @@ class WebTest(unittest.TestCase):
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999999999999999\r\n\r\n", 413, "16384"),
                 (b"GET / HTTP/2\r\nHost: x\r\n\r\n", 505, "spoken"), (b"GET / HTTP/1.99999999999999999999\r\nHost: x\r\n\r\n", 400, "version"),
                 (b"GET / HTTP/-1.1\r\nHost: x\r\n\r\n", 400, "version"), (b"GET / HTTP/1.1\r\nFrom me\r\nHost: x\r\n\r\n", 400, "header"),
-                (b"GET \xa0 HTTP/1.1\r\nHost: x\r\n\r\n", 400, "space"), (b"GET /\x85 HTTP/1.1\r\nHost: x\r\n\r\n", 400, "space"),
+                (b"GET /\x1f HTTP/1.1\r\nHost: x\r\n\r\n", 400, "space"), (b"GET /\x85 HTTP/1.1\r\nHost: x\r\n\r\n", 404, "no page"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n", 413, "16384"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400, "Content-Length"),
                 (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: \x1f22\r\n\r\n", 400, "Content-Length"),
@@ -5201,6 +5216,8 @@ class WebTest(unittest.TestCase):
             return [drive(session, b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: %s\r\n\r\n" % client)[9:12] for _ in range(times)]
         for client in b"203.0.113.5", b"203.0.113.6":
             self.assertEqual(statuses(60, client), [b"200"] * 50 + [b"429"] * 10)
+        self.core.registry.rules.blocked = ms.Networks([ms.read_network("203.0.113.66")])
+        self.assertEqual(statuses(1, b"203.0.113.66"), [b"403"])
         # The same bytes, first from somebody who is no proxy
         paying = self.core.registry.rules.requests.table
         for address, client in (("203.0.113.7", "203.0.113.7"), ("127.0.0.1", "203.0.113.8")):
@@ -5656,6 +5673,31 @@ class KeeperTest(unittest.TestCase):
             self.assertEqual(sorted(row[1] for row in keeper.storage.load(wall + 3)), ["203.0.113.7", "203.0.113.8"])
             keeper.storage.close()
 
+    def test_a_public_address_that_comes_with_a_restart(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        registry.hear("iceball", "127.0.0.1", 1, "127.0.0.1", 0.0, 120.0, {"name": "S", "verified": "handshake"})
+        keeper.tick(2.0, T0 + 2)
+        keeper.storage.close()
+        registry, _ = self.start(0.0, T0 + 10, server__public_address="203.0.113.7")
+        self.assertEqual([server.address for server in registry.servers()], ["203.0.113.7"])
+
+    def test_another_program_takes_servers_out_of_the_database(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        for port in 1, 2:
+            registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 1e6, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+        with self.assertLogs("masterserver", "WARNING") as logged:
+            for now in (10.0, 20.0):
+                other = ms.Storage(self.path)
+                other.open(T0 + now)
+                other.save([], [], [("iceball", "203.0.113.9", 1)])
+                other.close()
+                for server in registry.servers():
+                    registry.refresh(server, now + 5)
+                keeper.tick(now + 6, T0 + now + 6)
+                self.assertEqual(len(keeper.storage.load(T0 + now + 7)), 2)
+        self.assertEqual(["each master needs one of its own" in line for line in logged.output], [True])
+
     def test_a_clock_put_back_prolongs_no_life(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, {"name": "S"})
@@ -5798,6 +5840,15 @@ class ReloadTest(unittest.TestCase):
             with self.assertLogs("masterserver"):
                 server.guarded(server.reload)
             self.assertEqual(server.tell.call_args, mock.call("READY=1"))
+
+    @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
+    def test_a_pipe_is_no_file(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "pipe")
+            os.mkfifo(path)
+            self.assertRaisesRegex(ms.SettingsError, "a file is wanted", ms.read_text_files, ms.Settings({"http.stylesheet": path}))
+            self.assertRaisesRegex(ms.StartError, "is a pipe", ms.start_log, ms.Settings({"server.log_file": path}), False)
+            self.assertFalse(ms.writable(path))
 
     def test_a_text_file_that_is_too_long(self) -> None:
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(ms, "TEXT_FILE_CHARACTERS", 1000):
@@ -7008,6 +7059,32 @@ class SlowPeersTest(unittest.TestCase):
             server.bound_output(21.0)
         self.assertEqual(len(server.connections), 14)
 
+    def test_work_for_connections_is_done_in_turns(self) -> None:
+        """Who asks as he connects is answered while others wait to be accepted."""
+        server = master(http__ports="0", iceball__port="0")
+        self.addCleanup(server.stop)
+        server.bind()
+        clock, accepted = [time.monotonic()], []
+
+        def work(acceptor: ms.Acceptor, sock: socket.socket, address: str, now: float) -> None:
+            sock.close()
+            accepted.append(now)
+            clock[0] += 0.006
+        with contextlib.ExitStack() as stack:
+            for _ in range(5):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, "http")), 5))
+            stack.enter_context(mock.patch.object(server, "accepted", work))
+            stack.enter_context(mock.patch.object(time, "monotonic", lambda: clock[0]))
+            bounded = stack.enter_context(mock.patch.object(server, "bound_output"))
+            heard = stack.enter_context(mock.patch.object(ms.Datagrams, "ready", autospec=True))
+            server.round(clock[0])
+            self.assertEqual((len(accepted), bounded.call_count), (2, 1))
+            self.assertEqual([call[0][0].name for call in heard.call_args_list], ["iceball", "poll"])
+            self.assertAlmostEqual(server.busy_s, 0.012)
+            for _ in range(2):
+                server.round(clock[0])
+            self.assertEqual(len(accepted), 5)
+
     def test_many_over_a_limit_are_all_told(self) -> None:
         with master(http__ports="0", limits__connections_open="3") as server:
             with mock.patch.object(server, "most_refused", 4), contextlib.ExitStack() as stack:
@@ -7578,6 +7655,21 @@ class ServiceTest(unittest.TestCase):
             os.mkdir(path)                                  # there, and cannot be read
             self.assertRaises(ms.SettingsError, ms.Settings.load, path, missing_ok=True)
 
+    @unittest.skipUnless(sys.platform == "linux", "a terminal can be opened anew on Linux alone")
+    def test_a_terminal_that_nobody_reads_stops_nothing(self) -> None:
+        ours, theirs = os.openpty()
+        with open(ours, "rb", 0) as screen, open(theirs, "wb", 0):
+            handler = ms.PipeLog(theirs)
+            self.addCleanup(handler.close)
+            for number in range(3000):
+                handler.emit(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
+            self.assertGreater(handler.lost, 0)
+            data = b""
+            while b"lines are missing here" not in data:
+                data += screen.read(65536)
+                handler.emit(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
+            self.assertTrue(os.get_blocking(theirs))
+
     @unittest.skipUnless(sys.platform == "linux", "a pipe can be opened anew on Linux alone")
     def test_a_log_that_nobody_reads_stops_nothing(self) -> None:
         ours, theirs = socket.socketpair()
@@ -7619,6 +7711,10 @@ class ServiceTest(unittest.TestCase):
                         write=mock.Mock(side_effect=OSError(28, "No space left on device")))):
                     ms.log.info("lost")
                 self.assertEqual(stderr.getvalue(), "")
+                os.rename(path, path + ".old")              # as logrotate does
+                ms.log.info("in a new file")
+                with open(path) as file:
+                    self.assertIn("in a new file", file.read())
                 refused = PermissionError(13, "Permission denied")
                 with mock.patch.object(ms, "LOG_FILE_BYTES", 1000), mock.patch.object(os, "rename", side_effect=refused):
                     handler.maxBytes = 1000
@@ -9341,10 +9437,12 @@ class Checking(unittest.TestCase):
             tcp.bind(("127.0.0.1", 0))
             tcp.listen(1)
             port = udp.getsockname()[1]
-            errors, _ = self.check(iceball__port=str(port), http__ports=str(tcp.getsockname()[1]))
+            errors, warnings = self.check(iceball__port=str(port), http__ports=str(tcp.getsockname()[1]))
         self.assertIn("iceball cannot listen on UDP 127.0.0.1:%d" % port, errors)
         self.assertIn("http cannot listen on TCP", errors)
         self.assertEqual(errors.count("(process %d)" % os.getpid()), 2 if sys.platform == "linux" else 0, errors)
+        self.assertIn("27790 or 27795", warnings)
+        self.assertNotIn("nothing is served", warnings)
 
     def test_who_serves_nobody_is_told(self) -> None:
         self.assertIn("nothing is served", self.check(iceball__port="")[1])
@@ -9356,6 +9454,9 @@ class Checking(unittest.TestCase):
         port = str(free_port())
         errors, _ = self.check(http__ports=port, aio__port=port)
         self.assertIn("Another setting of this program has it. Change it with [http] ports", errors)
+        for bind in "0.0.0.0, 127.0.0.1", "127.0.0.1, 0.0.0.0":
+            errors, warnings = self.check(server__bind=bind, http__ports=port)
+            self.assertIn("0.0.0.0 and :: stand for all addresses", errors)
         with ms.bound_socket(socket.AF_INET, "tcp", "127.0.0.2" if sys.platform == "linux" else "127.0.0.1", 0) as another:
             another.listen(1)
             errors, _ = self.check(server__bind="127.0.0.1, 127.0.0.2", http__ports=str(another.getsockname()[1]))
