@@ -588,6 +588,13 @@ class RegistryTest(unittest.TestCase):
         self.registry.apply_rules(settings)                                 # whoever is banned now leaves
         self.assertEqual([s.address for s in self.registry.servers()], ["198.51.100.1"])
 
+    def test_a_server_that_moves_to_where_another_is(self) -> None:
+        for source in "10.0.0.5", "203.0.113.7":
+            self.hear(1, source, name=source)
+        self.registry.apply_rules(ms.Settings({"address_map.10.0.0.5": "203.0.113.7"}))
+        self.assertEqual([s.name for s in self.registry.servers()], ["203.0.113.7"])
+        self.assertEqual((self.registry.total, dict(self.registry.sources)), (1, {"203.0.113.7": 1}))
+
     def test_heard_is_bounded_and_forgets_the_oldest(self) -> None:
         for i in range(ms.HEARD_SOURCES + 10):
             self.registry.note("203.0.113.%d" % i, "iceball", 1, "announced", float(i))
@@ -1212,6 +1219,20 @@ class PollerTest(unittest.TestCase):
         self.poller.tick(0.0)
         self.poller.add(self.querier, "203.0.113.9", 5000)
         self.assertIn(("203.0.113.9", 5000), [peer for _, peer in self.poller.tick(1.0)])
+
+    def test_the_rate_holds_for_long_answers_too(self) -> None:
+        self.poller.read(ms.Settings({"poll.rate": "3"}))
+        self.querier.steps = 5
+        for number in 1, 2:
+            self.poller.add(self.querier, address_of(number), 5000)
+        asked = []
+        for second in range(4):
+            questions = self.poller.tick(float(second))
+            asked.append(0)
+            while questions:
+                asked[-1] += 1
+                questions += self.poller.datagram(*questions.pop(0), second + 0.1)
+        self.assertEqual((asked, len(self.querier.answered)), ([3, 3, 3, 1], 2))
 
     def test_queries_are_spread_over_the_interval(self) -> None:
         for number in range(500):
@@ -2478,6 +2499,27 @@ class SubSpaceAnnouncements(unittest.TestCase):
         with self.assertRaises(ms.SettingsError):
             ms.Settings({"subspace.zones": "203.0.113.9:65535"})
 
+    def test_a_zone_that_the_ini_names_twice(self) -> None:
+        world = SubSpaceWorld()
+        world.core = world.core._replace(resolve=lambda host, done: done("203.0.113.9", world.now))
+        world.ping = ms.SubSpacePing(world.core)
+        world.zones["203.0.113.9", 25001] = asss
+        for zones, listed in (("203.0.113.9:25000\nzone.example:25000", 1), ("zone.example:25000", 1), ("", 0)):
+            world.ping.read(ms.Settings({"subspace.zones": zones}))
+            for seconds in (40, 0) if not world.now else (0, 40):
+                world.run(seconds)
+                self.assertEqual([len(world.registry.servers()), len(world.core.poller.targets)], [listed] * 2, zones)
+
+    def test_a_zone_that_leaves_one_question_unanswered(self) -> None:
+        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
+        players = [4]
+        world.zones["203.0.113.9", 25001] = lambda question: None if len(question) == 4 else (
+            asss(question)[:8] + struct.pack("<II", players[0], 0) + asss(question)[16:] if question[4] & 1 else asss(question))
+        for count in 4, 9:
+            players[0] = count
+            world.run(70)
+            self.assertEqual([(s.players, s.responding, s.last_seen > world.now - 60) for s in world.registry.servers()], [(count, True, True)])
+
     def test_a_zone_that_the_ini_names_no_more_is_gone(self) -> None:
         world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
         world.zones["203.0.113.9", 25001] = asss
@@ -2668,6 +2710,14 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.announce(zone_announcement(name=b"Mine", password=b"cane"), "203.0.113.3")    # what every zone announces, and HTTP
         self.assertEqual(world.outcome("203.0.113.3")[0], "announced")
 
+    def test_a_name_that_is_refused_is_not_taken_later(self) -> None:
+        world = SubSpaceWorld(server__refuse_names="casino")
+        world.zones[ZONE[0], ZONE[1] + 1] = asss
+        world.announce(ANNOUNCEMENT)
+        world.run(2)
+        world.announce(zone_announcement(name=b"Casino"))
+        self.assertEqual((world.outcome()[0], [s.name for s in world.registry.servers()]), ("name", ["Loopback Test Zone"]))
+
     def test_a_name_that_is_announced_by_http(self) -> None:
         world = SubSpaceWorld()
         for source in ("203.0.113.1", "203.0.113.2"):
@@ -2683,14 +2733,15 @@ class SubSpaceAnnouncements(unittest.TestCase):
 
     def test_who_stays_without_announcements(self) -> None:
         """Whom the ini names, while it does, and who came by HTTP."""
-        for by_http, stays in ((False, False), (True, True)):
+        for ways, stays in (("UDP", False), ("HTTP", True), ("UDP HTTP", True), ("HTTP UDP", True)):
             world = SubSpaceWorld()
             world.zones["203.0.113.9", 25001] = asss
-            if by_http:
-                world.ping.announced("203.0.113.9", 25000, {"name": "Mine"}, 0.0)
-            else:
-                world.announce(zone_announcement(name=b"Mine"))
-            world.run(5)
+            for way in ways.split():
+                if way == "HTTP":
+                    world.ping.announced("203.0.113.9", 25000, {"name": "Mine"}, world.now)
+                else:
+                    world.announce(zone_announcement(name=b"Mine"))
+                world.run(5)
             for zones in ("203.0.113.9:25000", ""):
                 world.ping.read(ms.Settings({"subspace.zones": zones}))
                 world.run(600)
@@ -2724,6 +2775,17 @@ class SubSpaceAnnouncements(unittest.TestCase):
         del world.zones["127.0.0.1", 25001]         # then the other way leads there
         world.run(200)
         self.assertEqual([(s.source, s.responding) for s in world.registry.servers()], [("203.0.113.9", True)])
+
+    def test_another_way_to_a_zone_that_is_not_heard_of_any_more(self) -> None:
+        for changes in {"unconfirmed": True}, {"responding": False}:
+            world = SubSpaceWorld(server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
+            world.zones["203.0.113.9", 25001] = asss
+            server = world.registry.hear("subspace", "203.0.113.9", 25000, "127.0.0.1", 0.0, 180.0, {"name": "Mine", "verified": "query"}, known=True)
+            for name, value in changes.items():
+                setattr(server, name, value)
+            world.run(5)
+            self.assertEqual([(s.name, s.source, s.responding, s.unconfirmed) for s in world.registry.servers()],
+                             [("Mine", "203.0.113.9", True, False)])
 
     def test_false_claims_keep_no_zone_out(self) -> None:
         """From its own address or others, more than may be listed."""
@@ -2956,6 +3018,31 @@ class SubSpaceLists(unittest.TestCase):
             self.assertEqual(sorted(set(out)), [hexa("0003"), hexa("0004")], parts)
             with self.assertRaises(ms.Malformed):
                 world.list.datagram(hexa("000e 03 051234"), ("192.0.2.1", 777), 0.0)
+
+    def test_packets_that_are_cut_off(self) -> None:
+        world = self.world(1)
+        world.list.datagram(CONNECT, ("192.0.2.1", 777), 0.0)
+        for cut in "00", "0003", "0003 0000", "0003 000000", "0004 000000", "0005 010203":
+            self.assertRaises(ms.Malformed, world.list.datagram, hexa(cut), ("192.0.2.1", 777), 0.0)
+
+    def test_who_is_exempt_has_the_list_at_once(self) -> None:
+        for exempt in True, False:
+            world = self.world(400)
+            if exempt:
+                world.core.registry.rules.exempt = ms.Networks([ms.read_network("192.0.2.1")])
+            for limiter in world.list.limiter, world.list.limiter_in_all:
+                limiter.set_rate((1, 3000))
+            peer, size = ("192.0.2.1", 777), 0
+            out = world.list.datagram(CONNECT, peer, 0.0)
+            syncs = world.list.datagram(hexa("000e") + hexa("06 0005 01020304") * 60, peer, 0.0)
+            self.assertEqual(len(syncs) == 60, exempt)
+            out += world.list.datagram(REQUEST, peer, 0.0)
+            while out:
+                data = out.pop(0)[0]
+                if data[:2] == hexa("0003"):
+                    size += len(data) - 12
+                    out += world.list.datagram(hexa("0004") + data[2:6], peer, 0.0)
+            self.assertEqual(size == 1 + 400 * 179, exempt)
 
     def test_a_request_while_a_list_is_under_way_is_served_after_it(self) -> None:
         world = self.world(400)
@@ -3551,8 +3638,8 @@ class AioTest(unittest.TestCase):
         aio = ms.Aio(core)
         for data in (b"13#K [3/9]#D#1#%", hexa("03000000 03 0200"), b"13#K#D#10.0.0.9#3#%", b"13#K#D#4#%SET_IP#10.0.0.8#%"):
             aio.session("127.0.0.1", 0.0).receive(data, 5.0)
-        core.registry.rules.public_address = "203.0.113.5"
-        aio.read(core.settings)
+        reload(core, aio, server__public_address="203.0.113.5")
+        self.assertEqual(len(aio.owners), 4)
         self.assertEqual(sorted((s.address, s.port, s.players, s.last_seen) for s in core.registry.servers()),
                          [("10.0.0.8", 4, 0, 5.0), ("10.0.0.9", 3, 0, 5.0), ("203.0.113.5", 1, 3, 5.0), ("203.0.113.5", 2, 0, 5.0)])
         self.assertEqual([target.scratch.address for target in core.poller.targets.values()], ["203.0.113.5"])
@@ -5618,7 +5705,7 @@ class KeeperTest(unittest.TestCase):
         keeper.storage.close()                                          # killed
         registry, keeper = self.start(5.0, T0 + 60)                     # the machine has started anew: another monotonic clock
         server, = registry.servers()
-        self.assertEqual((server.name, server.players, server.unconfirmed), ("café", 3, True))
+        self.assertEqual((server.name, server.players, server.unconfirmed, server.first_seen, server.last_seen), ("café", 3, True, -55.0, -5.0))
         registry.expire(5.0 + 109)
         self.assertEqual(len(registry.servers()), 1)
         registry.expire(5.0 + 110.001)
@@ -7834,7 +7921,9 @@ class ClientTools(unittest.TestCase):
         def serve(sock: socket.socket) -> None:
             sock.sendall(hexa("01 00000000") + b"%1#12#%")
             sock.recv(100)
-            sock.sendall(b"%12#Court#D#203.0.113.9#27016#%")
+            sock.sendall(b"%12#Court#D#203.0.1")
+            time.sleep(0.02)                # it comes in two pieces
+            sock.sendall(b"13.9#27016#%")
         with FakeServer(serve=serve) as server:
             status, out, err = command("list", "127.0.0.1:%d" % server.port, "--game", "aio")
         self.assertEqual((status, err), (0, ""))
