@@ -1147,8 +1147,9 @@ class Registry:
             server.batch = self.batch
 
     def remove(self, server: Server) -> None:
-        if self.games[server.game].pop((server.address, server.port), None) is not server:
+        if self.get(*server.key) is not server:
             return
+        del self.games[server.game][server.address, server.port]
         self.count_out(server)
         uncount(self.sources, source_key(server.source))
         self.total -= 1
@@ -1236,8 +1237,6 @@ class Registry:
             try:
                 while ending:
                     server = ending.pop()
-                    if self.games[server.game].get((server.address, server.port)) is not server:
-                        continue
                     if server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now:
                         self.remove(server)
                     else:
@@ -3055,7 +3054,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 self.admit_owner(told["name"], claim, before, now)
             server = self.registry.hear("subspace", address, port, source, now, claim.lifetime if claim is not None else ZONE_LIFETIME_S,
                                         dict(told, **fields), target.known)
-            if before is not None and name.casefold() != server.name.casefold():
+            if name.casefold() != server.name.casefold():
                 self.disown(server, name)
         except Refused as refused:
             self.registry.note(source, "subspace", port, refused.outcome, now, str(refused))

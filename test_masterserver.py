@@ -579,6 +579,7 @@ class RegistryTest(unittest.TestCase):
         rules = self.registry.rules
         settings = ms.Settings({"bans.203.0.113.0/24": "fakes", "server.refuse_names": "free *gold\nspam$"})
         self.hear(1, name="good")
+        self.hear(3, "198.51.100.3", name="Free gold")
         rules.read(settings)
         with self.assertRaisesRegex(ms.Refused, "fakes"):
             self.hear(2)
@@ -587,6 +588,26 @@ class RegistryTest(unittest.TestCase):
         self.hear(2, "198.51.100.1", name="spam of the best")
         self.registry.apply_rules(settings)                                 # whoever is banned now leaves
         self.assertEqual([s.address for s in self.registry.servers()], ["198.51.100.1"])
+
+    def test_who_comes_again_outlives_his_former_ending(self) -> None:
+        former = self.hear(1)
+        self.registry.remove(former)
+        again = self.hear(1, now=100.0)
+        self.registry.expire(121.0)
+        self.registry.remove(former)
+        self.assertEqual(self.registry.servers(), [again])
+
+    def test_a_list_is_made_at_most_once_a_second(self) -> None:
+        """Of 12,000 servers; of a hundred, a hundred times a second at the most."""
+        for servers, times in ((12000, 3), (100, 200)):
+            registry, made = make_core(limits__servers_per_source="100000").registry, []
+            for port in range(1, 1 + servers):
+                registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 120.0, {})
+            rendered = ms.Rendered(registry, "iceball", lambda blocks: made.append(1))
+            for number in range(1000):
+                registry.update(registry.get("iceball", "203.0.113.9", 1), {"players": number})
+                rendered.get(number / 500)
+            self.assertTrue(times * 2 // 3 <= len(made) <= times, len(made))
 
     def test_a_server_that_moves_to_where_another_is(self) -> None:
         for source in "10.0.0.5", "203.0.113.7":
@@ -2353,6 +2374,12 @@ class SubSpacePolls(unittest.TestCase):
         poll = self.poll((3, PING_ANSWERS[2][1]), (2, PING_ANSWERS[1][1]), (None, PING_ANSWERS[0][1]))
         self.assertEqual((poll.fields(), poll.arenas), ({"players": 6, "playing": 4}, []))
 
+    def test_an_answer_to_another_question(self) -> None:
+        for attempt, answer in enumerate(("04000000 03000000 06000000 04000000 00", "04000000 02000000 00", "09000000 04000000")):
+            poll = ms.ZonePoll()
+            poll.question(5, attempt)
+            self.assertRaisesRegex(ms.Malformed, "timestamp", poll.answer, hexa(answer), 5)
+
     def test_forms_by_attempt(self) -> None:
         poll = ms.ZonePoll()
         self.assertEqual([poll.question(1, attempt) for attempt in range(3)], [
@@ -2509,6 +2536,25 @@ class SubSpaceAnnouncements(unittest.TestCase):
             for seconds in (40, 0) if not world.now else (0, 40):
                 world.run(seconds)
                 self.assertEqual([len(world.registry.servers()), len(world.core.poller.targets)], [listed] * 2, zones)
+
+    def test_a_zone_that_falls_silent_while_it_announces(self) -> None:
+        world = SubSpaceWorld()
+        world.zones["203.0.113.9", 25001] = asss
+        for minute in range(5):
+            world.announce(ANNOUNCEMENT)
+            world.run(60)
+            self.assertEqual(len(world.registry.servers()), minute < 2, minute)
+            if not minute:
+                world.zones.clear()
+
+    def test_a_zone_that_announces_itself_and_is_not_listed_yet(self) -> None:
+        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
+        world.run(1)
+        world.announce(ANNOUNCEMENT)
+        reload(world.core, world.ping, world.list)
+        world.zones["203.0.113.9", 25001] = asss
+        world.run(60)
+        self.assertEqual([s.name for s in world.registry.servers()], ["Loopback Test Zone"])
 
     def test_a_zone_that_leaves_one_question_unanswered(self) -> None:
         world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
