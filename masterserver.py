@@ -1836,7 +1836,7 @@ POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, l
 class Target:
     """One game server to be asked. `step` and `scratch` belong to its querier."""
 
-    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
+    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "attempts", "phase", "asked_at", "nonce",
                  "attempt", "step", "missed", "ping_ms", "scratch")
 
     def __init__(self, querier: Querier, address: str, port: int, server_port: int, phase: float) -> None:
@@ -1844,6 +1844,7 @@ class Target:
         self.phase = phase                              # its place in the interval, from 0 to 1
         self.known = False                              # named in the ini: polled however long it is silent
         self.announced = False                          # it asked for it
+        self.attempts = querier.attempts                # after so many questions without an answer the poll is missed
         self.asked_at = 0.0
         self.nonce = 0
         self.attempt = self.step = self.missed = 0
@@ -1985,7 +1986,7 @@ class Poller(UdpProtocol):
             if now - target.asked_at < POLL_TIMEOUT_S:
                 break
             target.attempt += 1
-            if target.attempt < target.querier.attempts:
+            if target.attempt < target.attempts:
                 out += self.ask(target, now)
                 continue
             target.missed += 1
@@ -2108,7 +2109,7 @@ class Known:
             registry = self.core.registry
             for server in registry.servers(self.querier.game):
                 if server.named and (server.address, server.port) not in self.places:
-                    registry.remove(server)
+                    self.unname(server, self.core.poller.targets.get((server.source, server.port + self.offset)))
         self.querier.named()
 
     def identity(self, target: Target) -> Tuple[str, int]:
@@ -2121,13 +2122,17 @@ class Known:
         target.known = False
         self.places.pop(self.identity(target), None)
         server = self.core.registry.get(self.querier.game, *self.identity(target))
-        if target.announced:
-            if server is not None:
-                self.core.registry.update(server, {"named": False})
-                self.core.registry.schedule(server)
-            return
-        self.core.poller.remove(target)
         if server is not None:
+            self.unname(server, self.core.poller.targets.get((server.source, target.port)))
+        if not target.announced:
+            self.core.poller.remove(target)
+
+    def unname(self, server: Server, target: Optional[Target]) -> None:
+        """`target`: by which it is asked where its packets come from."""
+        if target is not None and target.announced:
+            self.core.registry.update(server, {"named": False})
+            self.core.registry.schedule(server)
+        else:
             self.core.registry.remove(server)
 
 
@@ -2283,7 +2288,7 @@ class Iceball(UdpProtocol):
                 server = Server("iceball", address, port, source, now, self.timeout, name, mode, map, version, players, max_players, "handshake")
                 registry.insert(server)
                 registry.note(source, "iceball", port, "listed", now)
-            elif shaken and server.packet in self.known and server.source == source:
+            elif shaken and server.packet and server.source == source:
                 return                              # it has said more since
             else:
                 self.known.pop(server.packet, None)
@@ -2293,7 +2298,7 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        server.packet = fingerprint((packet, source))
+        server.packet = b"" if shaken else fingerprint((packet, source))
         if not shaken:
             self.known[server.packet] = server
 
@@ -2897,9 +2902,7 @@ class SubSpacePing(UdpProtocol, Querier):
         """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
         server = self.zone(source, claim.port)
         name = claim.fields.get("name", "")
-        if server is not None:
-            self.admit_owner(server.name, claim, server, now)           # who may not keep a name may not give it up either
-        self.admit_owner(name, claim, server, now)
+        self.admit_owner(claim, server, now)
         if server is None:
             if claim.port == 65535:
                 raise Refused("bad packet", "port 65535 has no port after it for pings")
@@ -2911,7 +2914,10 @@ class SubSpacePing(UdpProtocol, Querier):
                 raise Refused("limit", "the port after it belongs to a server of another game")
             self.claims[source, claim.port] = claim
             self.claims.move_to_end((source, claim.port))
-            self.poller.add(self, source, claim.port + 1, claim.port)
+            crowded = other is None and self.poller.crowded(self.game, source)
+            asked = self.poller.add(self, source, claim.port + 1, claim.port)
+            if crowded:                     # perhaps a flood of false ones: no more packets there than came from there
+                asked.attempts = 1
             if len(self.claims) > ZONE_CLAIMS:
                 self.drop(*self.claims.popitem(last=False)[0])
             self.registry.note(source, "subspace", claim.port, "announced", now)
@@ -2943,19 +2949,21 @@ class SubSpacePing(UdpProtocol, Querier):
 
     # Names: the password of a name's first announcer owns it while a zone of that name is listed
 
-    def admit_owner(self, name: str, claim: Claim, server: Optional[Server], now: float) -> None:
-        """Raise Refused if `claim` may not have the name; `server`: whom it is about, if that is listed."""
-        owner, servers, announced_at = self.owners.get(name.casefold(), (claim.password, set(), now))
-        if server in servers:
-            if owner in (None, claim.password) or claim.lifetime == float("inf"):       # HTTP has no password, but proves the address
-                return
-            if now - announced_at >= ZONE_LIFETIME_S:           # nobody has announced it with the former one for long enough
-                self.owners[name.casefold()] = None, servers, now
-                return
-        elif owner == claim.password:
-            return
-        raise Refused("name", "the name %s has another password; it changes when nobody has announced the name with that for %d s" % (
-            name, ZONE_LIFETIME_S))
+    def admit_owner(self, claim: Claim, server: Optional[Server], now: float) -> None:
+        """Raise Refused if `claim` may not have its name; `server`: whom it is about, if that is listed. Who may not keep the name that he
+        has may not give it up either."""
+        for name in ([] if server is None else [server.name]) + [claim.fields.get("name", "")]:
+            owner, servers, announced_at = self.owners.get(name.casefold(), (claim.password, set(), now))
+            if server not in servers:
+                good = owner == claim.password
+            elif owner in (None, claim.password) or claim.lifetime == float("inf"):         # HTTP has no password, but proves the address
+                good = True
+            else:
+                good = now - announced_at >= ZONE_LIFETIME_S        # nobody has announced it with its password for long enough
+                self.owners[name.casefold()] = None if good else owner, servers, announced_at
+            if not good:
+                raise Refused("name", "the name %s has another password; it changes when nobody has announced the name with that for %d s" % (
+                    name, ZONE_LIFETIME_S))
 
     def own(self, server: Server, password: Optional[bytes], now: float) -> None:
         """`password`: None if it is not known."""
@@ -3025,6 +3033,7 @@ class SubSpacePing(UdpProtocol, Querier):
         source, port, poll = target.address, target.server_port, target.scratch
         server = self.zone(source, port)
         claim = self.claims.pop((source, port), None)
+        target.attempts = self.attempts
         fields = dict(poll.fields(), responding=poll.answered, verified="query", ping_ms=round(target.ping_ms) if poll.answered else None)
         details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
         if poll.arenas is not None or not poll.answered:
@@ -3041,6 +3050,9 @@ class SubSpacePing(UdpProtocol, Querier):
                 self.registry.refresh(server, now)          # the others live by their announcements
             self.registry.update(server, fields)
             return True
+        if claim is None and not target.known:          # its zone has gone, or comes from another source now
+            self.drop(source, port)
+            return False
         address = self.registry.rules.listed_address(source)
         before = self.registry.get("subspace", address, port)           # from another source
         if before is not None and before.responding and not before.unconfirmed and claim is None:
@@ -3048,12 +3060,12 @@ class SubSpacePing(UdpProtocol, Querier):
             return True
         name = before.name if before is not None else endpoint(address, port)
         told: Dict[str, Any] = {"name": name}
+        lifetime = before.lifetime if before is not None and before.lasting else claim.lifetime if claim is not None else ZONE_LIFETIME_S
         try:
             if claim is not None:
                 told.update(claim.fields)
-                self.admit_owner(told["name"], claim, before, now)
-            server = self.registry.hear("subspace", address, port, source, now, claim.lifetime if claim is not None else ZONE_LIFETIME_S,
-                                        dict(told, **fields), target.known)
+                self.admit_owner(claim, before, now)
+            server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields), target.known)
             if name.casefold() != server.name.casefold():
                 self.disown(server, name)
         except Refused as refused:
@@ -6753,8 +6765,9 @@ class Keeper:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
-            if server.verified == "query" or server.address == server.source:               # the others may claim another
-                server.address = self.registry.rules.listed_address(server.source)          # as mapped now
+            mapped = self.registry.rules.listed_address(server.source)
+            if server.verified == "query" or server.address == server.source or mapped != server.source and server.verified != "connection":
+                server.address = mapped             # the others claim another
                 if server.address != row[1]:
                     moved.append(row[:3])
             if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:
@@ -6794,12 +6807,13 @@ class Keeper:
         if self.rows is None:
             self.rows = self.read(wall)
         altered, heard = self.registry.news(batch, since)
+        renewed = self.storage.renewed
         if not self.storage.save([stored_row(server, epoch) for server in altered],
                                  [(server.last_seen + epoch, expiry(server, epoch), *server.key) for server in heard], list(left)):
-            if not self.shared:
+            if not self.shared and self.storage.renewed == renewed:         # not another file
+                self.shared = True
                 log.warning("%s: another program takes servers out of this database; each master needs one of its own ([server] database)",
                             self.storage.path)
-            self.shared = True
             self.storage.save([stored_row(server, epoch) for server in self.registry.servers()], [], [])
         if players is None:
             return None

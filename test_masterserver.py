@@ -1701,6 +1701,14 @@ class IceballTest(unittest.TestCase):
                         told += 1
             self.assertEqual(told, 2 * tellings)
 
+    def test_a_reload_opens_no_way_for_late_handshakes(self) -> None:
+        msok, = self.send(announcement(players=1))
+        self.send(b"HSHK" + msok[4:])
+        self.send(announcement(players=5))
+        self.iceball.read(self.core.settings)
+        self.send(b"HSHK" + msok[4:])
+        self.assertEqual([server.players for server in self.registry.servers()], [5])
+
     def test_a_late_handshake_undoes_nothing(self) -> None:
         msok, later = self.send(announcement(players=1))[0], self.send(announcement(players=2))[0]
         self.send(b"HSHK" + msok[4:])
@@ -2833,6 +2841,50 @@ class SubSpaceAnnouncements(unittest.TestCase):
             self.assertEqual([(s.name, s.source, s.responding, s.unconfirmed) for s in world.registry.servers()],
                              [("Mine", "203.0.113.9", True, False)])
 
+    def test_two_sources_of_one_zone(self) -> None:
+        """It announced to localhost, and now to the public name; neither way lists it for the other's sake, nor takes its name."""
+        world = SubSpaceWorld(server__public_address="203.0.113.9")
+        for source in ("127.0.0.1", "203.0.113.9"):
+            world.zones[source, 25001] = asss
+        for second in range(1500):
+            if second % 60 == 0:
+                world.announce(zone_announcement(name=b"Mine", password=b"secret"), "127.0.0.1" if second < 100 else "203.0.113.9")
+            world.run(1)
+            if second > 3:
+                self.assertEqual([(s.name, s.named) for s in world.registry.servers()], [("Mine", False)], second)
+        world.announce(zone_announcement(name=b"Evil", password=b"x"), "127.0.0.1")
+        world.run(5)
+        self.assertEqual([(s.name, s.source) for s in world.registry.servers()], [("Mine", "203.0.113.9")])
+        world.run(200)
+        self.assertEqual([world.registry.servers(), world.ping.owners, world.core.poller.targets], [[], {}, {}])
+
+    def test_a_zone_that_stays_does_so_from_another_source_too(self) -> None:
+        world = SubSpaceWorld(server__public_address="203.0.113.9")
+        for source in ("127.0.0.1", "203.0.113.9"):
+            world.zones[source, 25001] = asss
+        world.ping.announced("127.0.0.1", 25000, {"name": "Mine"}, 0.0)
+        world.run(5)
+        world.announce(zone_announcement(name=b"Mine"), "203.0.113.9")
+        world.run(600)
+        self.assertEqual([(s.name, s.lasting) for s in world.registry.servers()], [("Mine", True)])
+
+    @mock.patch.object(ms, "log", mock.Mock())
+    def test_an_ini_that_changes_takes_nobody_out_who_announces_himself(self) -> None:
+        world = SubSpaceWorld(server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
+        for source in ("127.0.0.1", "203.0.113.9"):
+            world.zones[source, 25001] = asss
+        for second in range(1500):
+            if second % 60 == 0:
+                world.announce(zone_announcement(name=b"Mine"), "127.0.0.1")
+            if second in (300, 800):        # the line goes; then there is one that leads nowhere
+                zones = "" if second == 300 else "nowhere.example:1"
+                world.ping.read(ms.Settings({"subspace.zones": zones}))
+            world.run(1)
+            if second == 800:
+                world.zone("203.0.113.9").named = True          # type: ignore[union-attr]
+            if second > 3:
+                self.assertEqual([s.name for s in world.registry.servers()], ["Mine"], second)
+
     def test_false_claims_keep_no_zone_out(self) -> None:
         """From its own address or others, more than may be listed."""
         for forged in (lambda number: (zone_announcement(30000 + number), ZONE[0]),
@@ -2847,6 +2899,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
                     world.run(1)
             self.assertIsNotNone(world.zone())
             world.ping.announced(ZONE[0], 5, {}, world.now)             # not refused
+            world.run(20)
+            self.assertLess(len(world.asked), 1500, "no more questions than announcements, but for the first of a source")
 
     def test_the_master_does_not_list_itself(self) -> None:
         world = SubSpaceWorld()
@@ -5811,8 +5865,11 @@ class KeeperTest(unittest.TestCase):
         registry.hear("iceball", "127.0.0.1", 1, "127.0.0.1", 0.0, 120.0, {"name": "S", "verified": "handshake"})
         keeper.tick(2.0, T0 + 2)
         keeper.storage.close()
-        registry, _ = self.start(0.0, T0 + 10, server__public_address="203.0.113.7")
-        self.assertEqual([server.address for server in registry.servers()], ["203.0.113.7"])
+        for address in "203.0.113.7", "203.0.113.8":
+            registry, keeper = self.start(0.0, T0 + 10, server__public_address=address)
+            self.assertEqual([server.address for server in registry.servers()], [address])
+            keeper.tick(2.0, T0 + 12)
+            keeper.storage.close()
 
     def test_another_program_takes_servers_out_of_the_database(self) -> None:
         registry, keeper = self.start(0.0, T0)
@@ -5830,6 +5887,15 @@ class KeeperTest(unittest.TestCase):
                 keeper.tick(now + 6, T0 + now + 6)
                 self.assertEqual(len(keeper.storage.load(T0 + now + 7)), 2)
         self.assertEqual(["each master needs one of its own" in line for line in logged.output], [True])
+        registry, keeper = self.start(0.0, T0 + 40)
+        for now in 1.0, 5.0:
+            for server in registry.servers():
+                registry.refresh(server, now)
+            keeper.tick(now + 2, T0 + 42 + now)
+            self.assertEqual((len(keeper.storage.load(T0 + 43 + now)), keeper.shared), (2, False))
+            with contextlib.suppress(FileNotFoundError):
+                for end in "", "-wal", "-shm":
+                    os.remove(self.path + end)              # which is another trouble, and told otherwise
 
     def test_a_clock_put_back_prolongs_no_life(self) -> None:
         registry, keeper = self.start(0.0, T0)
