@@ -431,9 +431,13 @@ TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 class Section(Dict[str, Any]):
     """Of an ini: it may come twice, as lines are often added at the end; a key may not."""
 
+    name = ""
+
     def __setitem__(self, key: str, value: Any) -> None:
-        if type(value) is list and key in self:         # as configparser reads it; it joins the lines later
-            raise configparser.Error("%s stands twice in its section" % key)
+        if isinstance(value, Section):                  # this is the whole ini
+            value.name = key
+        elif type(value) is list and key in self:       # as configparser reads it; it joins the lines later
+            raise configparser.Error("[%s] %s stands twice" % (self.name, key))
         super().__setitem__(key, value)
 
 
@@ -5047,6 +5051,7 @@ XML_TYPE = "application/xml; charset=utf-8"
 HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
                   email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
 RETRY_AFTER = (("Retry-After", "5"),)
+PERCENT_ENCODED = {byte: "%%%02X" % byte for byte in range(128, 256)}
 METHODS_KNOWN = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT")     # others: 501
 
 
@@ -5097,8 +5102,9 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             return
         if head.count(b"\r") != head.count(b"\r\n") or b"\0" in head:
             raise HttpError(400, "A carriage return or a NUL stands alone in the head.")         # others may see a line end (RFC 9112, 2.2)
-        # Of three words, as head_end() has seen; a path may come as it was typed
-        self.raw_requestline = re.sub(rb"[\x80-\xff]", lambda byte: b"%%%02X" % byte[0][0], self.rfile.readline())
+        self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
+        if not self.raw_requestline.isascii():              # as it was typed
+            self.raw_requestline = self.raw_requestline.decode("latin-1").translate(PERCENT_ENCODED).encode()
         if re.search(rb"[\x1c-\x1f]", self.raw_requestline):
             raise HttpError(400, "The request line holds bytes that some take for a space.")
         version = re.fullmatch(rb"HTTP/0*([0-9]{1,9})(\.[0-9]{1,9})?", self.raw_requestline.split()[-1])
@@ -5670,7 +5676,7 @@ class Web(TcpProtocol):
         answer = self.error(error, "text/html" in exchange.header("Accept"))
         if exchange.route == "/announce":
             answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
-        if exchange.route == "/master.json" and error.status == 429:
+        if exchange.route == "/master.json" and error.status in (403, 429):
             answer = answer._replace(body=self.master_json_frame([]), type=JSON_TYPE)
         return answer
 
@@ -6606,26 +6612,30 @@ class Acceptor:
         descriptor, peer = self.sock._accept()
         return socket.socket(self.family, STREAM, 0, descriptor), peer
 
-    def ready(self, now: float, most: int = DRAIN_ACCEPTS, turn_s: float = TURN_S) -> None:
-        for _ in range(most):
-            try:
-                sock, peer = self.accept()
-            except (BlockingIOError, InterruptedError):
+    def ready(self, now: float) -> None:
+        for _ in range(DRAIN_ACCEPTS):          # who has asked already is answered at once
+            if not self.take(now) or time.monotonic() - now >= TURN_S:
                 return
-            except OSError as error:
-                if error.errno in DESCRIPTORS_SHORT:
-                    self.pause(now, error)
-                    return
-                continue            # the peer has gone already
-            if self.loop.health.pop("descriptors", None):
-                log.info("%s: connections are accepted again", self.name)
-            try:
-                self.loop.accepted(self, sock, canonical(peer[0]), now)
-            except BaseException:
-                sock.close()
-                raise
-            if time.monotonic() - now >= turn_s:        # who has asked already is answered by now
-                return
+
+    def take(self, now: float) -> bool:
+        """The next connection; False if there is none."""
+        try:
+            sock, peer = self.accept()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            if error.errno in DESCRIPTORS_SHORT:
+                self.pause(now, error)
+                return False
+            return True             # the peer has gone already
+        if self.loop.health.pop("descriptors", None):
+            log.info("%s: connections are accepted again", self.name)
+        try:
+            self.loop.accepted(self, sock, canonical(peer[0]), now)
+        except BaseException:
+            sock.close()
+            raise
+        return True
 
     def pause(self, now: float, error: OSError) -> None:
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop."""
@@ -6644,7 +6654,12 @@ class Acceptor:
     def leave(self, now: float) -> None:
         """Take who has connected already, for whom a closed listener is a reset, and nobody else."""
         try:
-            self.ready(now, BACKLOG, math.inf)
+            for _ in range(BACKLOG):
+                if not self.take(now):
+                    break
+                if time.monotonic() - now >= TURN_S:
+                    now = time.monotonic()
+                    self.loop.bound_output(now)
         finally:
             if not self.paused_until:
                 self.loop.selector.unregister(self.sock)
@@ -7463,12 +7478,14 @@ class MasterServer(Loop):
         if asked:
             self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
+            if self.settings.found:
+                check_is_file(self.settings.path)
             new = self.read_again()
             if self.settings.found and not new.found:
                 raise SettingsError("%s: it is gone" % self.settings.path)
             read_text_files(new)
             self.settings.found = new.found
-        except SettingsError as error:
+        except (SettingsError, ValueError) as error:
             self.ini_trouble = str(error)
             if asked or self.ini_trouble != told:
                 log.error("the old settings stay in force: %s", error)
@@ -7565,7 +7582,7 @@ def file_stamp(path: str) -> Tuple[int, ...]:
 
 def check_is_file(path: str) -> None:
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError("%s: a file is wanted, as to read from a pipe may take for ever" % path)
+        raise ValueError("%s: a plain file is wanted, as to read from a pipe may take for ever" % path)
 
 
 def read_text_files(settings: Settings) -> None:
@@ -7573,7 +7590,7 @@ def read_text_files(settings: Settings) -> None:
     for name in TEXT_FILES:
         path = settings.file(name)
         settings.texts[name] = ""
-        if path:
+        if path and path != os.devnull:
             try:
                 check_is_file(path)
                 with open(path, encoding="utf-8-sig") as file:
@@ -8602,7 +8619,7 @@ def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
         data = b""
         until = time.monotonic() + FETCH_S
         while True:                         # greetings may come before the list
-            start = re.search(rb"(?:^|[^0-9#])12#", data)           # not the number in one
+            start = re.search(rb"(?:^|[%\0\r\n])12#", data)          # not a number in one
             if start and data.endswith(b"#%"):
                 break
             piece = sock.recv(RECV_BYTES)
@@ -8876,7 +8893,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
     def shouldRollover(self, record: logging.LogRecord) -> int:
         former, path = self.stream, self.baseFilename
         with contextlib.suppress(OSError):          # as long as there is no such folder, the former file takes the lines
-            if former and not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(former.fileno()))):
+            there = os.path.exists(path)
+            if former and (not there or os.path.isfile(path) and not os.path.samestat(os.stat(path), os.fstat(former.fileno()))):
                 self.stream = self._open()
                 former.close()
         return super().shouldRollover(record)
@@ -8891,22 +8909,25 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 class PipeLog(logging.Handler):
-    """Standard error as a pipe, a socket or a terminal whose reader may have stopped reading: lines are lost then, and counted; to wait
-    for him would stop the server. Raises OSError where that cannot be had."""
+    """A pipe, a socket or a terminal whose reader may have stopped reading: lines are lost then, and counted; to wait for him would stop
+    the server. Raises OSError where that cannot be had."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, where: Union[int, str]) -> None:
+        """`where`: a descriptor, as of standard error, or a path."""
         super().__init__()
         self.lost, self.rest = 0, b""               # lines, and what is left of one that went out in part
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISSOCK(mode):
-            sock = socket.socket(fileno=os.dup(descriptor))
-            self.write: Callable[[bytes], int] = lambda line: sock.send(line, socket.MSG_DONTWAIT)
-            self.end: Callable[[], None] = sock.close
-        elif stat.S_ISFIFO(mode) or os.isatty(descriptor):      # opened anew, as others may write to this one and be ready to wait
-            own = os.open("/proc/self/fd/%d" % descriptor, os.O_WRONLY | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0))
+        self.write: Callable[[bytes], int] = len
+        self.end: Callable[[], None] = lambda: None
+        mode = os.stat(where).st_mode
+        if isinstance(where, int) and stat.S_ISSOCK(mode):
+            sock = socket.socket(fileno=os.dup(where))
+            self.write, self.end = lambda line: sock.send(line, socket.MSG_DONTWAIT), sock.close
+        elif stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "a file keeps nobody waiting")
+        else:                               # opened anew, as others may write to this one and be ready to wait
+            own = os.open(where if isinstance(where, str) else "/proc/self/fd/%d" % where,
+                          os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
             self.write, self.end = functools.partial(os.write, own), functools.partial(os.close, own)
-        else:
-            raise OSError(errno.EINVAL, "nobody reads it")
 
     def emit(self, record: logging.LogRecord) -> None:
         told = "%d lines are missing here\n" % self.lost if self.lost else ""
@@ -8931,9 +8952,8 @@ def start_log(settings: Settings, verbose: bool) -> None:
     path = settings.file("server.log_file")
     if path:
         try:
-            if is_pipe(path):
-                raise OSError("%s is a pipe" % path)
-            handler = LogFile(path, maxBytes=LOG_FILE_BYTES, backupCount=3, encoding="utf-8")
+            handler = (PipeLog(path) if os.path.exists(path) and not os.path.isfile(path) else
+                       LogFile(path, maxBytes=LOG_FILE_BYTES, backupCount=3, encoding="utf-8"))
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
@@ -9008,14 +9028,9 @@ def unserved(server: MasterServer) -> List[str]:
             for name in server.tallies if name not in {l.protocol for l in server.listeners}]
 
 
-def is_pipe(path: str) -> bool:
-    return os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)
-
-
 def writable(path: str) -> bool:
     """Whether this file can be written, or made if it is not there; nothing is made."""
-    return not (os.path.isdir(path) or is_pipe(path)) and os.access(
-        path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK)
+    return not os.path.isdir(path) and os.access(path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK)
 
 
 def check(settings: Settings) -> Tuple[List[str], List[str]]:

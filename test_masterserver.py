@@ -235,8 +235,8 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[DEFAULT]\nport = 1\n", "no section [DEFAULT]")
         self.wrong("[limits]\ndatagrams = 0/10\n", "a number")
         self.wrong("port = 1\n", "no section headers")
-        self.wrong("[iceball]\nport = 1\nport = 2\n", "port stands twice")
-        self.wrong("[iceball]\nport = 1\n[http]\n[iceball]\nport = 2\n", "port stands twice")
+        self.wrong("[iceball]\nport = 1\nport = 2\n", "[iceball] port stands twice")
+        self.wrong("[iceball]\nport = 1\n[aio]\nport = 1\n[http]\n[aio]\nport = 2\n", "[aio] port stands twice")
 
     def test_lines_added_at_the_end(self) -> None:
         settings = self.load(ms.config_text() + "[http]\ntitle = Ours\n[games]\nmygame = My Game\n")
@@ -5405,6 +5405,9 @@ class WebTest(unittest.TestCase):
             self.assertEqual(statuses(60, client), [b"200"] * 50 + [b"429"] * 10)
         self.core.registry.rules.blocked = ms.Networks([ms.read_network("203.0.113.66")])
         self.assertEqual(statuses(1, b"203.0.113.66"), [b"403"])
+        session = self.web.session("127.0.0.1", 0.0)
+        body = drive(session, b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.66\r\n\r\n").partition(b"\r\n\r\n")[2]
+        self.assertEqual(json.loads(body)["servers"], [])
         # The same bytes, first from somebody who is no proxy
         paying = self.core.registry.rules.requests.table
         for address, client in (("203.0.113.7", "203.0.113.7"), ("127.0.0.1", "203.0.113.8")):
@@ -6045,9 +6048,16 @@ class ReloadTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "pipe")
             os.mkfifo(path)
-            self.assertRaisesRegex(ms.SettingsError, "a file is wanted", ms.read_text_files, ms.Settings({"http.stylesheet": path}))
-            self.assertRaisesRegex(ms.StartError, "is a pipe", ms.start_log, ms.Settings({"server.log_file": path}), False)
-            self.assertFalse(ms.writable(path))
+            self.assertRaisesRegex(ms.SettingsError, "a plain file is wanted", ms.read_text_files, ms.Settings({"http.stylesheet": path}))
+            self.assertRaisesRegex(ms.StartError, "No such device", ms.start_log, ms.Settings({"server.log_file": path}), False)
+            server = ms.MasterServer({"server.database": ""}, reload=mock.Mock())
+            self.addCleanup(server.stop)
+            server.settings.path, server.settings.found = path, True
+            with self.assertLogs("masterserver", "ERROR") as logged:
+                server.reload()
+            self.assertIn("the old settings stay in force: %s: a plain file is wanted" % path, logged.output[0])
+        for name in ms.TEXT_FILES:
+            ms.read_text_files(ms.Settings({name: os.devnull}))
 
     def test_a_text_file_that_is_too_long(self) -> None:
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(ms, "TEXT_FILE_CHARACTERS", 1000):
@@ -7858,15 +7868,16 @@ class ServiceTest(unittest.TestCase):
     def test_a_terminal_that_nobody_reads_stops_nothing(self) -> None:
         ours, theirs = os.openpty()
         with open(ours, "rb", 0) as screen, open(theirs, "wb", 0):
-            handler = ms.PipeLog(theirs)
-            self.addCleanup(handler.close)
-            for number in range(3000):
-                handler.emit(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
-            self.assertGreater(handler.lost, 0)
-            data = b""
-            while b"lines are missing here" not in data:
-                data += screen.read(65536)
-                handler.emit(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
+            for where in theirs, os.ttyname(theirs):        # as standard error, and as [server] log_file
+                handler = ms.PipeLog(where)
+                self.addCleanup(handler.close)
+                for number in range(3000):
+                    handler.emit(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
+                self.assertGreater(handler.lost, 0)
+                data = b""
+                while b"lines are missing here" not in data:
+                    data += screen.read(65536)
+                    handler.emit(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
             self.assertTrue(os.get_blocking(theirs))
 
     @unittest.skipUnless(sys.platform == "linux", "a pipe can be opened anew on Linux alone")
@@ -7914,6 +7925,11 @@ class ServiceTest(unittest.TestCase):
                 ms.log.info("in a new file")
                 with open(path) as file:
                     self.assertIn("in a new file", file.read())
+                if hasattr(os, "mkfifo"):
+                    os.rename(path, path + ".old")
+                    os.mkfifo(path)
+                    ms.log.info("into the former file")         # and nobody waits
+                    os.rename(path + ".old", path)
                 refused = PermissionError(13, "Permission denied")
                 with mock.patch.object(ms, "LOG_FILE_BYTES", 1000), mock.patch.object(os, "rename", side_effect=refused):
                     handler.maxBytes = 1000
@@ -8031,7 +8047,7 @@ class ClientTools(unittest.TestCase):
 
     def test_the_twelfth_connection_to_an_aio_master(self) -> None:
         def serve(sock: socket.socket) -> None:
-            sock.sendall(hexa("01 00000000") + b"%1#12#%")
+            sock.sendall(hexa("01 00000000") + b"%1#12#%%1#abc12#%")
             sock.recv(100)
             sock.sendall(b"%12#Court#D#203.0.1")
             time.sleep(0.02)                # it comes in two pieces
@@ -9104,7 +9120,7 @@ class Announcing(unittest.TestCase):
                 os.mkfifo(path)
                 with self.assertLogs("masterserver", "WARNING") as logged:
                     announcement.read_file()            # and does not wait for who writes
-                self.assertIn("a file is wanted", logged.output[0])
+                self.assertIn("a plain file is wanted", logged.output[0])
 
     def test_a_name_that_cannot_be_looked_up_yet(self) -> None:
         announcement = ms.Announcement("iceball", 1, "master.example")
