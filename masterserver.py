@@ -2966,7 +2966,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 good = now - announced_at >= ZONE_LIFETIME_S        # nobody has announced it with its password for long enough
                 self.owners[name.casefold()] = None if good else owner, servers, announced_at
             if not good:
-                raise Refused("name", "the name %s has another password; it changes when nobody has announced the name with that for %d s" % (
+                raise Refused("name", "the name %s is announced with another password; a new one holds when that has not been heard for %d s" % (
                     name, ZONE_LIFETIME_S))
 
     def own(self, server: Server, password: Optional[bytes], now: float) -> None:
