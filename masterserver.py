@@ -1840,7 +1840,7 @@ POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, l
 class Target:
     """One game server to be asked. `step` and `scratch` belong to its querier."""
 
-    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "attempts", "phase", "asked_at", "nonce",
+    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
                  "attempt", "step", "missed", "ping_ms", "scratch")
 
     def __init__(self, querier: Querier, address: str, port: int, server_port: int, phase: float) -> None:
@@ -1848,7 +1848,6 @@ class Target:
         self.phase = phase                              # its place in the interval, from 0 to 1
         self.known = False                              # named in the ini: polled however long it is silent
         self.announced = False                          # it asked for it
-        self.attempts = querier.attempts                # after so many questions without an answer the poll is missed
         self.asked_at = 0.0
         self.nonce = 0
         self.attempt = self.step = self.missed = 0
@@ -1990,7 +1989,7 @@ class Poller(UdpProtocol):
             if now - target.asked_at < POLL_TIMEOUT_S:
                 break
             target.attempt += 1
-            if target.attempt < target.attempts:
+            if target.attempt < target.querier.attempts:
                 out += self.ask(target, now)
                 continue
             target.missed += 1
@@ -2920,8 +2919,8 @@ class SubSpacePing(UdpProtocol, Querier):
             self.claims.move_to_end((source, claim.port))
             crowded = other is None and self.poller.crowded(self.game, source)
             asked = self.poller.add(self, source, claim.port + 1, claim.port)
-            if crowded:                     # perhaps a flood of false ones: no more packets there than came from there
-                asked.attempts = 1
+            if crowded:                     # perhaps a flood of false ones: one question for each, that every zone knows
+                asked.attempt, asked.scratch = len(PING_FORMS) - 1, ZonePoll()
             if len(self.claims) > ZONE_CLAIMS:
                 self.drop(*self.claims.popitem(last=False)[0])
             self.registry.note(source, "subspace", claim.port, "announced", now)
@@ -3037,7 +3036,6 @@ class SubSpacePing(UdpProtocol, Querier):
         source, port, poll = target.address, target.server_port, target.scratch
         server = self.zone(source, port)
         claim = self.claims.pop((source, port), None)
-        target.attempts = self.attempts
         fields = dict(poll.fields(), responding=poll.answered, verified="query", ping_ms=round(target.ping_ms) if poll.answered else None)
         details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
         if poll.arenas is not None or not poll.answered:
@@ -6780,9 +6778,8 @@ class Keeper:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
-            mapped = self.registry.rules.listed_address(server.source)
-            if server.verified == "query" or server.address == server.source or mapped != server.source and server.verified != "connection":
-                server.address = mapped             # the others claim another
+            if server.verified == "query" or server.address == server.source:               # the others may claim another
+                server.address = self.registry.rules.listed_address(server.source)          # as mapped now
                 if server.address != row[1]:
                     moved.append(row[:3])
             if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:
@@ -7478,7 +7475,7 @@ class MasterServer(Loop):
         if asked:
             self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
-            if self.settings.found:
+            if self.settings.path != os.devnull:
                 check_is_file(self.settings.path)
             new = self.read_again()
             if self.settings.found and not new.found:
@@ -9047,12 +9044,17 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         errors += str(error).split("\n")
     server.stop()
     path = settings.file("server.database")
-    if path and not (writable(path) and writable(path + "-wal")):           # SQLite makes files beside it
+    if path and not (writable(path) and writable(path + "-wal") and (os.path.isfile(path) or not os.path.exists(path))):        # and beside it
         (errors if "server.database" in settings.given and not has_content(path) else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
+    elif path and os.path.exists(path) and not os.path.isfile(path):
+        try:
+            PipeLog(path).close()
+        except OSError as error:
+            errors.append("[server] log_file: %s" % error)
     elif path and not writable(path + ".new"):
         warnings.append("[server] log_file: %s cannot be rotated, and would grow; its folder cannot be written." % path)
     bound = settings["server.bind"]

@@ -2901,6 +2901,13 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.ping.announced(ZONE[0], 5, {}, world.now)             # not refused
             world.run(20)
             self.assertLess(len(world.asked), 1500, "no more questions than announcements, but for the first of a source")
+        world = SubSpaceWorld()
+        world.zones[ZONE[0], ZONE[1] + 1] = lambda question: asss(question) if len(question) == 4 else None         # an old one
+        for port in range(30000, 30100):
+            world.announce(zone_announcement(port))
+        world.announce(ANNOUNCEMENT)
+        world.run(15)
+        self.assertIsNotNone(world.zone())
 
     def test_the_master_does_not_list_itself(self) -> None:
         world = SubSpaceWorld()
@@ -5862,11 +5869,11 @@ class KeeperTest(unittest.TestCase):
         registry.hear("iceball", "127.0.0.1", 1, "127.0.0.1", 0.0, 120.0, {"name": "S", "verified": "handshake"})
         keeper.tick(2.0, T0 + 2)
         keeper.storage.close()
-        for address in "203.0.113.7", "203.0.113.8":
-            registry, keeper = self.start(0.0, T0 + 10, server__public_address=address)
-            self.assertEqual([server.address for server in registry.servers()], [address])
-            keeper.tick(2.0, T0 + 12)
-            keeper.storage.close()
+        registry.hear("iceball", "198.51.100.7", 2, "127.0.0.1", 0.0, 120.0, {"name": "which says so", "verified": "handshake"})
+        keeper.tick(4.0, T0 + 4)
+        keeper.storage.close()
+        registry, _ = self.start(0.0, T0 + 10, server__public_address="203.0.113.7")
+        self.assertEqual({server.address for server in registry.servers()}, {"203.0.113.7", "198.51.100.7"})
 
     def test_another_program_takes_servers_out_of_the_database(self) -> None:
         registry, keeper = self.start(0.0, T0)
@@ -6044,12 +6051,16 @@ class ReloadTest(unittest.TestCase):
             os.mkfifo(path)
             self.assertRaisesRegex(ms.SettingsError, "a plain file is wanted", ms.read_text_files, ms.Settings({"http.stylesheet": path}))
             self.assertRaisesRegex(ms.StartError, "No such device", ms.start_log, ms.Settings({"server.log_file": path}), False)
-            server = ms.MasterServer({"server.database": ""}, reload=mock.Mock())
+            server = ms.MasterServer({"server.database": ""}, reload=mock.Mock(side_effect=ms.SettingsError("was read")))
             self.addCleanup(server.stop)
-            server.settings.path, server.settings.found = path, True
-            with self.assertLogs("masterserver", "ERROR") as logged:
-                server.reload()
-            self.assertIn("the old settings stay in force: %s: a plain file is wanted" % path, logged.output[0])
+            for found, ini, words in ((True, path, "a plain file"), (False, path, "a plain file"), (True, os.devnull, "was read")):
+                server.settings.path, server.settings.found = ini, found
+                with self.assertLogs("masterserver", "ERROR") as logged:
+                    server.reload()
+                self.assertIn("the old settings stay in force", logged.output[0])
+                self.assertIn(words, logged.output[0])
+            errors, warnings = ms.check(ms.Settings(dict(LOOPBACK, **{"server.log_file": path, "server.database": path})))
+            self.assertEqual([sum(name in line for line in errors) for name in ("log_file", "database")], [1, 1])
         for name in ms.TEXT_FILES:
             ms.read_text_files(ms.Settings({name: os.devnull}))
 
