@@ -2301,8 +2301,10 @@ class Iceball(UdpProtocol):
         except Refused as refused:
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        server.packet = b"" if shaken else fingerprint((packet, source))
-        if not shaken:
+        if shaken:
+            server.packet = b""                     # until it announces itself
+        else:
+            server.packet = fingerprint((packet, source))
             self.known[server.packet] = server
 
 
@@ -9044,7 +9046,8 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         errors += str(error).split("\n")
     server.stop()
     path = settings.file("server.database")
-    if path and not (writable(path) and writable(path + "-wal") and (os.path.isfile(path) or not os.path.exists(path))):        # and beside it
+    usable = os.path.isfile(path) or not os.path.exists(path)
+    if path and not (usable and writable(path) and writable(path + "-wal")):            # SQLite makes files beside it
         (errors if "server.database" in settings.given and not has_content(path) else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
     path = settings.file("server.log_file")
