@@ -4985,6 +4985,21 @@ class WebTest(unittest.TestCase):
         self.registry.servers()[0].unconfirmed = True
         self.assertNotIn(b"<h3>Listed", self.get("/check?address=203.0.113.9", now=4.0)[2])
 
+    def test_check_is_about_one_address(self) -> None:
+        for address, name in (("203.0.113.9", "Ours"), ("203.0.113.10", "Theirs")):
+            self.registry.hear("iceball", address, 5, address, 0.0, 120.0, {"name": name})
+        page = self.get("/check?address=203.0.113.9", now=1.0)[2]
+        self.assertEqual((page.count(b"Ours"), page.count(b"Theirs")), (1, 0))
+
+    def test_a_page_that_ends_within_a_block(self) -> None:
+        for port in range(1, 301):
+            self.list(port, "198.51.100.%d" % (1 + port % 200))
+        for rows in (ms.BLOCK_SERVERS, ms.BLOCK_SERVERS + 22, 299, 300, 301):
+            with mock.patch.object(ms, "PAGE_ROWS", rows):
+                self.web = ms.Web(self.core)
+                page = self.get("/")[2].decode()
+            self.assertEqual(page.count('<tr'), 1 + min(rows, 300), rows)
+
     def test_check_of_what_is_no_address(self) -> None:
         status, _, body = self.get('/check?address=play.example.org"&port=7')
         self.assertEqual(status, 400)
@@ -9355,6 +9370,15 @@ class Embedded(unittest.TestCase):
         server.bind()
         places = [(l.host, l.port) for l in server.listeners if l.protocol == "http"]
         self.assertEqual([len(set(places)), len({port for _, port in places})], [4, 2])
+
+    def test_pages_tell_the_time_of_a_clock_that_was_put_right(self) -> None:
+        server = master(http__ports="0")
+        self.addCleanup(server.stop)
+        server.bind()
+        web = next(protocol for protocol in server.protocols if isinstance(protocol, ms.Web))
+        with mock.patch.object(time, "time", return_value=4e9):
+            server.tick(time.monotonic())
+        self.assertAlmostEqual(web.epoch + time.monotonic(), 4e9, delta=5.0)
 
     def test_what_others_do_while_it_binds(self) -> None:
         for meanwhile, state in ((lambda server: server.stop(), "closed"), (lambda server: self.assertRaises(ms.StartError, server.run), "bound")):
