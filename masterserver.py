@@ -2112,7 +2112,7 @@ class Known:
             registry = self.core.registry
             for server in registry.servers(self.querier.game):
                 if server.named and (server.address, server.port) not in self.places:
-                    self.unname(server, self.core.poller.targets.get((server.source, server.port + self.offset)))
+                    self.unname(server)
         self.querier.named()
 
     def identity(self, target: Target) -> Tuple[str, int]:
@@ -2126,12 +2126,12 @@ class Known:
         self.places.pop(self.identity(target), None)
         server = self.core.registry.get(self.querier.game, *self.identity(target))
         if server is not None:
-            self.unname(server, self.core.poller.targets.get((server.source, target.port)))
+            self.unname(server)
         if not target.announced:
             self.core.poller.remove(target)
 
-    def unname(self, server: Server, target: Optional[Target]) -> None:
-        """`target`: by which it is asked where its packets come from."""
+    def unname(self, server: Server) -> None:
+        target = self.core.poller.targets.get((server.source, server.port + self.offset))           # where its packets come from
         if target is not None and target.announced:
             self.core.registry.update(server, {"named": False})
             self.core.registry.schedule(server)
@@ -7477,14 +7477,13 @@ class MasterServer(Loop):
         if asked:
             self.tell("RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic() * 1e6))
         try:
-            if self.settings.path != os.devnull:
-                check_is_file(self.settings.path)
+            check_is_file(self.settings.path, SettingsError)
             new = self.read_again()
             if self.settings.found and not new.found:
                 raise SettingsError("%s: it is gone" % self.settings.path)
             read_text_files(new)
             self.settings.found = new.found
-        except (SettingsError, ValueError) as error:
+        except SettingsError as error:
             self.ini_trouble = str(error)
             if asked or self.ini_trouble != told:
                 log.error("the old settings stay in force: %s", error)
@@ -7579,9 +7578,15 @@ def file_stamp(path: str) -> Tuple[int, ...]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def check_is_file(path: str) -> None:
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError("%s: a plain file is wanted, as to read from a pipe may take for ever" % path)
+def is_special(path: str) -> bool:
+    """There, and no plain file: a pipe, a terminal, a folder."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def check_is_file(path: str, wrong: Callable[[str], Exception] = ValueError) -> None:
+    """Raises ValueError, or what `wrong` makes, where reading may wait for ever."""
+    if is_special(path) and path != os.devnull:
+        raise wrong("%s: a plain file is wanted, as to read from a pipe may take for ever" % path)
 
 
 def read_text_files(settings: Settings) -> None:
@@ -7589,7 +7594,7 @@ def read_text_files(settings: Settings) -> None:
     for name in TEXT_FILES:
         path = settings.file(name)
         settings.texts[name] = ""
-        if path and path != os.devnull:
+        if path:
             try:
                 check_is_file(path)
                 with open(path, encoding="utf-8-sig") as file:
@@ -8892,8 +8897,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
     def shouldRollover(self, record: logging.LogRecord) -> int:
         former, path = self.stream, self.baseFilename
         with contextlib.suppress(OSError):          # as long as there is no such folder, the former file takes the lines
-            there = os.path.exists(path)
-            if former and (not there or os.path.isfile(path) and not os.path.samestat(os.stat(path), os.fstat(former.fileno()))):
+            found = os.stat(path) if os.path.exists(path) else None
+            if former and (found is None or stat.S_ISREG(found.st_mode) and not os.path.samestat(found, os.fstat(former.fileno()))):
                 self.stream = self._open()
                 former.close()
         return super().shouldRollover(record)
@@ -8951,8 +8956,7 @@ def start_log(settings: Settings, verbose: bool) -> None:
     path = settings.file("server.log_file")
     if path:
         try:
-            handler = (PipeLog(path) if os.path.exists(path) and not os.path.isfile(path) else
-                       LogFile(path, maxBytes=LOG_FILE_BYTES, backupCount=3, encoding="utf-8"))
+            handler = PipeLog(path) if is_special(path) else LogFile(path, maxBytes=LOG_FILE_BYTES, backupCount=3, encoding="utf-8")
         except OSError as error:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
@@ -8970,7 +8974,7 @@ def start_log(settings: Settings, verbose: bool) -> None:
 
 def write_file(path: str, data: bytes) -> None:
     """All of it or nothing: readers find the old file or the new one. What is no file (a pipe, a device) is written to. Raises OSError."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    if is_special(path):
         with open(path, "wb") as file:
             file.write(data)
         return
@@ -9046,14 +9050,13 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         errors += str(error).split("\n")
     server.stop()
     path = settings.file("server.database")
-    usable = os.path.isfile(path) or not os.path.exists(path)
-    if path and not (usable and writable(path) and writable(path + "-wal")):            # SQLite makes files beside it
+    if path and (is_special(path) or not writable(path) or not writable(path + "-wal")):         # SQLite makes files beside it
         (errors if "server.database" in settings.given and not has_content(path) else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
-    elif path and os.path.exists(path) and not os.path.isfile(path):
+    elif is_special(path):
         try:
             PipeLog(path).close()
         except OSError as error:

@@ -2278,12 +2278,13 @@ def asss(question: bytes) -> bytes:
 class SubSpaceWorld:
     """Both protocols, their poller, and zones that answer: by (address, ping port) a function from a question to the answer or None."""
 
-    def __init__(self, **settings: str) -> None:
+    def __init__(self, *answering: str, **settings: str) -> None:
+        """`answering`: addresses of zones that do from the start, at ZONE's port."""
         self.core = make_core(**settings)
         self.registry = self.core.registry
         self.ping = ms.SubSpacePing(self.core)
         self.list = ms.SubSpaceList(self.core)
-        self.zones: Dict[Tuple[str, int], Callable[[bytes], Optional[bytes]]] = {}
+        self.zones: Dict[Tuple[str, int], Callable[[bytes], Optional[bytes]]] = {(address, ZONE[1] + 1): asss for address in answering}
         self.asked: List[Tuple[bytes, Any]] = []
         self.now = 0.0
 
@@ -2486,8 +2487,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual((zone.players, zone.playing, zone.details["arenas"]), (6, 4, ARENAS))
 
     def test_expires_without_announcements(self) -> None:
-        world = SubSpaceWorld()
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0])
         world.announce(ANNOUNCEMENT)
         world.run(100)
         world.announce(ANNOUNCEMENT)
@@ -2499,8 +2499,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertFalse(world.ping.owners)
 
     def test_three_silent_polls_end_it(self) -> None:
-        world = SubSpaceWorld()
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0])
         world.announce(ANNOUNCEMENT)
         world.run(5)
         world.zones.clear()
@@ -2514,8 +2513,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertFalse(world.core.poller.targets)
 
     def test_zones_of_the_ini(self) -> None:
-        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
         world.run(5)
         zone = world.zone()
         assert zone is not None
@@ -2546,8 +2544,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 self.assertEqual([len(world.registry.servers()), len(world.core.poller.targets)], [listed] * 2, zones)
 
     def test_a_zone_that_falls_silent_while_it_announces(self) -> None:
-        world = SubSpaceWorld()
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0])
         for minute in range(5):
             world.announce(ANNOUNCEMENT)
             world.run(60)
@@ -2575,8 +2572,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             self.assertEqual([(s.players, s.responding, s.last_seen > world.now - 60) for s in world.registry.servers()], [(count, True, True)])
 
     def test_a_zone_that_the_ini_names_no_more_is_gone(self) -> None:
-        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
         world.run(40)
         self.assertIsNotNone(world.zone())
         reload(world.core, world.ping, world.list)
@@ -2596,8 +2592,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertIsNone(world.zone())
 
     def test_a_zone_that_the_ini_named_lives_by_its_announcements_again(self) -> None:
-        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
         world.announce(ANNOUNCEMENT)
         world.run(40)
         reload(world.core, world.ping, world.list)
@@ -2608,13 +2603,14 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertIsNone(world.zone())
 
     def test_a_zone_that_the_ini_names_no_more_stays_if_it_announces_itself(self) -> None:
-        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
         world.run(40)
         world.announce(ANNOUNCEMENT)
         reload(world.core, world.ping, world.list)
-        world.run(100)
+        world.run(170)
         self.assertIsNotNone(world.zone())
+        world.run(60)
+        self.assertIsNone(world.zone())
 
     def test_public_address_of_a_reload(self) -> None:
         """Who is asked moves to the new address, and goes from there when it falls silent."""
@@ -2656,8 +2652,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(len(world.registry.servers()), 40)
 
     def test_a_silent_zone_of_the_ini_has_no_ping_and_no_arenas(self) -> None:
-        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
         world.run(40)
         world.zones.clear()
         world.run(200)
@@ -2667,8 +2662,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
 
     def test_a_zone_announced_by_http_outlives_a_restart(self) -> None:
         for answers in (True, False):
-            before = SubSpaceWorld()
-            before.zones["203.0.113.9", 25001] = asss
+            before = SubSpaceWorld(ZONE[0])
             before.ping.announced("203.0.113.9", 25000, {"name": "By HTTP"}, 0.0)
             before.run(40)
             storage = mock.Mock(load=lambda wall: [ms.stored_row(before.zone(), T0)], recent=lambda wall: {}, path="", renewed=0)
@@ -2690,9 +2684,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(sorted(s.name for s in world.registry.servers("subspace")), ["Zone 2000", "Zone 3000"])
 
     def test_names_belong_to_a_password(self) -> None:
-        world = SubSpaceWorld()
-        for source in ("203.0.113.1", "203.0.113.2", "203.0.113.3"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("203.0.113.1", "203.0.113.2", "203.0.113.3")
         world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.1")
         world.run(2)
         world.announce(zone_announcement(name=b"CHAOS", password=b"cane"), "203.0.113.2")
@@ -2708,9 +2700,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
 
     def test_nobody_takes_a_name_with_a_zone_s_own_address(self) -> None:
         """A datagram's source can be made up; an announcement by HTTP has no password."""
-        world = SubSpaceWorld()
-        for source in ("203.0.113.1", "203.0.113.2"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("203.0.113.1", "203.0.113.2")
         world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.1")
         world.run(2)
         world.announce(zone_announcement(name=b"Chaos", password=b"cane"), "203.0.113.1")
@@ -2733,9 +2723,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(sorted(s.name for s in world.registry.servers()), ["Chaos", "Order"])
 
     def test_a_name_is_not_given_up_by_who_may_not_have_it(self) -> None:
-        world = SubSpaceWorld()
-        for source in ("203.0.113.1", "203.0.113.2"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("203.0.113.1", "203.0.113.2")
         world.announce(zone_announcement(name=b"Mine", password=b"secret"), "203.0.113.1")
         world.run(2)
         world.announce(zone_announcement(name=b"Forged", password=b"cane"), "203.0.113.1")
@@ -2765,17 +2753,14 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(world.outcome("203.0.113.3")[0], "announced")
 
     def test_a_name_that_is_refused_is_not_taken_later(self) -> None:
-        world = SubSpaceWorld(server__refuse_names="casino")
-        world.zones[ZONE[0], ZONE[1] + 1] = asss
+        world = SubSpaceWorld(ZONE[0], server__refuse_names="casino")
         world.announce(ANNOUNCEMENT)
         world.run(2)
         world.announce(zone_announcement(name=b"Casino"))
         self.assertEqual((world.outcome()[0], [s.name for s in world.registry.servers()]), ("name", ["Loopback Test Zone"]))
 
     def test_a_name_that_is_announced_by_http(self) -> None:
-        world = SubSpaceWorld()
-        for source in ("203.0.113.1", "203.0.113.2"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("203.0.113.1", "203.0.113.2")
         for _ in range(5):
             world.ping.announced("203.0.113.1", 25000, {"name": "Mine"}, world.now)
             world.run(60)
@@ -2788,8 +2773,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
     def test_who_stays_without_announcements(self) -> None:
         """Whom the ini names, while it does, and who came by HTTP."""
         for ways, stays in (("UDP", False), ("HTTP", True), ("UDP HTTP", True), ("HTTP UDP", True)):
-            world = SubSpaceWorld()
-            world.zones["203.0.113.9", 25001] = asss
+            world = SubSpaceWorld(ZONE[0])
             for way in ways.split():
                 if way == "HTTP":
                     world.ping.announced("203.0.113.9", 25000, {"name": "Mine"}, world.now)
@@ -2801,22 +2785,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 world.run(600)
                 self.assertEqual([s.name for s in world.registry.servers()], ["Mine"] if zones or stays else [])
 
-    def test_a_zone_that_the_ini_names_no_more_stays_while_it_announces(self) -> None:
-        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
-        world.zones["203.0.113.9", 25001] = asss
-        world.run(60)
-        for minutes, listed in ((10, True), (4, False)):
-            for _ in range(minutes):
-                if listed:
-                    world.announce(zone_announcement(name=b"Mine"))
-                world.run(60)
-            self.assertEqual([s.name for s in world.registry.servers()], ["Mine"] if listed else [])
-            world.ping.read(ms.Settings({"subspace.zones": ""}))
-
     def test_named_by_its_public_address_and_announced_from_here(self) -> None:
-        world = SubSpaceWorld(server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
-        for source in ("127.0.0.1", "203.0.113.9"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("127.0.0.1", "203.0.113.9", server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
         seen = set()
         for second in range(500):
             if second % 60 == 20 and second < 300:
@@ -2832,8 +2802,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
 
     def test_another_way_to_a_zone_that_is_not_heard_of_any_more(self) -> None:
         for changes in {"unconfirmed": True}, {"responding": False}:
-            world = SubSpaceWorld(server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
-            world.zones["203.0.113.9", 25001] = asss
+            world = SubSpaceWorld(ZONE[0], server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
             server = world.registry.hear("subspace", "203.0.113.9", 25000, "127.0.0.1", 0.0, 180.0, {"name": "Mine", "verified": "query"}, known=True)
             for name, value in changes.items():
                 setattr(server, name, value)
@@ -2843,9 +2812,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
 
     def test_two_sources_of_one_zone(self) -> None:
         """It announced to localhost, and now to the public name; neither way lists it for the other's sake, nor takes its name."""
-        world = SubSpaceWorld(server__public_address="203.0.113.9")
-        for source in ("127.0.0.1", "203.0.113.9"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("127.0.0.1", "203.0.113.9", server__public_address="203.0.113.9")
         for second in range(1500):
             if second % 60 == 0:
                 world.announce(zone_announcement(name=b"Mine", password=b"secret"), "127.0.0.1" if second < 100 else "203.0.113.9")
@@ -2859,9 +2826,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual([world.registry.servers(), world.ping.owners, world.core.poller.targets], [[], {}, {}])
 
     def test_a_zone_that_stays_does_so_from_another_source_too(self) -> None:
-        world = SubSpaceWorld(server__public_address="203.0.113.9")
-        for source in ("127.0.0.1", "203.0.113.9"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("127.0.0.1", "203.0.113.9", server__public_address="203.0.113.9")
         world.ping.announced("127.0.0.1", 25000, {"name": "Mine"}, 0.0)
         world.run(5)
         world.announce(zone_announcement(name=b"Mine"), "203.0.113.9")
@@ -2870,9 +2835,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
 
     @mock.patch.object(ms, "log", mock.Mock())
     def test_an_ini_that_changes_takes_nobody_out_who_announces_himself(self) -> None:
-        world = SubSpaceWorld(server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
-        for source in ("127.0.0.1", "203.0.113.9"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("127.0.0.1", "203.0.113.9", server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
         for second in range(1500):
             if second % 60 == 0:
                 world.announce(zone_announcement(name=b"Mine"), "127.0.0.1")
@@ -2889,8 +2852,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         """From its own address or others, more than may be listed."""
         for forged in (lambda number: (zone_announcement(30000 + number), ZONE[0]),
                        lambda number: (ANNOUNCEMENT, "198.51.%d.%d" % (1 + number // 250, 1 + number % 250))):
-            world = SubSpaceWorld(limits__servers="100")
-            world.zones[ZONE[0], ZONE[1] + 1] = asss
+            world = SubSpaceWorld(ZONE[0], limits__servers="100")
             for number in range(1200):
                 world.announce(*forged(number))
                 if number == 200:
@@ -2937,9 +2899,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual([s.name for s in world.registry.servers()], ["Chaos", "Other"])
 
     def test_a_restart_frees_no_name(self) -> None:
-        world = SubSpaceWorld()
-        for source in ("203.0.113.1", "203.0.113.2", "203.0.113.3"):
-            world.zones[source, 25001] = asss
+        world = SubSpaceWorld("203.0.113.1", "203.0.113.2", "203.0.113.3")
         for source in ("203.0.113.1", "203.0.113.3"):
             zone = ms.Server("subspace", source, 25000, source, 0.0, 180.0, name="Chaos")
             zone.unconfirmed = True
@@ -2974,8 +2934,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertFalse(world.ping.claims or world.core.poller.targets)
 
     def test_announced_by_http_stays_by_polling(self) -> None:
-        world = SubSpaceWorld()
-        world.zones["203.0.113.9", 25001] = asss
+        world = SubSpaceWorld(ZONE[0])
         world.ping.announced("203.0.113.9", 25000, {"name": "Web Zone"}, 0.0)
         world.run(400)
         self.assertEqual([(s.name, s.players) for s in world.registry.servers()], [("Web Zone", 6)])
@@ -8066,17 +8025,12 @@ class ClientTools(unittest.TestCase):
             self.assertIn("not an answer", err)
 
     def test_the_twelfth_connection_to_an_aio_master(self) -> None:
-        def serve(sock: socket.socket) -> None:
-            sock.sendall(hexa("01 00000000") + b"%1#12#%%1#abc12#%")
-            sock.recv(100)
-            sock.sendall(b"%12#Court#D#203.0.1")
-            time.sleep(0.02)                # it comes in two pieces
-            sock.sendall(b"13.9#27016#%")
-        with FakeServer(serve=serve) as server:
-            status, out, err = command("list", "127.0.0.1:%d" % server.port, "--game", "aio")
-        self.assertEqual((status, err), (0, ""))
-        self.assertIn("203.0.113.9:27016", out)
-
+        sock = mock.MagicMock()
+        sock.__enter__.return_value.recv.side_effect = [
+            hexa("01 00000000") + b"%1#12#%%1#abc12#%", b"%12#Court#D#203.0.1", b"13.9#27016#%"]
+        with mock.patch.object(socket, "create_connection", return_value=sock):
+            server, = ms.list_aio_text("192.0.2.1", 27011)
+        self.assertEqual((server["name"], server["address"], server["port"]), ("Court", "203.0.113.9", 27016))
     def test_a_list_that_comes_among_other_things(self) -> None:
         """And from a master that goes as soon as it has been acknowledged."""
         entry = hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0") + b"A zone\0"
@@ -9122,7 +9076,7 @@ class Announcing(unittest.TestCase):
                                   (("iceball", 1, ["m"]), {"version": "new"}), (("iceball", 1, ["m"]), {"dialect": "text"}),
                                   (("aio", 1, ["m"]), {"dialect": "binary"}), (("iceball", 65536, ["m"]), {}), (("subspace", 65535, ["m"]), {}),
                                   (("subspace", 1, ["m:65535"]), {}), (("iceball", 1, "m:x"), {}), (("iceball", "1", "m"), {}),
-                                  (("iceball", 1.0, "m"), {}), (("iceball", 1, "m"), {"players_from": os.devnull})):
+                                  (("iceball", 1.0, "m"), {}), (("iceball", 1, "m"), {"players_from": HERE})):
             with self.assertRaises(ValueError):
                 ms.Announcement(*arguments, **fields)           # type: ignore[arg-type, unused-ignore]
 
@@ -9931,7 +9885,7 @@ class ReadmeTest(unittest.TestCase):
             elif language == "ini":
                 path = os.path.join(self.folder, "example.ini")
                 with open(path, "w", encoding="utf-8") as file:
-                    file.write(block)
+                    file.write(ms.config_text() + block)            # it may be added at the end
                 ms.Settings.load(path)
             elif language in ("sh", "python", "systemd"):
                 self.assertRegex(how, r"^(runs(: (status 0 or 1|until stopped|the server|these tests))?|pasted (above|after): .+|"
