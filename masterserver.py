@@ -519,10 +519,6 @@ class Settings:
             return ""
         return os.path.join(self.folder or "", path)
 
-    def different(self, other: Settings) -> List[Setting]:
-        """The settings that differ, in themselves or in the file they name."""
-        return [s for s in SETTINGS if self.values[s.name] != other.values[s.name] or self.texts.get(s.name) != other.texts.get(s.name)]
-
 
 def nearest(word: str, words: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, [w for w in words if w], 1, 0.5)
@@ -869,6 +865,9 @@ class Rules:
         found = [self.bans.find(address_number(address)) for address in addresses]
         return next((reason or "no reason given" for reason in found if reason is not None), "")
 
+    def marks(self, place: Tuple[str, int]) -> Tuple[bool, int]:
+        return self.official.get(place, False), self.priority.get(place, 0)
+
     def refused_name(self, name: str) -> str:
         return next((pattern.pattern for pattern in self.refuse_names if pattern.search(name)), "")
 
@@ -889,11 +888,6 @@ class Server:
                  "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details", "named",
                  "source", "first_seen", "last_seen", "lifetime", "rank", "parts", "packet", "batch")
 
-    game: str
-    address: str
-    port: int
-    rank: Optional[Rank]
-
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, name: str = "", mode: str = "",
                  map: str = "", version: str = "", players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
                  description: str = "", playing: Optional[int] = None, flavor: int = 0, responding: bool = True,
@@ -911,7 +905,7 @@ class Server:
         self.unconfirmed = False
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
-        self.rank = None                                    # as rank_of made it last; None after a change
+        self.rank: Optional[Rank] = None                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as rendered last
         self.packet = packet                                # the announcement heard last, or its fingerprint, as the protocol needs it
         self.batch = 0                                      # that tells storage of its last change
@@ -1116,8 +1110,9 @@ class Registry:
 
     def insert(self, server: Server) -> None:
         """A new server, admitted or restored, into every index."""
-        self.mark(server)
-        self.games[server.game][server.address, server.port] = server
+        place = server.address, server.port
+        server.official, server.priority = self.rules.marks(place)
+        self.games[server.game][place] = server
         self.sources[source_key(server.source)] += 1
         self.total += 1
         self.count_in(server)
@@ -1128,9 +1123,8 @@ class Registry:
         """The server was heard from."""
         server.last_seen = now
         if server.unconfirmed:
-            server.unconfirmed = False
             self.schedule(server)           # its lifetime may be shorter than the one it was restored with
-            self.changed("changed", server)
+            self.update(server, {"unconfirmed": False})
 
     def update(self, server: Server, fields: Mapping[str, Any]) -> None:
         """Take over what the server told; the lists change only if something did."""
@@ -1150,8 +1144,9 @@ class Registry:
             self.sources[source_key(source)] += 1
             server.batch = self.batch
 
-    def remove(self, server: Server) -> None:
-        if self.get(*server.key) is not server:
+    def remove(self, server: Optional[Server]) -> None:
+        """None, and one that has left already, change nothing."""
+        if server is None or self.get(*server.key) is not server:
             return
         del self.games[server.game][server.address, server.port]
         self.count_out(server)
@@ -1198,11 +1193,6 @@ class Registry:
         for watcher in watchers[""]:
             watcher(event, server)
 
-    def mark(self, server: Server) -> None:
-        place = server.address, server.port
-        server.official = self.rules.official.get(place, False)
-        server.priority = self.rules.priority.get(place, 0)
-
     def apply_rules(self, settings: Settings) -> None:
         """After a reload: addresses and marks as the settings have them now, and those out who are banned since."""
         servers, moving = self.servers(), []
@@ -1219,10 +1209,8 @@ class Registry:
                 moving.append(copy.copy(server))
                 moving[-1].address = address
                 continue
-            before = server.official, server.priority
-            self.mark(server)
-            if before != (server.official, server.priority):
-                self.changed("changed", server)
+            official, priority = self.rules.marks((server.address, server.port))
+            self.update(server, {"official": official, "priority": priority})
         for server in moving:                   # two may change places
             if self.get(*server.key) is None:
                 self.insert(server)
@@ -1947,8 +1935,9 @@ class Poller(UdpProtocol):
             target.announced = True
         return target
 
-    def remove(self, target: Target) -> None:
-        if self.targets.get((target.address, target.port)) is not target:
+    def remove(self, target: Optional[Target]) -> None:
+        """None, and one that is removed already, change nothing."""
+        if target is None or self.targets.get((target.address, target.port)) is not target:
             return
         del self.targets[target.address, target.port]
         self.open.pop((target.address, target.port), None)
@@ -2462,9 +2451,7 @@ class IceballDraft:
         return [(data[:6] + (value.encode() + b"\0" if text else struct.pack("<i", getattr(server, name))), peer)]
 
     def forget(self, server: Server) -> None:
-        peer = self.peers.pop(server, None)
-        if peer is not None:
-            self.sessions.pop(peer, None)
+        self.sessions.pop(self.peers.pop(server, ()), None)
 
 
 def draft_message(port: int, peer: Peer) -> bytes:
@@ -2531,9 +2518,6 @@ class Hyperbol(TcpProtocol, Querier):
     def session(self, address: str, now: float) -> Session:
         return HyperbolSession(self, address)
 
-    def greeting(self, key: int) -> bytes:
-        return HYPERBOL_GREETING.pack(b"HBSL", key, self.registry.census[self.game][1])
-
     def entries(self, filter: int, now: float) -> bytes:
         official, everything = self.lists.get(now)
         return everything if filter & HYPERBOL_UNOFFICIAL else official
@@ -2563,24 +2547,24 @@ class Hyperbol(TcpProtocol, Querier):
         return struct.pack("<BI", 2, target.nonce)
 
     def answer(self, target: Target, data: bytes, now: float) -> bool:
-        fields = hyperbol_info(data, target.nonce)
-        address, port = self.registry.rules.listed_address(target.address), target.server_port
-        fields["name"] = fields["name"] or endpoint(address, port)
         # Whole milliseconds: jitter alone makes no new list
-        fields.update(verified="query", responding=True, flavor=self.flavor(address, port),
-                      ping_ms=round(target.ping_ms))
+        self.take(target, now, dict(hyperbol_info(data, target.nonce), responding=True, ping_ms=round(target.ping_ms)))
+        return True
+
+    def take(self, target: Target, now: float, fields: Dict[str, Any]) -> None:
+        """List the server or bring it up to date."""
+        address, port = self.registry.rules.listed_address(target.address), target.server_port
+        fields.update(name=fields.get("name") or endpoint(address, port), verified="query", flavor=self.flavor(address, port))
         before = self.registry.get(self.game, address, port)
-        if before is None or not before.responding:
+        if fields["responding"] and (before is None or not before.responding):
             self.registry.note(target.address, self.game, port, "listed", now)
         try:
             self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, target.known)
         except Refused as refused:
             self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
-            if before is not None:
-                self.registry.remove(before)
+            self.registry.remove(before)
             if not target.known:
                 self.poller.remove(target)
-        return True
 
     def missed(self, target: Target, now: float) -> bool:
         address, port = self.registry.rules.listed_address(target.address), target.server_port
@@ -2593,19 +2577,13 @@ class Hyperbol(TcpProtocol, Querier):
                 self.registry.remove(server)
             return gone
         if server is None:
-            try:
-                fields = {"name": endpoint(address, port), "verified": "query", "responding": False, "flavor": self.flavor(address, port)}
-                self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, known=True)
-            except Refused as refused:
-                self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
+            self.take(target, now, {"responding": False})
         elif gone:
             self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None, "unconfirmed": False})
         return False
 
     def displaced(self, target: Target) -> None:
-        server = self.registry.get(self.game, self.registry.rules.listed_address(target.address), target.server_port)
-        if server is not None:
-            self.registry.remove(server)
+        self.registry.remove(self.registry.get(self.game, self.registry.rules.listed_address(target.address), target.server_port))
 
     def watch(self, event: str, server: Server) -> None:
         target = self.poller.targets.get((server.source, server.port))
@@ -2626,7 +2604,7 @@ class HyperbolSession(Session):
 
     def opened(self, now: float) -> bytes:
         self.deadline = now + HYPERBOL_REQUEST_S
-        return self.hyperbol.greeting(self.key)
+        return HYPERBOL_GREETING.pack(b"HBSL", self.key, self.hyperbol.registry.census["hyperbol"][1])
 
     def receive(self, data: bytes, now: float) -> bytes:
         self.request += data
@@ -3021,17 +2999,14 @@ class SubSpacePing(UdpProtocol, Querier):
         if target.known:
             self.take(target, now)
             return False
-        if server is not None:
-            self.registry.remove(server)
+        self.registry.remove(server)
         self.claims.pop((source, port), None)
         self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
     def displaced(self, target: Target) -> None:
         self.claims.pop((target.address, target.server_port), None)
-        server = self.zone(target.address, target.server_port)
-        if server is not None:
-            self.registry.remove(server)
+        self.registry.remove(self.zone(target.address, target.server_port))
 
     def take(self, target: Target, now: float) -> bool:
         """List the zone, or bring it up to date, with what it answered to the poll. False: it may not be listed."""
@@ -3041,9 +3016,7 @@ class SubSpacePing(UdpProtocol, Querier):
         fields = dict(poll.fields(), responding=poll.answered, verified="query", ping_ms=round(target.ping_ms) if poll.answered else None)
         details = server.details if server is not None else claim.fields.get("details", {}) if claim is not None else {}
         if poll.arenas is not None or not poll.answered:
-            details, text = {key: value for key, value in details.items() if key != "arenas"}, poll.arenas_text()
-            if text:
-                details["arenas"] = text
+            details = {name: text for name, text in dict(details, arenas=poll.arenas_text()).items() if text}
         fields["details"] = details
         if server is not None:
             if target.known:
@@ -3131,7 +3104,6 @@ class SubSpaceLink:
         self.sequence = 0                               # our next one
         self.order = 0                                  # datagrams sent, resent ones too
         self.payloads = iter(payloads)
-        self.finished = False                           # payloads are at their end
         self.flights: collections.OrderedDict[int, Flight] = collections.OrderedDict()
 
     def packet(self, data: bytes, now: float) -> List[bytes]:
@@ -3219,10 +3191,9 @@ class SubSpaceLink:
         """What is due: packets that seem lost, then new ones as far as the window allows."""
         out: List[bytes] = []
         window = LINK_WINDOW if self.proven else 1
-        while not self.finished and len(self.flights) < window and self.ahead < LINK_AHEAD:
+        while len(self.flights) < window and self.ahead < LINK_AHEAD:
             payload = next(self.payloads, None)
             if payload is None:
-                self.finished = True
                 break
             self.flights[self.sequence] = Flight(b"\0\3" + struct.pack("<I", self.sequence) + payload)
             self.sequence = (self.sequence + 1) % LINK_SEQUENCES
@@ -3253,7 +3224,6 @@ class ListLink(SubSpaceLink):
     def __init__(self, protocol: SubSpaceList, address: str, key: bytes, now: float) -> None:
         super().__init__(now)
         self.protocol, self.address, self.key = protocol, address, key
-        self.finished = True
         self.wanted: Optional[int] = None               # minimum of players, of the request that waits
         self.requests = 0
         self.heard_bytes = self.unproven_bytes = 0      # in and out, until the peer has proven its address
@@ -3266,13 +3236,13 @@ class ListLink(SubSpaceLink):
         return []
 
     def send(self, now: float) -> List[bytes]:
-        # The first request is paid for by the connection. One list at a time.
-        if (self.wanted is not None and self.finished and not self.flights
-                and (not self.requests or self.protocol.rules.requests.allow(self.address, now))):
+        out = super().send(now)
+        # The first request is paid for by the connection. One list at a time: with no packet under way, all of the last one has arrived.
+        if self.wanted is not None and not self.flights and (not self.requests or self.protocol.rules.requests.allow(self.address, now)):
             self.requests += 1
-            self.payloads = self.protocol.chunks(self.wanted, now)
-            self.finished, self.wanted = False, None
-        return super().send(now)
+            self.payloads, self.wanted = self.protocol.chunks(self.wanted, now), None
+            out += super().send(now)
+        return out
 
 
 class SubSpaceList(UdpProtocol):
@@ -3308,28 +3278,24 @@ class SubSpaceList(UdpProtocol):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         link = self.proven.get(peer) or self.unproven.get(peer)
-        if data[:2] == b"\0\1":
+        connect = data[:2] == b"\0\1"
+        if connect:
             if len(data) != 8 or data[6:] not in (b"\1\0", b"\x11\0"):
                 raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
             # A repeated connect changes nothing, unless the peer has its list: then it wants another
-            if link is None or link.key != data[2:6] or link.requests and link.finished and not link.flights:
+            if link is None or link.key != data[2:6] or link.requests and not link.flights:
                 if not self.rules.requests.allow(peer[0], now):
                     return []
                 self.proven.pop(peer, None)
                 link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
                 self.bound(self.unproven)
-            self.hear(link, data)
-            return self.post(link, [b"\0\2" + link.key], peer, now)
-        if link is None:
+        elif link is None:
             if data == b"\0\7":             # often sent twice
                 return []
             raise Malformed("a packet outside an exchange")
-        self.hear(link, data)
-        return self.post(link, link.receive(data, now), peer, now)
-
-    def hear(self, link: ListLink, data: bytes) -> None:
         link.heard_bytes += len(data)
         link.balance += UDP_HEADER_BYTES + len(data)
+        return self.post(link, [b"\0\2" + link.key] if connect else link.receive(data, now), peer, now)
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
         if link.proven and peer in self.unproven:
@@ -3375,28 +3341,22 @@ class SubSpaceList(UdpProtocol):
 
     def chunks(self, minimum: int, now: float) -> Iterator[bytes]:
         """The list of zones with at least so many players, in packets, made one by one as they can be sent."""
-        return zone_chunks(self.zones.get(now), minimum)
-
-
-Zones = List[List[Tuple[int, bytes]]]           # by block, each zone's players and list entry
-
-
-def zones_of(servers: List[Server]) -> List[Tuple[int, bytes]]:
-    zones = [server for server in servers if ":" not in server.address and server.responding]
-    return list(zip([server.players for server in zones], parts(zones, "subspace", zone_entry)))
-
-
-def zone_chunks(zones: Zones, minimum: int) -> Iterator[bytes]:
-    head = b"\0\x0a" + struct.pack("<I", 1 + sum(len(entry) for block in zones for players, entry in block if players >= minimum))
-    rest = b"\1"
-    for block in zones:
-        for players, entry in block:
+        zones = self.zones.get(now)             # shared by all who read it
+        head = b"\0\x0a" + struct.pack("<I", 1 + sum(len(entry) for block in zones for players, entry in block if players >= minimum))
+        rest = b"\1"
+        for players, entry in itertools.chain.from_iterable(zones):
             if players >= minimum:
                 rest += entry
                 while len(rest) > LINK_CHUNK_BYTES:
                     yield head + rest[:LINK_CHUNK_BYTES]
                     rest = rest[LINK_CHUNK_BYTES:]
-    yield head + rest
+        yield head + rest
+
+
+def zones_of(servers: List[Server]) -> List[Tuple[int, bytes]]:
+    """Each zone's players and list entry."""
+    zones = [server for server in servers if ":" not in server.address and server.responding]
+    return list(zip([server.players for server in zones], parts(zones, "subspace", zone_entry)))
 
 
 def zone_entry(server: Server) -> bytes:
@@ -3762,11 +3722,10 @@ class AioSession(Session):
 
     def work(self, now: float) -> bytes:
         """Answer the messages in the buffer, as many as fit one turn."""
+        self.held = False
         if self.wrong:
-            self.held = False
             raise Malformed(self.wrong)
         out: List[bytes] = []
-        self.held = False
         while self.buffer and not self.done:
             if len(out) >= AIO_TURN_MESSAGES or sum(map(len, out)) >= AIO_TURN_BYTES:
                 self.held = True
@@ -3796,33 +3755,21 @@ class AioSession(Session):
 
     def publish(self, name: bytes, description: bytes, claim: bytes, port: int, now: float) -> bool:
         """List what a text or binary server tells of itself; these dialects have no words for a refusal."""
-        try:
-            self.aio.publish(self, claim.decode("ascii", "replace").strip(), port, aio_fields(name, description), now)
-        except Refused:
-            return False
-        return True
+        return not self.aio.publish(self, claim.decode("ascii", "replace").strip(), port, aio_fields(name, description), now)
 
     def publish_port(self, port: int, now: float) -> str:
         """The same of a framed server: why not, or "". Name and players are asked for by UDP, at the address that the connection comes from."""
-        try:
-            server = self.aio.publish(self, "", port, {"packet": b""}, now)
-        except Refused as refused:
-            return str(refused)
-        self.target = self.aio.poller.add(self.aio, self.address, port)
-        self.target.scratch = server
-        return ""
+        refusal = self.aio.publish(self, "", port, {"packet": b""}, now)
+        if not refusal:
+            self.target = self.aio.poller.add(self.aio, self.address, port)
+            self.target.scratch = self.server
+        return refusal
 
     def publish_again(self, now: float) -> bool:
         """What was published last, where it belongs now."""
         assert self.told is not None
         claim, port, fields = self.told
-        if self.dialect is aio_framed:
-            return not self.publish_port(port, now)
-        try:
-            self.aio.publish(self, claim, port, fields, now)
-        except Refused:
-            return False
-        return True
+        return not (self.publish_port(port, now) if self.dialect is aio_framed else self.aio.publish(self, claim, port, fields, now))
 
     def claim(self, text: bytes, now: float) -> bool:
         """SET_IP: True if the peer may say so. What is published already moves to that address."""
@@ -3846,9 +3793,8 @@ class AioSession(Session):
         """Publish this server from now on, or nothing."""
         self.server = server
         self.kept = server is not None
-        if self.target is not None:
-            self.aio.poller.remove(self.target)
-            self.target = None
+        self.aio.poller.remove(self.target)
+        self.target = None
 
     def tick(self, now: float) -> bytes:
         if self.greet_at is not None and now >= self.greet_at:
@@ -3872,8 +3818,7 @@ class AioSession(Session):
         return b""
 
     def closed(self, now: float) -> None:
-        if self.server is not None:
-            self.aio.registry.remove(self.server)
+        self.aio.registry.remove(self.server)
 
 
 AIO_PARTS = ("aio text", aio_text_part), ("aio binary", aio_binary_part), ("aio framed", aio_framed_part)
@@ -3907,11 +3852,14 @@ class Aio(TcpProtocol, Querier):
             make: Rendered(self.registry, "aio", make)
             for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
         self.rules = core.registry.rules
-        self.registry.watch(self.watch, "aio", ["gone"])
+        self.registry.watch(lambda event, server: self.disown(server), "aio", ["gone"])
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
-        self.set_news(settings.texts.get("aio.news_file") or settings["aio.news"])
+        text: str = settings.texts.get("aio.news_file") or settings["aio.news"]
+        raw = "\n".join(text.strip().splitlines()).encode("utf-8", "replace")[:AIO_NEWS_BYTES]
+        text = raw.decode("utf-8", "ignore")            # without a character that was cut
+        self.news = b"%%NEWS#%s#%%" % aio_escape(text), aio_frame(b"\1" + aio_string16(text.encode("utf-8")))
         for server, session in list(self.owners.items()):
             if server.address != self.address(session):
                 session.publish_again(server.last_seen)
@@ -3932,8 +3880,8 @@ class Aio(TcpProtocol, Querier):
 
     # Servers
 
-    def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> Server:
-        """List the server of this connection, or refresh it; raises Refused. Without a name it keeps the one it had."""
+    def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> str:
+        """List the server of this connection, or refresh it: why not, or "". Without a name it keeps the one it had."""
         told, session.told = session.told, (claim, port, fields)
         if session.kept_alive_at is not None:
             session.kept_alive_at = now
@@ -3949,24 +3897,22 @@ class Aio(TcpProtocol, Querier):
             self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
             if session.server is not None:
                 session.told = told                 # which is listed
-            raise
+            return str(refused)
         for form, part in AIO_PARTS:            # made now, so that the first list of many new servers is quick
             parts((server,), form, part)
         self.registry.note(session.address, "aio", port, "listed", now)
-        before = self.owners.get(server)
-        if before is not session:
-            if before is not None:
-                before.own(None)
+        if self.owners.get(server) is not session:
+            self.disown(server)
             self.owners[server] = session
             session.own(server)
-        return server
+        return ""
 
     def address(self, session: AioSession) -> str:
         """Where the server of this connection is listed."""
         claim = session.told[0] if session.told else ""
         return self.rules.listed_address(session.address, claim if self.rules.believes(session.address, claim) else session.claimed)
 
-    def watch(self, event: str, server: Server) -> None:
+    def disown(self, server: Server) -> None:
         owner = self.owners.pop(server, None)
         if owner is not None:
             owner.own(None)
@@ -3985,12 +3931,6 @@ class Aio(TcpProtocol, Querier):
     def allow(self, session: AioSession, now: float) -> None:
         if not self.rules.requests.allow(session.address, now):
             raise Malformed("too many requests from one address")
-
-    def set_news(self, text: str) -> None:
-        raw = "\n".join(text.strip().splitlines()).encode("utf-8", "replace")[:AIO_NEWS_BYTES]
-        text = raw.decode("utf-8", "ignore")            # without a character that was cut
-        self.news = (b"%%NEWS#%s#%%" % aio_escape(text),
-                     aio_frame(b"\1" + aio_string16(text.encode("utf-8"))))
 
     # Questions to framed servers
 
@@ -5467,7 +5407,7 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
 
 
 def announced_text(fields: Mapping[str, Any], name: str, characters: int = NAME_CHARACTERS) -> str:
-    value = fields[name]
+    value = fields.get(name, "")
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise Refused("bad packet", "%s is not a text" % name)
     return clean(str(value), characters)
@@ -5545,7 +5485,7 @@ def server_xml(server: Server) -> bytes:
 
 def servers_xml(servers: Iterable[bytes], wall: float) -> bytes:
     """The document around them; `wall` is the time in seconds since 1970."""
-    made = datetime.fromtimestamp(wall, timezone.utc).replace(microsecond=0)
+    made = utc(wall).replace(microsecond=0)
     return b'<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n%s</serverlist>\n' % (
         made.astimezone().isoformat().encode(), made.isoformat().encode(), b"".join(servers))
 
@@ -5778,7 +5718,7 @@ class Web(TcpProtocol):
             raise HttpError(403, "A web page of another site announces nothing here.")
         try:
             sent = announced_fields(request.exchange, request.body)
-            named = announced_text(sent, "game") if "game" in sent else ""
+            named = announced_text(sent, "game")
             games = [*self.core.announcers, *self.settings["games"]]
             if named not in games:
                 raise Refused("bad packet", "game: one of %s is wanted, not %s" % (", ".join(games), ascii(named)))
@@ -5789,7 +5729,7 @@ class Web(TcpProtocol):
                 fields[name] = announced_text(sent, name, TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
             for name in sent.keys() & {"players", "max_players"}:
                 fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
-            action = announced_text(sent, "action") if "action" in sent else ""
+            action = announced_text(sent, "action")
             if action == "stop":
                 return self.stop(game, source, port, now)
             if action not in ("", "announce"):
@@ -6246,10 +6186,7 @@ class MessageVector:
         out_pieces = memoryview(self.out_pieces).cast("B").cast("Q")
         self.out_begins, self.out_lengths = out_pieces[::2], out_pieces[1::2]
         # The text of an address takes five times as long to make as to look up
-        self.peer = functools.lru_cache(LIMITER_SOURCES)(self.read_name)
-
-    def read_name(self, name: bytes) -> Peer:
-        return socket.inet_ntoa(name[4:8]), name[2] << 8 | name[3]
+        self.peer = functools.lru_cache(LIMITER_SOURCES)(lambda name: (socket.inet_ntoa(name[4:8]), name[2] << 8 | name[3]))
 
     def name(self, peer: Peer) -> bytes:
         return struct.pack("=H2s4s8x", socket.AF_INET, peer[1].to_bytes(2, "big"), socket.inet_aton(peer[0]))
@@ -6426,8 +6363,6 @@ class Connection:
             self.eof = True
             self.watch()
             self.call(self.session.ended, now)
-            if not self.out and not self.working and not self.session.held:
-                self.close(now)
             return
         tally = self.tally
         tally.received += 1
@@ -6475,7 +6410,7 @@ class Connection:
             else:
                 self.out_since = now
                 self.write(data, (data.kept or self.loop.pages(data)) if type(data) is Lasting else None, now)
-        elif not self.out and (session.done or session.held and not self.writing):
+        elif not self.out and (session.done or (session.held or self.eof) and not self.writing):
             self.settle(now)
 
     def resumed(self, result: Any, now: float) -> None:
@@ -6483,11 +6418,7 @@ class Connection:
         if self.sock.fileno() >= 0:
             self.place(now)             # what came meanwhile is read only now
             self.call(self.session.resume, result, now)
-            if self.sock.fileno() < 0 or self.linger_until:
-                return
-            if self.eof and not self.out and not self.working and not self.session.held:
-                self.close(now)
-            else:
+            if self.sock.fileno() >= 0 and not self.linger_until:
                 self.watch()
 
     def writable(self, now: float) -> None:
@@ -6754,10 +6685,8 @@ class Keeper:
             log.warning("the database %s cannot be used: %s; until it can, the list will not outlive a restart", self.storage.path, error)
             self.health["database"] = str(error)
             self.whole = self.told = True
-            try:
+            with contextlib.suppress(sqlite3.Error, OSError, UnicodeDecodeError):
                 self.rows = self.storage.peek(wall)
-            except (sqlite3.Error, OSError, UnicodeDecodeError):
-                pass
         self.renewed = self.storage.renewed
         self.list_again(now, wall)
 
@@ -6880,30 +6809,22 @@ STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a numbe
 STORED_DEFAULTS = {"playing": None, "responding": True}         # of the others "", 0, {}
 
 
-def mended_field(name: str, value: Any) -> Any:
-    """A stored value with its right type and size, whatever noise may have made of it."""
+def mended(name: str, values: Sequence[Any]) -> Sequence[Any]:
+    """A stored field of many servers with its right type and size, whatever noise may have made of it. At a start there may be 10,000, so texts
+    are looked at together, and one by one only if need be."""
     kind = STORED[name]
-    if type(value) is not kind:
-        return STORED_DEFAULTS.get(name, kind())
+    if set(map(type, values)) != {kind}:
+        values = [value if type(value) is kind else STORED_DEFAULTS.get(name, kind()) for value in values]
     if kind is str:
-        return clean(value, TEXT_CHARACTERS)
-    if kind is dict:
-        return {clean(key): clean(text, TEXT_CHARACTERS) for key, text in value.items() if isinstance(text, str)}
-    return clamp(value, STORED_MOST.get(name, PLAYERS_MAX)) if kind is int else value
-
-
-def mended_column(name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """The same field of many servers. At a start there may be 10,000, so they are looked at together, and one by one only if need be."""
-    kind = STORED[name]
-    sound = set(map(type, values)) == {kind}
-    if sound and kind is str:
         texts = "".join(values)
-        sound = texts.isascii() and texts.isprintable() and max(map(len, values)) <= TEXT_CHARACTERS
-    elif sound and kind is int:
-        sound = min(values) >= 0 and max(values) <= STORED_MOST.get(name, PLAYERS_MAX)
-    elif sound and kind is dict:
-        sound = not any(values)
-    return values if sound else [mended_field(name, value) for value in values]
+        if not (texts.isascii() and texts.isprintable() and max(map(len, values)) <= TEXT_CHARACTERS):
+            return [clean(value, TEXT_CHARACTERS) for value in values]
+    elif kind is int:
+        most = STORED_MOST.get(name, PLAYERS_MAX)
+        return [value and clamp(value, most) for value in values]           # None stays
+    elif kind is dict and any(values):
+        return [{clean(key): clean(text, TEXT_CHARACTERS) for key, text in value.items() if isinstance(text, str)} for value in values]
+    return values
 
 
 def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iterator[Tuple[ListedRow, Optional[Server]]]:
@@ -6914,7 +6835,7 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
         stored = []
     if len(stored) != len(rows) or set(map(type, stored)) != {list} or set(map(len, stored)) != {len(STORED)}:
         stored = [stored_fields(row[6]) for row in rows]
-    for row, fields in zip(rows, zip(*map(mended_column, STORED, zip(*stored)))):
+    for row, fields in zip(rows, zip(*map(mended, STORED, zip(*stored)))):
         game, address, port, expires, first_seen, last_seen, _ = row
         if not (is_unicast(address) and 0 < port <= 65535 and 0 <= expires < WALL_END and 0 <= first_seen < WALL_END
                 and 0 <= last_seen < WALL_END):
@@ -6981,11 +6902,11 @@ class Loop:
     close_all: Callable[[], None]                       # close what open_all() has opened, and every connection
     forget: Callable[[Connection], None]                # the connection is about to be closed
     wake_at: Callable[[float, Connection], None]        # tick the connection's session at this time too
+    pages: Callable[[Lasting], Optional[Pages]]         # a long answer as pages, if it is worth it
 
     def __init__(self) -> None:
         self.state = "new"                  # then binding, bound, running, closed
-        self.starting = threading.RLock()   # held by start() until everything is bound
-        self.life = threading.RLock()       # for the changes of state; a signal handler may interrupt one and stop()
+        self.life = threading.RLock()       # for the changes of state, and while it binds; a signal handler may interrupt one and stop()
         self.stopping = False
         self.thread: Optional[threading.Thread] = None
         self.selector: selectors.BaseSelector = EpollSelector() if hasattr(select, "epoll") else selectors.DefaultSelector()
@@ -6998,22 +6919,17 @@ class Loop:
     def placed(self, connection: Connection) -> None:
         """The connection is not the idlest any more."""
 
-    def pages(self, answer: Lasting) -> Optional[Pages]:
-        """A long answer as pages, if it is worth it."""
-        return None
-
     def bind(self) -> None:
         """Open what can fail, once; raises StartError."""
         with self.life:
             if self.state != "new":
                 return
             self.state = "binding"
-        try:
-            self.open_all()
-        except BaseException:
-            self.close()
-            raise
-        with self.life:
+            try:
+                self.open_all()
+            except BaseException:
+                self.close()
+                raise
             self.state = "bound"
             if self.stopping:               # meanwhile
                 self.close()
@@ -7055,8 +6971,7 @@ class Loop:
         """Serve in a thread; returns once everything is bound. A second call changes nothing; raises StartError."""
         if self.state == "closed":
             raise StartError("It has been stopped; make a new one.")
-        with self.starting:
-            self.bind()
+        self.bind()
         with self.life:
             if self.thread is None:
                 self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
@@ -7156,8 +7071,7 @@ class MasterServer(Loop):
         super().__init__()
         self.timer_numbers = itertools.count()
         self.disk = Worker("disk", self.wake)
-        self.events: List[Tuple[str, Server]] = []          # to be logged, and how many more there were
-        self.more_events = 0
+        self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.poller, self.disk, self.health) if self.storage else None
         if on_event is not None:
@@ -7169,19 +7083,17 @@ class MasterServer(Loop):
         problems = []                       # all of them, as another program often holds several ports
         for row in PROTOCOLS:
             ports = self.settings[row.setting] if row.setting else 0
-            if not isinstance(ports, tuple):
-                ports = (ports,)
-            if any(port is not None for port in ports):
-                protocol = row.make(self.core)
-                if isinstance(protocol, Web):
-                    protocol.epoch = time.time() - time.monotonic()
-                self.protocols.append(protocol)
-                for port in ports:
-                    if port is not None:
-                        try:
-                            self.open(row, protocol, port or self.free_ports(row))
-                        except StartError as error:
-                            problems.append(str(error))
+            if ports in (None, ()):
+                continue
+            protocol = row.make(self.core)
+            if isinstance(protocol, Web):
+                protocol.epoch = time.time() - time.monotonic()
+            self.protocols.append(protocol)
+            for port in ports if isinstance(ports, tuple) else (ports,):
+                try:
+                    self.open(row, protocol, port or self.free_ports(row))
+                except StartError as error:
+                    problems.append(str(error))
         if problems:
             raise StartError("\n".join(problems))
         self.measure_room()
@@ -7195,7 +7107,7 @@ class MasterServer(Loop):
             except sqlite3.Error as error:
                 raise StartError("the database %s cannot be made: %s. Change [server] database, or leave it empty." % (
                     self.keeper.storage.path, error)) from None
-        self.registry.watch(self.log_event, events=("listed", "gone"))
+        self.registry.watch(lambda event, server: self.events.append((event, server)), events=("listed", "gone"))
 
     def free_ports(self, row: Row) -> int:
         """For port 0 where rows share a setting: a port free with those after it; 0 where the row stands alone."""
@@ -7207,7 +7119,7 @@ class MasterServer(Loop):
 
     def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
         tally = self.tallies.setdefault(row.name, Tally())
-        optional_ipv6 = self.settings["server.bind"] == read_list(read_address)("0.0.0.0, ::")
+        optional_ipv6 = self.settings["server.bind"] == ("0.0.0.0", "::")
         before = len(self.listeners)
         for address in self.settings["server.bind"]:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -7215,8 +7127,7 @@ class MasterServer(Loop):
                 continue
             wanted = port + row.offset if port else 0
             if wanted == 0:                 # one free port for all addresses if that can be had
-                wanted = next((l.port for l in self.listeners[before:] if l.protocol == row.name and l.transport == row.transport
-                               and (":" in l.host) != (":" in address)), 0)
+                wanted = next((l.port for l in self.listeners[before:] if (":" in l.host) != (":" in address)), 0)
             try:
                 sock = bound_socket(family, row.transport, address, wanted)
             except OSError as error:
@@ -7488,15 +7399,15 @@ class MasterServer(Loop):
             if asked or self.ini_trouble != told:
                 log.error("the old settings stay in force: %s", error)
         else:
-            different = self.settings.different(new)
+            # In themselves or in the file they name
+            different = [row for row in SETTINGS if self.settings[row.name] != new[row.name]
+                         or self.settings.texts.get(row.name) != new.texts.get(row.name)]
             for row in different:
                 if row.live:
                     self.settings.values[row.name] = new.values[row.name]
-                    self.settings.texts.pop(row.name, None)
-                    if row.name in new.texts:
-                        self.settings.texts[row.name] = new.texts[row.name]
                 else:
                     log.warning("[%s] %s has changed; that takes a restart", row.section, row.key)
+            self.settings.texts = new.texts
             if any(row.live for row in different):
                 self.apply()
             self.ini_stamp = {path: before.get(path, stamp) for path, stamp in self.stamp().items()}
@@ -7553,20 +7464,13 @@ class MasterServer(Loop):
         except Exception:
             log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
-    def log_event(self, event: str, server: Server) -> None:
-        if len(self.events) < LOGGED_EVENTS:
-            self.events.append((event, server))
-        else:
-            self.more_events += 1
-
     def log_events(self) -> None:
         """Who came and went in this second, one by one unless they are many."""
-        for event, server in self.events:
+        for event, server in self.events[:LOGGED_EVENTS]:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
-        if self.more_events:
-            log.info("and %d more listed or gone in this second", self.more_events)
+        if len(self.events) > LOGGED_EVENTS:
+            log.info("and %d more listed or gone in this second", len(self.events) - LOGGED_EVENTS)
         self.events.clear()
-        self.more_events = 0
 
 
 def file_stamp(path: str) -> Tuple[int, ...]:
@@ -7601,12 +7505,10 @@ def read_text_files(settings: Settings) -> None:
                     settings.texts[name] = file.read(TEXT_FILE_CHARACTERS + 1)
                 if len(settings.texts[name]) > TEXT_FILE_CHARACTERS:
                     raise ValueError("it has more than %d characters" % TEXT_FILE_CHARACTERS)
+                if name == "http.template":
+                    list_template(settings.texts[name])
             except (OSError, ValueError) as error:
                 raise SettingsError("[%s] %s = %s: %s" % (*name.split("."), path, error)) from None
-    try:
-        list_template(settings.texts["http.template"])
-    except ValueError as error:
-        raise SettingsError("[http] template = %s: %s" % (settings.file("http.template"), error)) from None
 
 
 def descriptor_limit(raise_to: int = 0) -> int:
@@ -7905,6 +7807,7 @@ class TcpAnnouncer(Session, Announcer):
     """An announcer that is the session of one connection after another."""
 
     began = 0.0                     # the connection
+    buffer = b""
 
     def opened(self, now: float) -> bytes:
         self.done, self.buffer, self.began = False, b"", now
@@ -7926,7 +7829,6 @@ class AioAnnouncer(TcpAnnouncer):
         super().__init__(server, now)
         self.framed = framed
         self.asked_at = 0 if framed else None
-        self.buffer = b""
         self.keepalive_at = self.heard_at = now
         self.confirmed = True       # what was published last
         self.stale = False          # the name carries the players, and they are others by now
@@ -7942,16 +7844,13 @@ class AioAnnouncer(TcpAnnouncer):
         self.stale = self.confirmed = False
         server = self.server
         if self.framed:
-            return self.frame(struct.pack("<BH", 3, server.port))
+            return aio_frame(struct.pack("<BH", 3, server.port))
         name = "%s [%d/%d]" % (server.name, server.players, server.max_players) if server.players or server.max_players else server.name
         return b"13#%s#%s#%d#%%\n" % (self.text(name), self.text(server.description), server.port)
 
     def text(self, text: str) -> bytes:
         """With the separator as <num>, and no % at the beginning, where it would end the message."""
         return re.sub("^%", "<percent>", text.replace("#", "<num>")).encode("utf-8", "replace")
-
-    def frame(self, payload: bytes) -> bytes:
-        return struct.pack("<I", len(payload)) + payload        # the length has 3 bytes, compression 0 is the fourth
 
     def receive(self, data: bytes, now: float) -> bytes:
         self.buffer += data
@@ -7989,7 +7888,7 @@ class AioAnnouncer(TcpAnnouncer):
         if now >= self.keepalive_at:
             self.keepalive_at = now + AIO_KEEPALIVE_EVERY_S
             if self.framed:
-                return self.frame(b"\4")
+                return aio_frame(b"\4")
             waited, out = not out, out + b"KEEPALIVE#%\n"         # answered whether the server is listed or not
             if waited and not self.confirmed:
                 self.state = "the master does not confirm it; has it banned this address, refused the name, or no room?"
@@ -8012,14 +7911,11 @@ class HttpAnnouncer(TcpAnnouncer):
     def __init__(self, server: Server, now: float = 0.0) -> None:
         super().__init__(server, now)
         self.host = ""              # for the Host header; else the address
-        self.buffer = b""
-        self.deadline = now
-        self.asked = now - UPDATE_S
         self.listed = self.leaving = self.goodbye = False
 
     def changed(self, now: float) -> None:
         if self.listed and not self.refused:
-            self.due = min(self.due, max(now, self.asked + UPDATE_S))
+            self.due = min(self.due, max(now, self.began + UPDATE_S))
 
     def leave(self, now: float) -> None:
         self.leaving = True
@@ -8027,7 +7923,6 @@ class HttpAnnouncer(TcpAnnouncer):
 
     def opened(self, now: float) -> bytes:
         super().opened(now)
-        self.asked, self.deadline = now, now + RESPONSE_S
         self.goodbye = self.leaving
         server = self.server
         fields: Dict[str, Any] = {"game": server.game, "port": server.port}
@@ -8048,7 +7943,7 @@ class HttpAnnouncer(TcpAnnouncer):
         return b""
 
     def tick(self, now: float) -> bytes:
-        if now >= self.deadline:
+        if now >= self.began + RESPONSE_S:
             self.failed("no answer within %d s" % RESPONSE_S, now)
         return b""
 
@@ -8578,16 +8473,16 @@ def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
     """Address, port and flavor of every server that a master lists. Raises OSError and Malformed."""
     deadline, awaited = time.monotonic() + EXPORT_LIST_S, "answer"
     try:
-        with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock:
+        with socket.create_connection((host, port), EXPORT_CONNECT_S) as sock, sock.makefile("rb") as file:
             awaited = "greeting"
-            begin = read_exactly(sock, 4)
-            key, _ = hyperbol_greeting(begin + (read_exactly(sock, HYPERBOL_GREETING.size - 4) if begin == b"HBSL" else b""))
+            begin = file.read(4)
+            key, _ = hyperbol_greeting(begin + (file.read(HYPERBOL_GREETING.size - 4) if begin == b"HBSL" else b""))
             sock.sendall(struct.pack("<IB3x", key, 255))        # the document: always 255, for all servers
             data, awaited = b"", "list"
             while len(data) < EXPORT_LIST_BYTES:
                 if time.monotonic() > deadline:
                     raise socket.timeout
-                part = sock.recv(RECV_BYTES)
+                part = file.read1(RECV_BYTES)
                 if not part:
                     break
                 data += part
@@ -8598,16 +8493,6 @@ def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
 
 def list_hyperbol(host: str, port: int) -> List[Dict[str, Any]]:
     return [dict(zip(("address", "port", "flavor"), entry)) for entry in hyperbol_list(host, port)]
-
-
-def read_exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise Malformed("the connection ended after %d bytes of %d" % (len(data), size))
-        data += piece
-    return data
 
 
 def list_aio(host: str, port: int) -> List[Dict[str, Any]]:
@@ -8644,12 +8529,15 @@ def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
 
 
 def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
-    with socket.create_connection((host, port), FETCH_S) as sock:
+    with socket.create_connection((host, port), FETCH_S) as sock, sock.makefile("rb") as file:
         sock.sendall(b"\1\0\0\0\2")
         payload = b""
         while payload[:1] != b"\2":         # the greeting comes first
-            head = read_exactly(sock, 4)
-            payload = read_exactly(sock, int.from_bytes(head[:3], "little"))
+            head = file.read(4)
+            size = int.from_bytes(head[:3], "little")
+            payload = file.read(size)
+            if len(head) < 4 or len(payload) < size:
+                raise Malformed("no list came before the end")
             if head[3]:
                 payload = inflate(payload, 3 + 65535 * 258)
     rows = []
@@ -8751,28 +8639,26 @@ def complain(text: str) -> None:
             print("masterserver.py: %s" % text, file=sys.stderr, flush=True)
 
 
-def outcome(arguments: argparse.Namespace, ask: Callable[[], Any], words: Callable[[Any], Iterable[str]]) -> int:
-    """Print what `ask` learns, as JSON or in words; the exit status."""
+def outcome(arguments: argparse.Namespace, ask: Callable[[str, int], Facts], words: Callable[[Facts], Iterable[str]]) -> int:
+    """Print what `ask(host, port)` learns, as JSON or in words; the exit status."""
+    host, port = arguments.place
     try:
-        result = within(ASK_TOTAL_S, ask)
+        result = {"game": arguments.game, "address": host, "port": port, **within(ASK_TOTAL_S, lambda: ask(host, port))}
     except (Malformed, OSError, UnicodeError) as error:
-        raise ToolError(EXIT_FAILED, "%s: %s" % (endpoint(*arguments.place), reason(error))) from None
+        raise ToolError(EXIT_FAILED, "%s: %s" % (endpoint(host, port), reason(error))) from None
     say(json.dumps(result, indent=2) if arguments.json else "\n".join(words(result)))
     return EXIT_OK
 
 
 def command_ping(arguments: argparse.Namespace) -> int:
-    host, port = arguments.place
-    about = {"game": arguments.game, "address": host, "port": port}
-    return outcome(arguments, lambda: dict(about, **PINGS[arguments.game](host, port)),
+    return outcome(arguments, PINGS[arguments.game],
                    lambda found: ("%-12s %s" % item for item in found.items() if item[1] not in (None, "")))
 
 
 def command_list(arguments: argparse.Namespace) -> int:
     ask, default_port = LISTS[arguments.game]
-    host, port = arguments.place = arguments.place[0], arguments.place[1] or default_port
-    about = {"game": arguments.game, "address": host, "port": port}
-    return outcome(arguments, lambda: dict(about, servers=ask(host, port)),
+    arguments.place = arguments.place[0], arguments.place[1] or default_port
+    return outcome(arguments, lambda host, port: {"servers": ask(host, port)},
                    lambda found: [list_line(row) for row in found["servers"]] or ["no servers"])
 
 
@@ -8853,21 +8739,11 @@ def load_settings(arguments: argparse.Namespace) -> Settings:
 def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
     """In a thread of its own: each line of standard input, then `end`.
 
-    From the descriptor itself: a thread that waits in sys.stdin keeps the interpreter from ending."""
+    From a file of its own: a thread that waits in sys.stdin keeps the interpreter from ending."""
     def read() -> None:
-        rest = b""
-        try:
-            while True:
-                data = os.read(0, 4096)
-                if not data:
-                    break
-                *lines, rest = (rest[-4096:] + data).split(b"\n")
-                for text in lines:
-                    line(text.decode("utf-8", "replace"))
-        except OSError:
-            pass                    # there is none, or it has been taken away: the same as its end
-        if rest:
-            line(rest.decode("utf-8", "replace"))
+        with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:       # none, or taken away: the same as its end
+            for text in iter(functools.partial(file.readline, 4096), b""):
+                line(text.decode("utf-8", "replace"))
         end()
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
@@ -9109,8 +8985,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)
-    if threading.current_thread() is threading.main_thread():
-        signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
+    signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
     if hasattr(gc, "set_threshold"):        # PyPy's collector has no such settings
         gc.set_threshold(*GC_THRESHOLDS)
     gc.disable()                            # nothing that is made until everything listens is garbage
@@ -9186,19 +9061,17 @@ Exit status: 0 done; 2 wrong usage; 3 no connection to the master; 4 it is no Hy
 def command_export(arguments: argparse.Namespace) -> int:
     host, port = arguments.master[0], arguments.master[1] or LISTS["hyperbol"][1]
     upload = FtpPlace(arguments.ftp, os.path.basename(arguments.output)) if arguments.ftp else None
-    if arguments.every:
-        stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))         # KeyboardInterrupt
+    if not arguments.every:
+        say(export_once(host, port, arguments.output, upload))
+        return EXIT_OK
+    stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))         # KeyboardInterrupt
     while True:
         try:
             done = export_once(host, port, arguments.output, upload)
         except ToolError as error:
-            if not arguments.every:
-                raise
             complain(str(error))
         else:
             say(done)
-        if not arguments.every:
-            return EXIT_OK
         time.sleep(arguments.every)
 
 
@@ -9227,51 +9100,43 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
 
 def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Server]:
     """Ask all of them at once what they are; those that do not answer have responding False."""
-    servers: Dict[Tuple[str, int], Server] = {}
+    servers: Dict[Peer, Server] = {}
     for address, port, flavor in entries:
         servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0, flavor=flavor, responding=False)
     silent = dict(servers)
-    asked: Dict[Tuple[str, int], List[Tuple[int, float]]] = {place: [] for place in servers}    # timestamp, sent at
+    asked: Dict[Tuple[Peer, int], float] = {}           # when, by place and timestamp
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
+        datagrams = Datagrams("export", sock, UdpProtocol(), Tally(), Limiter(ANSWER_RATE))
         for _ in range(POLL_ATTEMPTS):
             for number, place in enumerate(list(silent)):
                 timestamp = random.SystemRandom().getrandbits(32)
-                asked[place].append((timestamp, time.monotonic()))
-                with contextlib.suppress(OSError, OverflowError):       # no way there, or no port: it does not answer
-                    sock.sendto(struct.pack("<BI", 2, timestamp), place)
+                asked[place, timestamp] = time.monotonic()
+                with contextlib.suppress(OverflowError):                # no port: it does not answer
+                    datagrams.send(struct.pack("<BI", 2, timestamp), place)
                 if number % EXPORT_BURST == 0:
-                    read_answers(sock, asked, silent, 0.01)
+                    read_answers(datagrams, asked, silent, 0.01)
             deadline = time.monotonic() + EXPORT_ROUND_S
             while silent and time.monotonic() < deadline:
-                read_answers(sock, asked, silent, min(0.1, deadline - time.monotonic()))
+                read_answers(datagrams, asked, silent, min(0.1, deadline - time.monotonic()))
                 progress("%d of %d servers have answered" % (len(servers) - len(silent), len(servers)))
     progress("")
     return list(servers.values())
 
 
-def read_answers(sock: socket.socket, asked: Mapping[Tuple[str, int], List[Tuple[int, float]]],
-                 silent: Dict[Tuple[str, int], Server], wait: float) -> None:
+def read_answers(datagrams: Datagrams, asked: Mapping[Tuple[Peer, int], float], silent: Dict[Peer, Server], wait: float) -> None:
     """Wait for answers, take what there is, and strike their servers off `silent`."""
-    select.select([sock], [], [], max(0.0, wait))
-    while True:
-        try:
-            data, place = sock.recvfrom(MAX_DATAGRAM_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:             # Windows: an earlier query met a closed port
-            continue
-        now = time.monotonic()
-        for timestamp, sent_at in asked.get(place, ()):
-            try:
+    select.select([datagrams.sock], [], [], max(0.0, wait))
+    now = time.monotonic()
+    for data, place in zip(*datagrams.receive()[:2]):
+        timestamp = int.from_bytes(data[1:5], "little")
+        if place in silent and (place, timestamp) in asked:
+            with contextlib.suppress(Malformed):
                 fields = hyperbol_info(data, timestamp)
-            except Malformed:
-                continue
-            server = silent.pop(place, None)
-            if server is not None:
+                server = silent.pop(place)
+                server.responding, server.ping_ms = True, (now - asked[place, timestamp]) * 1000
                 for name, value in fields.items():
                     setattr(server, name, value)
-                server.responding, server.ping_ms = True, (now - sent_at) * 1000
 
 
 def progress(text: str) -> None:
