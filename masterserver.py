@@ -1493,9 +1493,8 @@ class Storage:
 
     # -- history
 
-    def sample(self, wall: float, players: Sequence[Tuple[str, str, int, int, int]]
-               ) -> Optional[Dict[Key, List[Optional[int]]]]:
-        """Once a minute: (game, address, port, players, most players) of every listed server; address "" and port 0 are
+    def sample(self, wall: float, players: Sequence[Tuple[str, str, int, int]]) -> Optional[Dict[Key, List[Optional[int]]]]:
+        """Once a minute: (game, address, port, players) of every listed server; address "" and port 0 are
         the total of a game. Returns recent() when a quarter hour has ended, otherwise None. A second sample of the same
         minute takes the place of the first."""
         self._wall = wall
@@ -1512,7 +1511,7 @@ class Storage:
                 self._thin(db, minute)
             db.executemany("INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen, fields)"
                            " VALUES (?, ?, ?, ?, ?, '{}')", [row[:3] + (wall, wall) for row in players])
-            for *key, count, _ in players:
+            for *key, count in players:
                 [(server,)] = db.execute("SELECT " + SERVER_ID, key)
                 self._put(db, MINUTE, minute, server, struct.pack("<H", max(0, min(count, SAMPLE_MAX)) + 1))
             return turned
@@ -6760,8 +6759,8 @@ class Keeper:
             self.storage.save([stored_row(server, epoch) for server in self.registry.servers()], [], [])
         if players is None:
             return None
-        rows = [(*server.key, server.players, server.max_players) for server in players if server.responding]
-        rows += [(game, "", 0, census[1], 0) for game, census in list(self.registry.census.items())]
+        rows = [(*server.key, server.players) for server in players if server.responding]
+        rows += [(game, "", 0, census[1]) for game, census in list(self.registry.census.items())]
         return self.storage.sample(wall, rows)
 
     def written(self, left: Set[Key], result: Any, now: float) -> None:
@@ -7627,6 +7626,9 @@ def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
 
 # =====================================================================================================================
 # 12  Client tools and command line
+#
+# What is typed: to serve, to check the settings, to announce for a game server that cannot, to ask servers and masters. The
+# tools use the codecs of section 7, wait where they like, and end with a word about what went wrong.
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -8304,7 +8306,7 @@ def command_announce(arguments: argparse.Namespace) -> int:
                                     players_from="" if from_stdin else arguments.players_from, **fields)
     except ValueError as error:
         raise SettingsError("announce: %s" % error) from None
-    start_log(Settings(), arguments.verbose)
+    start_log(Settings({"server.log_level": "debug" if arguments.verbose else "info"}))
 
     def take(line: str) -> None:
         if line.strip():
@@ -8827,7 +8829,7 @@ class PipeLog(logging.Handler):
         super().close()
 
 
-def start_log(settings: Settings, verbose: bool) -> None:
+def start_log(settings: Settings) -> None:
     handler: logging.Handler
     path = settings.file("server.log_file")
     if path:
@@ -8844,7 +8846,7 @@ def start_log(settings: Settings, verbose: bool) -> None:
     logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
-    log.setLevel(logging.DEBUG if verbose else settings["server.log_level"].upper())
+    log.setLevel(settings["server.log_level"].upper())
     log.propagate = False
 
 
@@ -8976,7 +8978,7 @@ def command_check(settings: Settings) -> int:
 
 
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
-    start_log(settings, arguments.verbose)
+    start_log(settings)
     sys.setswitchinterval(SWITCH_S)
     manager = ServiceManager()
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))

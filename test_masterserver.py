@@ -712,7 +712,7 @@ class RegistryOnDisk(StorageCase):
         keeper = self.storage()
         with mock.patch.object(ms, "KNOWN_SERVERS", 100):
             keeper.save([listed(0)], [], [])
-            keeper.sample(T0, [("iceball", "", 0, 1, 8)])
+            keeper.sample(T0, [("iceball", "", 0, 1)])
             for number in range(1, 151):
                 keeper.save([listed(number, T0 + number)], [], [])
                 keeper.save([], [], [listed(number)[:3]])
@@ -732,7 +732,7 @@ class RegistryOnDisk(StorageCase):
     def test_what_save_wrote_outlives_the_process(self):
         child = ("import os, signal, masterserver as ms; keeper = ms.Storage(%r); keeper.open(0)\n"
                  "keeper.save([('iceball', '192.0.2.1', port, 100, 0, 0, '{}') for port in range(1000)], [], [])\n"
-                 "keeper.sample(60, [('iceball', '192.0.2.1', 1, 5, 8)])\n"
+                 "keeper.sample(60, [('iceball', '192.0.2.1', 1, 5)])\n"
                  "os.kill(os.getpid(), getattr(signal, 'SIGKILL', signal.SIGTERM))" % self.path)
         result = subprocess.run([sys.executable, "-c", child], cwd=HERE)
         self.assertNotEqual(result.returncode, 0)
@@ -756,7 +756,7 @@ class HistoryOnDisk(StorageCase):
     def test_minutes(self):
         keeper = self.storage()
         for minute, players in ((0, 3), (1, 0), (3, 65_534), (4, 99_999), (5, -1)):
-            keeper.sample(T0 + 60 * minute + 7.5, [self.A + (players, 8)])
+            keeper.sample(T0 + 60 * minute + 7.5, [self.A + (players,)])
         means, peaks = self.day(keeper, T0 + 600)
         self.assertEqual(means, {T0: 3, T0 + 60: 0, T0 + 180: 65_534, T0 + 240: 65_534, T0 + 300: 0})
         self.assertEqual(peaks, means)
@@ -767,7 +767,7 @@ class HistoryOnDisk(StorageCase):
     def test_series_end_with_the_last_step_that_is_complete(self):
         keeper = self.storage()
         for minute in range(0, 150):
-            keeper.sample(T0 + 60 * minute, [self.A + (minute, 999)])
+            keeper.sample(T0 + 60 * minute, [self.A + (minute,)])
             for second in (1, 30, 59):
                 wall = T0 + 60 * minute + second
                 for span in ("day", "week", "year"):
@@ -783,7 +783,7 @@ class HistoryOnDisk(StorageCase):
             if minute == 20:
                 keeper.close()      # and a restart in between
             if not 30 <= minute < 45:
-                keeper.sample(T0 + 60 * minute, [self.A + (minute % 15 * 2, 64), ("iceball", "", 0, 7, 64)])
+                keeper.sample(T0 + 60 * minute, [self.A + (minute % 15 * 2,), ("iceball", "", 0, 7)])
         means, peaks = self.day(keeper, T0 + ms.HOUR + 960, "week")
         self.assertEqual(means, {T0: 14, T0 + 900: 14, T0 + 2700: 14})      # the mean of 0, 2 .. 28
         self.assertEqual(peaks, {T0: 28, T0 + 900: 28, T0 + 2700: 28})
@@ -806,21 +806,21 @@ class HistoryOnDisk(StorageCase):
 
     def test_clock_back_overwrites_and_forwards_leaves_a_gap(self):
         keeper = self.storage()
-        keeper.sample(T0, [self.A + (1, 8)])
-        keeper.sample(T0 + 60, [self.A + (2, 8)])
-        keeper.sample(T0, [self.A + (9, 8)])
-        keeper.sample(T0 + 5 * ms.HOUR, [self.A + (4, 8)])
+        keeper.sample(T0, [self.A + (1,)])
+        keeper.sample(T0 + 60, [self.A + (2,)])
+        keeper.sample(T0, [self.A + (9,)])
+        keeper.sample(T0 + 5 * ms.HOUR, [self.A + (4,)])
         self.assertEqual(self.day(keeper, T0 + 6 * ms.HOUR)[0], {T0: 9, T0 + 60: 2, T0 + 5 * ms.HOUR: 4})
         self.assertEqual(self.day(keeper, T0 + 6 * ms.HOUR, "year")[0], {T0: 6})   # 5.5
 
     @timing
     def test_leaps_of_the_clock_cost_neither_time_nor_history(self):
         keeper = self.storage()
-        keeper.sample(T0, [self.A + (1, 8)])
-        keeper.sample(T0 + ms.QUARTER, [self.A + (1, 8)])
+        keeper.sample(T0, [self.A + (1,)])
+        keeper.sample(T0 + ms.QUARTER, [self.A + (1,)])
         start = time.process_time()
         for wall in (T0 + 50 * ms.YEAR, 0, 60, T0 + 40 * ms.YEAR, T0 + 2 * ms.QUARTER):
-            keeper.sample(wall, [self.A + (2, 8)])
+            keeper.sample(wall, [self.A + (2,)])
             for span in ms.SPANS:
                 keeper.history(*self.A, span, wall)
             keeper.recent(wall)
@@ -836,18 +836,18 @@ class HistoryOnDisk(StorageCase):
         keeper.save([listed(2)], [], [])        # killed before it could be reported gone
         for step, span in steps.items():
             covers, kept = ms.BLOCKS[step]
-            keeper.sample(T0, [listed(1)[:3] + (5, 8)])
-            keeper.sample(T0 + ms.QUARTER, [listed(1)[:3] + (5, 8)])
+            keeper.sample(T0, [listed(1)[:3] + (5,)])
+            keeper.sample(T0 + ms.QUARTER, [listed(1)[:3] + (5,)])
             # two samples at the end of the span: the block must still be there, and the first of the series filled
             for late in (kept - ms.HOUR, kept):
-                keeper.sample(T0 + late, [self.A + (1, 8)])
+                keeper.sample(T0 + late, [self.A + (1,)])
             late = kept if step == ms.MINUTE else kept + ms.MINUTE
             self.assertEqual(keeper.history(*listed(1)[:3], span, T0 + late).means[0], 5, step)
             self.assertIsNotNone(keeper.known(*listed(1)[:3]))
             count = "SELECT count(*) FROM block WHERE server = 1 AND step = ? AND start < ?"
             self.assertEqual(self.sql(count, step, T0 + ms.QUARTER)[0][0], 1, step)
             for late in (kept + covers, kept + covers + ms.HOUR, kept + covers + 2 * ms.HOUR):
-                keeper.sample(T0 + late, [self.A + (1, 8)])
+                keeper.sample(T0 + late, [self.A + (1,)])
             self.assertEqual(self.sql(count, step, T0 + ms.QUARTER)[0][0], 0, step)
         self.assertEqual(keeper.load(T0), [])
         self.assertIsNone(keeper.known(*listed(1)[:3]))
@@ -861,7 +861,7 @@ class HistoryOnDisk(StorageCase):
         fresh = []
         for hour in range(30):
             for minute in (0, 15, 30, 45):
-                players = [("iceball", "", 0, 1, 8)] + ([self.A + (hour, 99)] if hour < 5 else [])
+                players = [("iceball", "", 0, 1)] + ([self.A + (hour,)] if hour < 5 else [])
                 fresh.append(keeper.sample(T0 + hour * ms.HOUR + minute * ms.MINUTE, players))
                 self.assertIsNone(keeper.sample(T0 + hour * ms.HOUR + minute * ms.MINUTE + 60, players))
         self.assertTrue(all(one is not None for one in fresh))
@@ -875,7 +875,7 @@ class HistoryOnDisk(StorageCase):
         turn = T0 // ms.WEEK * ms.WEEK + ms.WEEK
         keeper = self.storage()
         for hour in range(-3, 3):
-            keeper.sample(turn + hour * ms.HOUR, [self.A + (hour + 10, 99)])
+            keeper.sample(turn + hour * ms.HOUR, [self.A + (hour + 10,)])
         self.assertEqual(keeper.recent(turn + 2 * ms.HOUR)[self.A][-5:], [7, 8, 9, 10, 11])
         self.assertEqual(list(filter(None, keeper.history(*self.A, "year", turn + 2 * ms.HOUR).means)),
                          [7, 8, 9, 10, 11])
@@ -901,7 +901,7 @@ class HistoryAtSize(StorageCase):
         end = T0
         keeper = self.storage()
         fill_year(keeper, servers, end)
-        keeper.sample(end, [listed(number)[:3] + (5, 8) for number in range(servers)])
+        keeper.sample(end, [listed(number)[:3] + (5,) for number in range(servers)])
         keeper.close()
         self.assertLess(os.path.getsize(self.path) * 500 / servers, 50e6)
         for span in ms.SPANS:
@@ -916,8 +916,8 @@ class Damage(StorageCase):
         keeper = self.storage()
         fields = '{"name":"%0400d"}'
         keeper.save([listed(number, fields=fields % number) for number in range(60)], [], [])
-        keeper.sample(T0 - 60, [listed(number)[:3] + (number, 999) for number in range(60)])
-        keeper.sample(T0, [listed(number)[:3] + (number, 999) for number in range(60)])
+        keeper.sample(T0 - 60, [listed(number)[:3] + (number,) for number in range(60)])
+        keeper.sample(T0, [listed(number)[:3] + (number,) for number in range(60)])
         keeper.close()
         os.rename(self.path, self.path + ".whole")
         with open(self.path + ".whole", "rb") as file:
@@ -936,7 +936,7 @@ class Damage(StorageCase):
         for row in keeper.load(T0):
             self.assertEqual([type(value) for value in row], [str, str, int, float, float, float, str])
         keeper.save([listed(number) for number in range(0, 90, 3)], [(T0, T0 + 9) + listed(1)[:3]], [listed(2)[:3]])
-        keeper.sample(T0 + ms.QUARTER, [listed(number)[:3] + (1, 8) for number in range(90)])
+        keeper.sample(T0 + ms.QUARTER, [listed(number)[:3] + (1,) for number in range(90)])
         keeper.recent(T0)
         for number in (0, 59):
             self.assertEqual([type(value) for value in keeper.known(*listed(number)[:3]) or (.0, .0, "")],
@@ -1058,7 +1058,7 @@ class Damage(StorageCase):
 
 class Trouble(StorageCase):
     def failing(self, keeper, text):
-        for call in (lambda: keeper.save([listed(2)], [], []), lambda: keeper.sample(T0, [listed(2)[:3] + (1, 8)])):
+        for call in (lambda: keeper.save([listed(2)], [], []), lambda: keeper.sample(T0, [listed(2)[:3] + (1,)])):
             with self.assertRaisesRegex(sqlite3.Error, text):
                 call()
             self.assertRegex(keeper.trouble, text)
@@ -4992,7 +4992,7 @@ class WebTest(unittest.TestCase):
         self.web.epoch = 90000.0
         for minute in range(0, 91):
             if not 30 <= minute < 75:
-                storage.sample(90000.0 + 60 * minute, [("iceball", "203.0.113.9", 1, 5, 5)])
+                storage.sample(90000.0 + 60 * minute, [("iceball", "203.0.113.9", 1, 5)])
         self.registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 75 * 60.0, 9000.0, {"name": "Back"})
         page = self.get("/server?game=iceball&address=203.0.113.9&port=1", now=90 * 60 + 5.0)[2].decode()
         self.assertIn("50 % of the time", page)
@@ -6024,7 +6024,7 @@ class ReloadTest(unittest.TestCase):
             path = os.path.join(folder, "pipe")
             os.mkfifo(path)
             self.assertRaisesRegex(ms.SettingsError, "a plain file is wanted", ms.read_text_files, ms.Settings({"http.stylesheet": path}))
-            self.assertRaisesRegex(ms.StartError, "No such device", ms.start_log, ms.Settings({"server.log_file": path}), False)
+            self.assertRaisesRegex(ms.StartError, "No such device", ms.start_log, ms.Settings({"server.log_file": path}))
             server = ms.MasterServer({"server.database": ""}, reload=mock.Mock(side_effect=ms.SettingsError("was read")))
             self.addCleanup(server.stop)
             for found, ini, words in ((True, path, "a plain file"), (False, path, "a plain file"), (True, os.devnull, "was read")):
@@ -7889,7 +7889,7 @@ class ServiceTest(unittest.TestCase):
             handlers = list(ms.log.handlers)
             level, propagate = ms.log.level, ms.log.propagate
             try:
-                ms.start_log(ms.Settings({"server.log_file": path}), False)
+                ms.start_log(ms.Settings({"server.log_file": path}))
                 handler = ms.log.handlers[-1]
                 with open(path, "w") as file:
                     file.write("x" * (10 << 20))
