@@ -889,16 +889,18 @@ class Server(Heard):
     verified   how it is known to be there: handshake, query, connection, or self-reported
     source     the address that its packets come from (differs from `address` behind a router)
     lifetime   seconds that it stays listed after last_seen; infinite where a connection or the poller decides
+    mapped     its address follows from its source by the operator's settings, and moves with them; False: it claims another
     """
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
                  "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details", "named",
-                 "source", "first_seen", "lifetime", "rank", "parts", "packet", "batch")
+                 "mapped", "source", "first_seen", "lifetime", "rank", "parts", "packet", "batch")
 
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, name: str = "", mode: str = "",
                  map: str = "", version: str = "", players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
                  description: str = "", playing: Optional[int] = None, flavor: int = 0, responding: bool = True,
-                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, named: bool = False, packet: Any = b"") -> None:
+                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, named: bool = False, mapped: bool = False,
+                 packet: Any = b"") -> None:
         self.game, self.address, self.port = game, address, port           # in twos and threes, as more would make a tuple each time
         self.source, self.verified = source, verified
         self.name, self.description = name, description
@@ -907,7 +909,7 @@ class Server(Heard):
         self.playing = playing                              # in ships, on the field; None: the protocol does not say
         self.flavor, self.details = flavor, details
         self.responding, self.ping_ms = responding, ping_ms
-        self.named = named                                  # in the ini
+        self.named, self.mapped = named, mapped             # in the ini; where insert() found it
         self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
         self.first_seen = self.last_seen = now
@@ -934,7 +936,7 @@ class Server(Heard):
 # What outlives a restart, in this order; what comes new comes last
 STORED: Dict[str, Any] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str, "flavor": int,
-    "verified": str, "responding": bool, "details": dict, "source": str, "lasting": bool, "named": bool}
+    "verified": str, "responding": bool, "details": dict, "source": str, "lasting": bool, "named": bool, "mapped": bool}
 
 
 def stored_fields(text: str) -> List[Any]:
@@ -1047,7 +1049,7 @@ class Registry:
         self.total = 0
         self.generation = 0
         self.watchers: Dict[str, Dict[str, List[Callable[[str, Server], Any]]]] = {
-            event: collections.defaultdict(list) for event in ("listed", "changed", "gone")}        # by event and game ("": all)
+            event: collections.defaultdict(list) for event in ("listed", "changed", "moved", "gone")}       # by event and game ("": all)
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
@@ -1119,6 +1121,7 @@ class Registry:
         """A new server, admitted or restored, into every index."""
         place = server.address, server.port
         server.official, server.priority = self.rules.marks(place)
+        server.mapped = server.address == self.rules.listed_address(server.source)
         self.games[server.game][place] = server
         self.sources[source_key(server.source)] += 1
         self.total += 1
@@ -1147,7 +1150,7 @@ class Registry:
     def move_source(self, server: Server, source: str) -> None:
         if server.source != source:
             uncount(self.sources, source_key(server.source))
-            server.source = source
+            server.source, server.mapped = source, server.address == self.rules.listed_address(source)
             self.sources[source_key(source)] += 1
             server.batch = self.batch
 
@@ -1202,25 +1205,44 @@ class Registry:
 
     def apply_rules(self, settings: Settings) -> None:
         """After a reload: addresses and marks as the settings have them now, and those out who are banned since."""
-        servers, moving = self.servers(), []
-        # The others claim another one, or have a connection and are listed anew by it
-        mapped = [server.verified != "connection" and server.address == self.rules.listed_address(server.source) for server in servers]
         self.rules.read(settings)
-        for server, moves in zip(servers, mapped):
-            address = self.rules.listed_address(server.source) if moves else server.address
+        moving: Dict[Server, Key] = {}
+        for server in self.servers():
+            address = self.rules.listed_address(server.source) if server.mapped else server.address
             if self.rules.ban(*{server.source, server.address, address}) or self.rules.refused_name(server.name):
                 self.remove(server)
+            elif server.address != address:
+                moving[server] = server.game, address, server.port
+            else:
+                official, priority = self.rules.marks((address, server.port))
+                self.update(server, {"official": official, "priority": priority})
+        self.move(moving)
+
+    def move(self, moving: Mapping[Server, Key]) -> None:
+        """The same servers at other addresses; two may change places. Their protocols go on with them, and whoever watches all games sees
+        one go and another come. Of two that come to one place it is for the one that is known to be there."""
+        there: Dict[Key, Server] = {}
+        for server, key in moving.items():
+            other = there.get(key) or self.get(*key)
+            if other is None or other in moving and key not in there:           # which moves away itself
+                there[key] = server
                 continue
-            if server.address != address:
-                self.remove(server)
-                moving.append(copy.copy(server))
-                moving[-1].address = address
-                continue
-            official, priority = self.rules.marks((server.address, server.port))
-            self.update(server, {"official": official, "priority": priority})
-        for server in moving:                   # two may change places
-            if self.get(*server.key) is None:
-                self.insert(server)
+            stays, goes = (other, server) if other.responding and not other.unconfirmed else (server, other)
+            self.update(stays, {"named": stays.named or goes.named})
+            self.remove(goes)
+            there[key] = stays
+        arrived = [(copy.copy(server), server) for key, server in there.items() if server.key != key]
+        for before, _ in arrived:
+            del self.games[before.game][before.address, before.port]
+        for before, server in arrived:
+            server.address = moving[server][1]
+            self.games[server.game][server.address, server.port] = server
+            server.official, server.priority = self.rules.marks((server.address, server.port))
+            self.left.add(before.key)
+            self.changed("moved", server)
+            for event, seen in ("gone", before), ("listed", server):
+                for watcher in self.watchers[event][""]:
+                    watcher(event, seen)
 
     def schedule(self, server: Server, ends: Optional[float] = None) -> None:
         """`ends`: when one that was restored and has no lifetime of its own goes, unless it is heard until then."""
@@ -1875,8 +1897,8 @@ class Querier:
     def displaced(self, target: Target) -> None:
         """A server of another game is at this endpoint now, and is asked instead."""
 
-    def named(self) -> None:
-        """Where the names in the ini lead may be another place now."""
+    def named(self, address: str, port: int) -> None:
+        """The ini leads to this place, or does not any more."""
 
 
 class Poller(UdpProtocol):
@@ -1995,8 +2017,8 @@ class Poller(UdpProtocol):
                 self.rest(target, now)
         while self.waiting and self.waiting[0][0] <= now and self.asked < budget:
             out += self.begin(heapq.heappop(self.waiting)[2], now)
-        while self.fresh and self.asked < budget:
-            out += self.begin(self.fresh.popleft(), now)
+        while self.fresh and self.asked < budget:           # the newest: in a flood of false ones the oldest are forgotten first
+            out += self.begin(self.fresh.pop(), now)
         return out
 
     def begin(self, target: Target, now: float) -> Replies:
@@ -2100,15 +2122,15 @@ class Known:
         if before is not None and before is not target:
             self.release(before)
         self.places[self.identity(target)] = host, port
+        self.querier.named(*self.identity(target))
 
     def settle(self, now: float) -> None:
         """Servers listed for the ini's sake go where it does not name them any more, as after a restart with another one."""
         if not self.pending and (not self.unresolved or now >= self.patient_until):
             registry = self.core.registry
-            for server in registry.servers(self.querier.game):
-                if server.named and (server.address, server.port) not in self.places:
+            for place, server in list(registry.games[self.querier.game].items()):
+                if server.named and place not in self.places:
                     self.unname(server)
-        self.querier.named()
 
     def identity(self, target: Target) -> Tuple[str, int]:
         return self.core.registry.rules.listed_address(target.address), target.server_port
@@ -2127,9 +2149,12 @@ class Known:
 
     def unname(self, server: Server) -> None:
         target = self.core.poller.targets.get((server.source, server.port + self.offset))           # where its packets come from
-        if target is not None and target.announced:
+        if target is not None and (target.announced or server.unconfirmed and server.responding and not server.lasting):
             self.core.registry.update(server, {"named": False})
-            self.core.registry.schedule(server)
+            if target.announced:
+                self.core.registry.schedule(server)
+            target.announced = True         # perhaps, before a restart: it has the time that it was restored with to say so again
+            self.querier.named(server.address, server.port)
         else:
             self.core.registry.remove(server)
 
@@ -2510,11 +2535,13 @@ class Hyperbol(TcpProtocol, Querier):
         self.flavors: Dict[Tuple[str, int], int] = {
             (host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
         self.known.read(self.flavors)
-        self.named()
+        for place in list(self.registry.games[self.game]):
+            self.named(*place)
 
-    def named(self) -> None:
-        for server in self.registry.servers(self.game):
-            self.registry.update(server, {"flavor": self.flavor(server.address, server.port)})
+    def named(self, address: str, port: int) -> None:
+        server = self.registry.get(self.game, address, port)
+        if server is not None:
+            self.registry.update(server, {"flavor": self.flavor(address, port)})
 
     def tick(self, now: float) -> None:
         self.known.tick(now)
@@ -2562,6 +2589,10 @@ class Hyperbol(TcpProtocol, Querier):
         address, port = self.registry.rules.listed_address(target.address), target.server_port
         fields.update(name=fields.get("name") or endpoint(address, port), verified="query", flavor=self.flavor(address, port))
         before = self.registry.get(self.game, address, port)
+        if before is not None and before.source != target.address and before.responding and not before.unconfirmed:
+            if target.known:                # the ini's name for it leads here, and it is listed as it is seen from there
+                self.registry.update(before, {"named": True})
+            return
         if fields["responding"] and (before is None or not before.responding):
             self.registry.note(target.address, self.game, port, "listed", now)
         try:
@@ -2578,14 +2609,16 @@ class Hyperbol(TcpProtocol, Querier):
         gone = target.missed >= POLL_MISSED
         if gone or server is None:
             self.registry.note(target.address, self.game, port, "silent", now, "no answer from UDP port %d" % port)
+        ours = server is not None and server.source == target.address           # or it comes from another address
         if not target.known:
-            if server is not None and (gone or not server.responding):
+            if server is not None and ours and (gone or not server.responding):
                 self.registry.remove(server)
             return gone
         if server is None:
             self.take(target, now, {"responding": False})
-        elif gone:
-            self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None, "unconfirmed": False})
+        else:
+            silent = {"responding": False, "players": 0, "ping_ms": None, "unconfirmed": False}
+            self.registry.update(server, {"named": True, **(silent if gone and ours else {})})
         return False
 
     def displaced(self, target: Target) -> None:
@@ -2593,7 +2626,7 @@ class Hyperbol(TcpProtocol, Querier):
 
     def watch(self, event: str, server: Server) -> None:
         target = self.poller.targets.get((server.source, server.port))
-        if event == "listed" and target is None:            # restored from disk, or at another address since a reload
+        if event == "listed" and target is None:            # restored from disk
             self.poller.add(self, server.source, server.port).announced = False
         if event == "gone" and target is not None and target.querier is self and not target.known:
             self.poller.remove(target)
@@ -2673,6 +2706,7 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 
 ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
 ZONE_CLAIMS = 4096                  # announced, not answering yet; about 4 MB. A flood of false ones passes through it
+ZONE_CLAIMS_CROWDED = 1024          # from here on there are more than two seconds of questions
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
 ZONE_ANNOUNCEMENT_MAX = 480
 ZONE_ENTRY = struct.Struct("<4sHHHI64s")                            # in a list, then the description with its NUL
@@ -2903,7 +2937,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 raise Refused("limit", "the port after it belongs to a server of another game")
             self.claims[source, claim.port] = claim
             self.claims.move_to_end((source, claim.port))
-            crowded = other is None and self.poller.crowded(self.game, source)
+            crowded = other is None and (len(self.claims) > ZONE_CLAIMS_CROWDED or self.poller.crowded(self.game, source))
             asked = self.poller.add(self, source, claim.port + 1, claim.port)
             if crowded:                     # perhaps a flood of false ones: one question for each, that every zone knows
                 asked.attempt, asked.scratch = len(PING_FORMS) - 1, ZonePoll()
@@ -2942,17 +2976,19 @@ class SubSpacePing(UdpProtocol, Querier):
         """Raise Refused if `claim` may not have its name; `server`: whom it is about, if that is listed. Who may not keep the name that he
         has may not give it up either."""
         for name in ([] if server is None else [server.name]) + [claim.fields.get("name", "")]:
-            owner, servers, announced_at = self.owners.get(name.casefold(), (claim.password, set(), now))
+            key = name.casefold()
+            owner, servers, announced_at = self.owners.get(key, (claim.password, set(), now))
+            if owner == claim.password:
+                continue
             if server not in servers:
-                good = owner == claim.password
-            elif owner in (None, claim.password) or claim.lifetime == float("inf"):         # HTTP has no password, but proves the address
-                good = True
-            else:
-                good = now - announced_at >= ZONE_LIFETIME_S        # nobody has announced it with its password for long enough
-                self.owners[name.casefold()] = None if good else owner, servers, announced_at
-            if not good:
-                raise Refused("name", "the name %s is announced with another password; a new one holds when that has not been heard for %d s" % (
-                    name, ZONE_LIFETIME_S))
+                if any(other.responding for other in servers):
+                    raise Refused("name", "the name %s is another zone's, which has another password, for as long as that is listed" % name)
+                del self.owners[key]                    # the ini has it listed, and nobody there has it
+            elif owner is not None and claim.lifetime != float("inf"):          # HTTP has no password, but proves the address
+                if now - announced_at < ZONE_LIFETIME_S:
+                    raise Refused("name", "the name %s is announced with another password; a new one holds when that has not been heard for %d s" % (
+                        name, ZONE_LIFETIME_S))
+                self.owners[key] = None, servers, announced_at
 
     def own(self, server: Server, password: Optional[bytes], now: float) -> None:
         """`password`: None if it is not known."""
@@ -6715,8 +6751,8 @@ class Keeper:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
-            if server.verified == "query" or server.address == server.source:               # the others may claim another
-                server.address = self.registry.rules.listed_address(server.source)          # as mapped now
+            if server.mapped:
+                server.address = self.registry.rules.listed_address(server.source)          # as it is now
                 if server.address != row[1]:
                     moved.append(row[:3])
             if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:
@@ -6857,7 +6893,8 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
         server.unconfirmed = True
         server.first_seen = now - max(0.0, wall - first_seen)
         server.last_seen = now - max(0.0, wall - last_seen)         # the clock may have been put back meanwhile
-        server.lifetime = float("inf") if lasting else expires - last_seen
+        # A zone that the ini does not name any more lives by its announcements, if there are any
+        server.lifetime = float("inf") if lasting else ZONE_LIFETIME_S if server.named else expires - last_seen
         yield row, server
 
 
@@ -8783,9 +8820,13 @@ class LogFile(logging.handlers.RotatingFileHandler):
         former, path = self.stream, self.baseFilename
         with contextlib.suppress(OSError):          # as long as there is no such folder, the former file takes the lines
             found = os.stat(path) if os.path.exists(path) else None
-            if former and (found is None or stat.S_ISREG(found.st_mode) and not os.path.samestat(found, os.fstat(former.fileno()))):
-                self.stream = self._open()
-                former.close()
+            if former and not (found and os.path.samestat(found, os.fstat(former.fileno()))):
+                if found is None or stat.S_ISREG(found.st_mode):
+                    self.stream = self._open()
+                elif not os.fstat(former.fileno()).st_nlink:        # what stands there may take no lines, and a file that nobody sees would grow
+                    self.stream = open(os.devnull, "a", encoding="utf-8")
+                if self.stream is not former:
+                    former.close()
         return super().shouldRollover(record)
 
     def doRollover(self) -> None:
@@ -8814,8 +8855,10 @@ class PipeLog(logging.Handler):
         elif stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "a file keeps nobody waiting")
         else:                               # opened anew, as others may write to this one and be ready to wait
+            # A named pipe takes lines before there is a reader, and when one has gone another may come
+            access = os.O_RDWR if isinstance(where, str) and stat.S_ISFIFO(mode) else os.O_WRONLY
             own = os.open(where if isinstance(where, str) else "/proc/self/fd/%d" % where,
-                          os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+                          access | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
             self.write, self.end = functools.partial(os.write, own), functools.partial(os.close, own)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -8941,7 +8984,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
-    elif is_special(path):
+    elif is_special(path) and not stat.S_ISFIFO(os.stat(path).st_mode):         # whose reader would take that for the end
         try:
             PipeLog(path).close()
         except OSError as error:
