@@ -7021,8 +7021,8 @@ class Loop:
                 self.thread.start()
 
     def stop(self) -> None:
-        """End run(), from any thread, a callback or a signal handler, and wait for the thread if there is one: answers on their way and
-        work for the disk may take some seconds."""
+        """End run(), from any thread, a callback or a signal handler, and wait for the thread if there is one, or until everything is bound:
+        answers on their way and work for the disk may take some seconds. No callback may wait for a thread that is in here."""
         with self.life:
             self.stopping = True
             if self.state in ("new", "bound") and self.thread is None:
@@ -8783,13 +8783,18 @@ def load_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
-    """In a thread of its own: each line of standard input, then `end`.
+    """In a thread of its own: each line of standard input, up to 4,096 bytes of it, then `end`.
 
     From a file of its own: a thread that waits in sys.stdin keeps the interpreter from ending."""
     def read() -> None:
         with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:       # none, or taken away: the same as its end
+            begins = True
             for text in iter(functools.partial(file.readline, 4096), b""):
-                line(text.decode("utf-8", "replace"))
+                if begins:
+                    line(text.decode("utf-8", "replace"))
+                begins = text.endswith(b"\n")
+                if not begins and len(text) < 4096:         # a terminal tells its end only once
+                    break
         end()
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 

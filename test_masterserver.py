@@ -9375,6 +9375,24 @@ class Announcing(unittest.TestCase):
         self.assertIn(b"nonsense", err)
         self.assertNotIn(b"Traceback", err)
 
+    def test_lines_of_standard_input(self) -> None:
+        """One that is too long is cut, and is one; a terminal tells its end once."""
+        script = """if True:
+            import masterserver, threading
+            lines, ended = [], threading.Event()
+            masterserver.read_stdin(lines.append, ended.set)
+            print(ended.wait(10), [(line[:3], len(line)) for line in lines])
+            """
+        command = [sys.executable, "-W", "error", "-X", "dev", "-c", script]
+        done = subprocess.run(command, input=b"5/8\n" + b"x" * 10000 + b"\n7\nend", cwd=HERE, capture_output=True, timeout=20)
+        self.assertEqual((done.stdout.strip(), done.stderr), (b"True [('5/8', 4), ('xxx', 4096), ('7\\n', 2), ('end', 3)]", b""))
+        if sys.platform == "linux" and os.path.exists("/dev/ptmx"):
+            ours, theirs = os.openpty()
+            with open(ours, "wb", 0) as keyboard, open(theirs, "rb", 0) as terminal:
+                keyboard.write(b"5\x04\x04")
+                done = subprocess.run(command, stdin=terminal, cwd=HERE, capture_output=True, timeout=20)
+            self.assertEqual((done.stdout.strip(), done.stderr), (b"True [('5', 1)]", b""))
+
     def test_command_when_no_master_is_left(self) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as master:
             master.bind(("127.0.0.1", 0))
