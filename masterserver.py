@@ -1227,7 +1227,7 @@ class Registry:
             if other is None or other in moving and key not in there:           # which moves away itself
                 there[key] = server
                 continue
-            stays, goes = (other, server) if other.responding and not other.unconfirmed else (server, other)
+            stays, goes = sorted((other, server), key=lambda one: (not one.responding, one.unconfirmed))
             self.update(stays, {"named": stays.named or goes.named})
             self.remove(goes)
             there[key] = stays
@@ -1240,9 +1240,9 @@ class Registry:
             server.official, server.priority = self.rules.marks((server.address, server.port))
             self.left.add(before.key)
             self.changed("moved", server)
-            for event, seen in ("gone", before), ("listed", server):
-                for watcher in self.watchers[event][""]:
-                    watcher(event, seen)
+        for event, seen in [("gone", before) for before, _ in arrived] + [("listed", server) for _, server in arrived]:
+            for watcher in self.watchers[event][""]:
+                watcher(event, seen)
 
     def schedule(self, server: Server, ends: Optional[float] = None) -> None:
         """`ends`: when one that was restored and has no lifetime of its own goes, unless it is heard until then."""
@@ -1863,7 +1863,7 @@ class Target:
         self.querier, self.address, self.port, self.server_port = querier, address, port, server_port
         self.phase = phase                              # its place in the interval, from 0 to 1
         self.known = False                              # named in the ini: polled however long it is silent
-        self.announced = False                          # it asked for it
+        self.announced: Optional[bool] = False          # it asked for it; None: before a restart, perhaps
         self.asked_at = 0.0
         self.nonce = 0
         self.attempt = self.step = self.missed = 0
@@ -2017,8 +2017,8 @@ class Poller(UdpProtocol):
                 self.rest(target, now)
         while self.waiting and self.waiting[0][0] <= now and self.asked < budget:
             out += self.begin(heapq.heappop(self.waiting)[2], now)
-        while self.fresh and self.asked < budget:           # the newest: in a flood of false ones the oldest are forgotten first
-            out += self.begin(self.fresh.pop(), now)
+        while self.fresh and self.asked < budget:
+            out += self.begin(self.fresh.popleft(), now)
         return out
 
     def begin(self, target: Target, now: float) -> Replies:
@@ -2149,11 +2149,11 @@ class Known:
 
     def unname(self, server: Server) -> None:
         target = self.core.poller.targets.get((server.source, server.port + self.offset))           # where its packets come from
-        if target is not None and (target.announced or server.unconfirmed and server.responding and not server.lasting):
+        if target is not None and (target.announced or target.announced is None and server.responding and not server.lasting):
+            target.announced = True         # it has its lifetime, or the time that it was restored with, to say so again
             self.core.registry.update(server, {"named": False})
-            if target.announced:
+            if not server.unconfirmed:
                 self.core.registry.schedule(server)
-            target.announced = True         # perhaps, before a restart: it has the time that it was restored with to say so again
             self.querier.named(server.address, server.port)
         else:
             self.core.registry.remove(server)
@@ -2627,7 +2627,7 @@ class Hyperbol(TcpProtocol, Querier):
     def watch(self, event: str, server: Server) -> None:
         target = self.poller.targets.get((server.source, server.port))
         if event == "listed" and target is None:            # restored from disk
-            self.poller.add(self, server.source, server.port).announced = False
+            self.poller.add(self, server.source, server.port).announced = None
         if event == "gone" and target is not None and target.querier is self and not target.known:
             self.poller.remove(target)
 
@@ -2705,7 +2705,8 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
 ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
-ZONE_CLAIMS = 4096                  # announced, not answering yet; about 4 MB. A flood of false ones passes through it
+ZONE_CLAIMS = 4096                  # announced, not answering yet; about 4 MB. All are asked in turn, within 12 s: a flood of false ones
+                                    # passes through, and those for whom there is no room announce themselves again in a minute
 ZONE_CLAIMS_CROWDED = 1024          # from here on there are more than two seconds of questions
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
 ZONE_ANNOUNCEMENT_MAX = 480
@@ -2874,8 +2875,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.poller = core.poller
         core.announcers[self.game] = self.announced
         self.rules, self.listeners = core.registry.rules, core.listeners
-        # By source and announced port, the one heard from last at the end
-        self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
+        self.claims: Dict[Tuple[str, int], Claim] = {}          # by source and announced port
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
         self.known = Known(core, self, offset=1)
@@ -2935,14 +2935,13 @@ class SubSpacePing(UdpProtocol, Querier):
             other = self.poller.targets.get((source, claim.port + 1))
             if other is not None and other.querier is not self:
                 raise Refused("limit", "the port after it belongs to a server of another game")
+            if len(self.claims) >= ZONE_CLAIMS and (source, claim.port) not in self.claims:
+                raise Refused("limit", "%d zones wait for their first answer already; there may be room at the next announcement" % ZONE_CLAIMS)
             self.claims[source, claim.port] = claim
-            self.claims.move_to_end((source, claim.port))
             crowded = other is None and (len(self.claims) > ZONE_CLAIMS_CROWDED or self.poller.crowded(self.game, source))
             asked = self.poller.add(self, source, claim.port + 1, claim.port)
             if crowded:                     # perhaps a flood of false ones: one question for each, that every zone knows
                 asked.attempt, asked.scratch = len(PING_FORMS) - 1, ZonePoll()
-            if len(self.claims) > ZONE_CLAIMS:
-                self.drop(*self.claims.popitem(last=False)[0])
             self.registry.note(source, "subspace", claim.port, "announced", now)
         else:
             self.registry.admit_name(name)
@@ -2975,15 +2974,14 @@ class SubSpacePing(UdpProtocol, Querier):
     def admit_owner(self, claim: Claim, server: Optional[Server], now: float) -> None:
         """Raise Refused if `claim` may not have its name; `server`: whom it is about, if that is listed. Who may not keep the name that he
         has may not give it up either."""
-        for name in ([] if server is None else [server.name]) + [claim.fields.get("name", "")]:
+        for name in {"" if server is None else server.name, claim.fields.get("name", "")}:
             key = name.casefold()
             owner, servers, announced_at = self.owners.get(key, (claim.password, set(), now))
             if owner == claim.password:
                 continue
             if server not in servers:
-                if any(other.responding for other in servers):
+                if name == claim.fields.get("name") and any(other.responding for other in servers):
                     raise Refused("name", "the name %s is another zone's, which has another password, for as long as that is listed" % name)
-                del self.owners[key]                    # the ini has it listed, and nobody there has it
             elif owner is not None and claim.lifetime != float("inf"):          # HTTP has no password, but proves the address
                 if now - announced_at < ZONE_LIFETIME_S:
                     raise Refused("name", "the name %s is announced with another password; a new one holds when that has not been heard for %d s" % (
@@ -2993,6 +2991,8 @@ class SubSpacePing(UdpProtocol, Querier):
     def own(self, server: Server, password: Optional[bytes], now: float) -> None:
         """`password`: None if it is not known."""
         before, servers, announced_at = self.owners.get(server.name.casefold(), (None, set(), now))
+        if server not in servers and not any(other.responding for other in servers):         # listed for the ini's sake, and not there
+            before, servers = None, set()
         owner = password if before is None else before
         self.owners[server.name.casefold()] = owner, servers | {server}, now if password == owner else announced_at
 
@@ -3005,7 +3005,7 @@ class SubSpacePing(UdpProtocol, Querier):
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
             if (server.source, server.port + 1) not in self.poller.targets:
-                self.poller.add(self, server.source, server.port + 1, server.port).announced = False
+                self.poller.add(self, server.source, server.port + 1, server.port).announced = None
             self.own(server, None, server.last_seen)        # nobody else's until its announcement tells the password
         elif event == "gone":
             self.disown(server, server.name)
@@ -6751,7 +6751,7 @@ class Keeper:
                 log.warning("a server in the database cannot be read: %s port %d of %s", ascii(row[1][:40]), row[2], ascii(row[0][:32]))
                 self.registry.left.add(row[:3])
                 continue
-            if server.mapped:
+            if server.mapped or server.mapped is None and (server.verified == "query" or server.address == server.source):      # an older database
                 server.address = self.registry.rules.listed_address(server.source)          # as it is now
                 if server.address != row[1]:
                     moved.append(row[:3])
@@ -6760,7 +6760,7 @@ class Keeper:
             try:
                 self.registry.admit(server.game, server.address, server.port, server.source, server.name)
             except Refused:
-                self.registry.left.add(server.key)
+                self.registry.left.add(row[:3])
                 continue
             self.registry.insert(server)
             if server.stays:
@@ -6848,7 +6848,7 @@ def stored_row(server: Server, epoch: float) -> ListedRow:
 
 
 STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a number counts players
-STORED_DEFAULTS = {"playing": None, "responding": True}         # of the others "", 0, {}
+STORED_DEFAULTS = {"playing": None, "responding": True, "mapped": None}         # of the others "", 0, {}
 
 
 def mended(name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -8860,8 +8860,8 @@ class PipeLog(logging.Handler):
         elif stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "a file keeps nobody waiting")
         else:                               # opened anew, as others may write to this one and be ready to wait
-            # A named pipe takes lines before there is a reader, and when one has gone another may come
-            access = os.O_RDWR if isinstance(where, str) and stat.S_ISFIFO(mode) else os.O_WRONLY
+            # A named pipe that may be read too takes lines before there is a reader, and when one has gone another may come
+            access = os.O_RDWR if isinstance(where, str) and stat.S_ISFIFO(mode) and os.access(where, os.R_OK) else os.O_WRONLY
             own = os.open(where if isinstance(where, str) else "/proc/self/fd/%d" % where,
                           access | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
             self.write, self.end = functools.partial(os.write, own), functools.partial(os.close, own)
@@ -8989,9 +8989,10 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
-    elif is_special(path) and not stat.S_ISFIFO(os.stat(path).st_mode):         # whose reader would take that for the end
+    elif is_special(path):
         try:
-            PipeLog(path).close()
+            if not stat.S_ISFIFO(os.stat(path).st_mode):        # whose reader would take that for the end
+                PipeLog(path).close()
         except OSError as error:
             errors.append("[server] log_file: %s" % error)
     elif path and not writable(path + ".new"):

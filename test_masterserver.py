@@ -617,10 +617,12 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual((self.registry.total, dict(self.registry.sources)), (1, {"203.0.113.7": 1}))
 
     def test_a_server_that_moves_to_where_one_is_silent(self) -> None:
-        for reason in {"responding": False}, {"unconfirmed": True}:
+        gone: Dict[str, Any] = {"responding": False}
+        for of_live, of_silent in (({}, gone), ({}, {"unconfirmed": True}), ({"unconfirmed": True}, gone), (gone, {**gone, "unconfirmed": True})):
             self.setUp()
             live, silent = self.hear(1, "10.0.0.5", name="live"), self.hear(1, "203.0.113.7", name="silent")
-            self.registry.update(silent, {"named": True, **reason})
+            self.registry.update(live, of_live)
+            self.registry.update(silent, {"named": True, **of_silent})
             self.registry.apply_rules(ms.Settings({"address_map.10.0.0.5": "203.0.113.7"}))
             self.assertEqual(self.registry.servers(), [live])
             self.assertEqual((live.address, live.named, live.mapped), ("203.0.113.7", True, True))
@@ -635,6 +637,7 @@ class RegistryTest(unittest.TestCase):
         self.registry.watch(lambda event, server: self.fail("its protocol goes on with it"), "iceball")
         official = {"address_map.10.0.0.5": "203.0.113.8", "address_map.10.0.0.6": "203.0.113.7", "official.203.0.113.7:1": "yes"}
         self.registry.apply_rules(ms.Settings(official))
+        self.assertEqual([event for event, _ in seen], ["gone", "gone", "listed", "listed"])
         self.assertEqual(sorted(seen), [(event, address) for event in ("gone", "listed") for address in ("203.0.113.7", "203.0.113.8")])
         self.assertEqual(self.registry.in_order(), servers[::-1])
         self.assertEqual([server.official for server in servers], [False, True])
@@ -2648,7 +2651,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         with self.assertLogs("masterserver", "WARNING"):
             world.run(500)
             self.assertIsNotNone(world.zone())              # it may be the one that is not found yet
-            world.run(200)
+            world.run(400)                                  # and may announce itself
         self.assertIsNone(world.zone())
 
     def test_a_zone_that_the_ini_named_lives_by_its_announcements_again(self) -> None:
@@ -2817,17 +2820,40 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.7")
             self.assertEqual(world.outcome("203.0.113.7")[0], "name")
 
+    def test_who_is_not_there_takes_no_name(self) -> None:
+        """From a silent zone that the ini names; only who answers does. Who has lost its name so may take another."""
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
+        world.announce(zone_announcement(name=b"Mine", password=b"secret"))
+        world.run(40)
+        world.zones.clear()
+        world.run(200)
+        world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.8")
+        world.zones[ZONE[0], 25001] = asss
+        world.run(60)
+        world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.8")
+        self.assertEqual(world.outcome("203.0.113.8")[0], "name")
+        world.zones = {("203.0.113.8", 25001): asss}
+        world.run(200)
+        world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.8")
+        world.run(40)
+        world.zones[ZONE[0], 25001] = asss
+        world.run(60)
+        for name, outcome in (b"Mine", "name"), (b"Other", "listed"):
+            world.announce(zone_announcement(name=name, password=b"secret"))
+            self.assertEqual(world.outcome()[0], outcome)
+
     def test_the_ini_names_a_zone_no_more_after_a_restart(self) -> None:
         """Whether it has announced itself is not known then; it has time to do so again, and keeps its name until then."""
-        for announces in False, True:
+        for announces, reloads in (False, False), (True, False), (True, True):
             before = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
             before.announce(zone_announcement(name=b"Mine", password=b"secret"))
             before.run(40)
             rows = [ms.stored_row(server, T0) for server in before.registry.servers()]
-            world = SubSpaceWorld(ZONE[0])
+            world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000" if reloads else "")
             storage = mock.Mock(load=lambda wall: rows, recent=lambda wall: {}, path="", renewed=0)
             ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + 40)
             world.run(30)
+            reload(world.core, world.ping, world.list)
             world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.8")
             self.assertEqual(world.outcome("203.0.113.8")[0], "name")
             for _ in range(8):
@@ -2847,18 +2873,27 @@ class SubSpaceAnnouncements(unittest.TestCase):
         reload(world.core, world.ping, **{"address_map.192.168.1.5": "203.0.113.7"})
         self.assertEqual([(s.address, s.named) for s in world.registry.servers()], [("203.0.113.7", False)])
 
-    def test_the_newest_claims_are_asked_first(self) -> None:
-        """Where false ones come faster than they can be asked, with one question for each."""
+    def test_a_flood_of_false_claims_is_asked_in_turn(self) -> None:
+        """With one question for each, so that there is room soon; and restored zones have their turn."""
         world = SubSpaceWorld("203.0.113.9", limits__exempt="0.0.0.0/0")
-        for second in range(10):
+        for number in range(300):
+            world.zones["198.51.100.%d" % (number % 250), 3001 + 2 * number] = asss
+            server = ms.Server("subspace", "198.51.100.%d" % (number % 250), 3000 + 2 * number, "198.51.100.%d" % (number % 250), 0.0, 180.0)
+            server.unconfirmed = True
+            world.registry.insert(server)
+        taken = []
+        for second in range(40):
             for number in range(2000):
                 world.announce(ANNOUNCEMENT, "10.%d.%d.%d" % (second, number // 250, number % 250))
-            if second == 9:
-                world.announce(ANNOUNCEMENT, "203.0.113.9")
-                world.asked.clear()
+                if number == 20 and second % 10 == 2:           # there was room for 20 and more by then
+                    world.announce(ANNOUNCEMENT, "203.0.113.9")
+            taken.append(("10.%d.7.249" % second, 25000) in world.ping.claims)
             world.run(1)
+            self.assertLessEqual(len(world.core.poller.fresh), ms.ZONE_CLAIMS + 300)
+        self.assertEqual((taken[0], taken[-1]), (True, False))
         self.assertIsNotNone(world.zone("203.0.113.9"))
-        self.assertEqual({len(question) for question, place in world.asked if place[0].startswith("10.9.")}, {4})
+        self.assertEqual([server for server in world.registry.servers() if server.unconfirmed], [])
+        self.assertEqual({len(question) for question, place in world.asked if place[0].startswith("10.2.")}, {4})
 
     def test_names_after_a_restart(self) -> None:
         before = SubSpaceWorld()
@@ -3109,7 +3144,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         for n in range(ms.ZONE_CLAIMS + 500):
             world.announce(ANNOUNCEMENT, "10.1.%d.%d" % divmod(n, 256))
         self.assertEqual((len(world.ping.claims), len(world.core.poller.targets)), (ms.ZONE_CLAIMS, ms.ZONE_CLAIMS))
-        self.assertNotIn(("10.1.0.0", 25000), world.ping.claims)
+        self.assertEqual([("10.1.%d.0" % n, 25000) in world.ping.claims for n in (0, 17)], [True, False])
 
     def test_another_games_poll_is_left_alone(self) -> None:
         world = SubSpaceWorld()
@@ -5915,6 +5950,25 @@ class KeeperTest(unittest.TestCase):
         self.assertEqual({server.port: server.address for server in registry.servers()},
                          {1: "203.0.113.8", 2: "192.168.1.6", 3: "198.51.100.1", 4: "203.0.113.8"})
 
+    def test_a_database_that_does_not_say_where_addresses_come_from(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        for port, address, verified in ((1, "203.0.113.7", "query"), (2, "192.168.1.5", "handshake"), (3, "198.51.100.1", "connection")):
+            registry.hear("iceball", address, port, "192.168.1.5", 0.0, 120.0, {"verified": verified})
+        rows = [(*row[:6], json.dumps(json.loads(row[6])[:-1])) for row in (ms.stored_row(server, T0) for server in registry.servers())]
+        registry.rules.address_map = {"192.168.1.5": "203.0.113.8"}
+        registry.games.clear()
+        keeper.rows = rows
+        keeper.list_again(5.0, T0 + 5)
+        self.assertEqual({server.port: server.address for server in registry.servers()}, {1: "203.0.113.8", 2: "203.0.113.8", 3: "198.51.100.1"})
+
+    def test_who_is_refused_takes_nobody_with_him(self) -> None:
+        registry, keeper = self.start(0.0, T0, **{"address_map.192.168.1.5": "203.0.113.8", "bans.192.168.1.5": "cheats"})
+        mover, other = (ms.Server("iceball", address, 1, source, 0.0, 120.0, mapped=True)
+                        for address, source in (("203.0.113.7", "192.168.1.5"), ("203.0.113.8", "203.0.113.8")))
+        keeper.rows = [ms.stored_row(server, T0) for server in (mover, other)]
+        keeper.list_again(5.0, T0 + 5)
+        self.assertEqual(([server.address for server in registry.servers()], registry.left), (["203.0.113.8"], {mover.key}))
+
     def test_a_move_gives_no_restored_server_more_time(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("hyperbol", "192.168.1.5", 1, "192.168.1.5", 0.0, float("inf"), {"verified": "query"})
@@ -8036,6 +8090,7 @@ class ServiceTest(unittest.TestCase):
 
     @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
     def test_a_pipe_takes_the_log_before_and_after_its_reader(self) -> None:
+        import fcntl
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "pipe")
             os.mkfifo(path)
@@ -8046,7 +8101,11 @@ class ServiceTest(unittest.TestCase):
                 with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", 0) as reader:
                     self.assertEqual(reader.read(100), b"line %d\n" % number)
                     with mock.patch.object(ms, "PipeLog", side_effect=AssertionError("whoever reads would take the end for the end")):
-                        self.assertEqual(ms.check(ms.Settings(dict(LOOPBACK, **{"server.log_file": path})))[0], [])
+                        self.assertNotIn("log_file", str(ms.check(ms.Settings(dict(LOOPBACK, **{"server.log_file": path})))))
+                    with mock.patch.object(os, "access", return_value=False):           # it may be written and not read
+                        other = ms.PipeLog(path)
+                    self.assertEqual(fcntl.fcntl(other.write.args[0], fcntl.F_GETFL) & os.O_ACCMODE, os.O_WRONLY)
+                    other.close()
 
     @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
     def test_a_log_that_is_replaced_by_what_is_no_file(self) -> None:
