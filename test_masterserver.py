@@ -9838,7 +9838,7 @@ class ChildProcess(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             ready_file = os.path.join(folder, "ready")
             command = [*START, "--exit-with-stdin", "--ready-file", ready_file, *options]
-            process = subprocess.Popen(command + ["--set", "http.ports=0"],
+            process = subprocess.Popen(command + ["--set", "http.ports=0", "--set", "server.database=" + os.path.join(folder, "master.db")],
                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             self.addCleanup(process.__exit__, None, None, None)
             self.addCleanup(process.kill)
