@@ -909,7 +909,7 @@ class Server(Heard):
         self.playing = playing                              # in ships, on the field; None: the protocol does not say
         self.flavor, self.details = flavor, details
         self.responding, self.ping_ms = responding, ping_ms
-        self.named, self.mapped = named, mapped             # in the ini; where insert() found it
+        self.named, self.mapped = named, mapped             # mapped: as insert() finds it
         self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
         self.first_seen = self.last_seen = now
@@ -1757,6 +1757,10 @@ class Storage:
 # Each game is one class (or two) with its real bytes in the docstring. A protocol gets bytes, the peer and the time and
 # gives bytes back; it keeps what it knows in the registry, and raises Malformed for anything that its document does not have.
 # =====================================================================================================================
+
+ECHO_RATE = 1 / 8, 5                # answers no longer than their questions, by source: a forged question may name a port that answers
+                                    # such an answer in its turn, and so on for ever
+
 
 class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
@@ -2609,16 +2613,16 @@ class Hyperbol(TcpProtocol, Querier):
         gone = target.missed >= POLL_MISSED
         if gone or server is None:
             self.registry.note(target.address, self.game, port, "silent", now, "no answer from UDP port %d" % port)
-        ours = server is not None and server.source == target.address           # or it comes from another address
+        ours = server if server is not None and server.source == target.address else None          # or it comes from another address
         if not target.known:
-            if server is not None and ours and (gone or not server.responding):
-                self.registry.remove(server)
+            if ours is not None and (gone or not ours.responding):
+                self.registry.remove(ours)
             return gone
         if server is None:
             self.take(target, now, {"responding": False})
         else:
             silent = {"responding": False, "players": 0, "ping_ms": None, "unconfirmed": False}
-            self.registry.update(server, {"named": True, **(silent if gone and ours else {})})
+            self.registry.update(server, {"named": True, **(silent if gone and ours is not None else {})})
         return False
 
     def displaced(self, target: Target) -> None:
@@ -2879,6 +2883,7 @@ class SubSpacePing(UdpProtocol, Querier):
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
         self.known = Known(core, self, offset=1)
+        self.echoes = Limiter(ECHO_RATE)
         self.registry.watch(self.watch, self.game)
         self.read(core.settings)
 
@@ -2891,8 +2896,12 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
-            answer = self.ping(data) if self.rules.requests.allow(peer[0], now) else b""
-            return [(answer, peer)] if answer and self.rules.allow_surplus("ping", peer[0], len(answer) - len(data), now) else []
+            if not self.rules.requests.allow(peer[0], now):
+                return []
+            answer = self.ping(data)
+            surplus = len(answer) - len(data)
+            allowed = self.rules.allow_surplus("ping", peer[0], surplus, now) if surplus else self.echoes.allow(peer[0], now)
+            return [(answer, peer)] if allowed else []
         if len(data) < 8:
             raise Malformed("length: %d bytes" % len(data))
         try:
@@ -2974,7 +2983,7 @@ class SubSpacePing(UdpProtocol, Querier):
     def admit_owner(self, claim: Claim, server: Optional[Server], now: float) -> None:
         """Raise Refused if `claim` may not have its name; `server`: whom it is about, if that is listed. Who may not keep the name that he
         has may not give it up either."""
-        for name in {"" if server is None else server.name, claim.fields.get("name", "")}:
+        for name in ("" if server is None else server.name, claim.fields.get("name", "")):
             key = name.casefold()
             owner, servers, announced_at = self.owners.get(key, (claim.password, set(), now))
             if owner == claim.password:
@@ -8051,9 +8060,11 @@ class GamePort(UdpProtocol):
 
     def __init__(self, announcer: Announcer) -> None:
         self.announcer = announcer
+        self.echoes = Limiter(ECHO_RATE)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        return [(self.announcer.answer(data), peer)]
+        answer = self.announcer.answer(data)
+        return [(answer, peer)] if len(answer) > len(data) or self.echoes.allow(peer[0], now) else []
 
 
 class Link:

@@ -7121,6 +7121,28 @@ class AmplificationTest(unittest.TestCase):
                 if name in self.EXCEPTIONS and not name.startswith("list"):
                     self.assertGreater(out, size, "no exception is needed")
 
+    def test_no_two_ports_answer_each_other_for_ever(self) -> None:
+        """A request forged in the name of another master's port, or of one where announce answers for a game server."""
+        places: Dict[Tuple[str, int], ms.UdpProtocol] = {}
+        for number in range(2):
+            self.start()
+            servers = [ms.Server(game, "", 5000, "", 0.0, 1e6, "Zone", players=number) for game in ("subspace", "hyperbol", "aio")]
+            for port in (*self.ports.values(), ms.GamePort(ms.SubSpaceAnnouncer(servers[0])), ms.GamePort(ms.HyperbolAnnouncer(servers[1])),
+                         ms.GamePort(ms.AioAnnouncer(servers[2], framed=True))):
+                places["203.0.113.%d" % number, 5000 + len(places)] = port
+        now = 0.0
+        for (name, _, packets), source, place in itertools.product(self.requests(), places, places):
+            now += 60.0
+            talk = collections.deque((data, source, place) for data in packets)
+            for _ in range(200):
+                if not talk:
+                    break
+                data, sender, receiver = talk.popleft()
+                now += 0.25                         # slow enough for every other limit
+                with contextlib.suppress(ms.Malformed):
+                    talk.extend((reply, receiver, to) for reply, to in places[receiver].datagram(data, sender, now) if to in places)
+            self.assertEqual(talk, collections.deque(), (name, source, place))
+
     def test_exceptions_are_bounded_by_source(self) -> None:
         for name, port, packets in self.requests():
             if name in self.EXCEPTIONS:
@@ -8275,6 +8297,7 @@ class ClientTools(unittest.TestCase):
         with mock.patch.object(socket, "create_connection", return_value=sock):
             server, = ms.list_aio_text("192.0.2.1", 27011)
         self.assertEqual((server["name"], server["address"], server["port"]), ("Court", "203.0.113.9", 27016))
+
     def test_a_list_that_comes_among_other_things(self) -> None:
         """And from a master that goes as soon as it has been acknowledged."""
         entry = hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0") + b"A zone\0"
