@@ -1944,8 +1944,9 @@ class Poller(UdpProtocol):
         return self.sources[game, ""] >= self.most or (
             self.sources[game, source_key(address)] >= self.most_by_source and address not in self.exempt)
 
-    def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
-        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
+    def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False, proven: bool = False) -> Target:
+        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it; `proven`: it is
+        asked before those who may not be there."""
         target = self.targets.get((address, port))
         if target is None or target.querier is not querier:
             before = target
@@ -1959,6 +1960,8 @@ class Poller(UdpProtocol):
             self.sources.update(self.counted(target))
             if known:
                 self.wait(target, 0.0)      # a long list in the ini takes its turn
+            elif proven:
+                self.fresh.appendleft(target)
             else:
                 self.fresh.append(target)
         if known:
@@ -2209,7 +2212,7 @@ class Iceball(UdpProtocol):
 
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
-        self.cookie = Cookie(random.SystemRandom().getrandbits(128).to_bytes(16, "little"))
+        self.cookie = Cookie(os.urandom(16))
         self.draft = IceballDraft(core, self.cookie)
         self.timeout: float = core.settings["iceball.timeout"]
         self.listed = self.registry.games[self.game]
@@ -2709,9 +2712,8 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
 ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
-ZONE_CLAIMS = 4096                  # announced, not answering yet; about 4 MB. All are asked in turn, within 12 s: a flood of false ones
-                                    # passes through, and those for whom there is no room announce themselves again in a minute
-ZONE_CLAIMS_CROWDED = 1024          # from here on there are more than two seconds of questions
+ZONE_CLAIMS = 1024                  # announced, not answering yet; about 1 MB, and asked within 36 s, three times each at POLL_SHARE
+ZONE_PROVEN = 4096                  # for whom there was no room, and who answered. Another source is no more than a datagram; these cost one each
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
 ZONE_ANNOUNCEMENT_MAX = 480
 ZONE_ENTRY = struct.Struct("<4sHHHI64s")                            # in a list, then the description with its NUL
@@ -2858,6 +2860,10 @@ def zone_announcement(data: bytes) -> Claim:
     return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
 
 
+def proof_message(place: Peer) -> bytes:
+    return b"%s %d" % (place[0].encode(), place[1])
+
+
 class SubSpacePing(UdpProtocol, Querier):
     """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, asks zones.
 
@@ -2869,6 +2875,8 @@ class SubSpacePing(UdpProtocol, Querier):
 
     An announcement is a claim: the zone is listed once it answers a ping on its port + 1 at the datagram's source.
     Listed zones are in the registry, where SubSpaceList finds them; here are only the claims and who owns which name.
+    Where there are too many claims, perhaps a flood of false ones, nothing is kept of another but the ping: its timestamp is
+    a MAC, and who returns it is known to be there, and is asked for the rest when he announces himself again.
     """
 
     game = "subspace"
@@ -2880,6 +2888,8 @@ class SubSpacePing(UdpProtocol, Querier):
         core.announcers[self.game] = self.announced
         self.rules, self.listeners = core.registry.rules, core.listeners
         self.claims: Dict[Tuple[str, int], Claim] = {}          # by source and announced port
+        self.cookie = Cookie(os.urandom(16))
+        self.proven: collections.OrderedDict[Peer, None] = collections.OrderedDict()         # by source and ping port, the newest last
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
         self.known = Known(core, self, offset=1)
@@ -2896,7 +2906,7 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
-            if not self.rules.requests.allow(peer[0], now):
+            if not self.rules.requests.allow(peer[0], now) or self.proves(data, peer, now):
                 return []
             answer = self.ping(data)
             surplus = len(answer) - len(data)
@@ -2911,10 +2921,22 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.note(peer[0], "subspace", port, "bad packet", now, str(wrong))
             raise
         try:
-            self.claim(peer[0], claim, now)
+            room = self.claim(peer[0], claim, now)
         except Refused as refused:
             self.registry.note(peer[0], "subspace", claim.port, refused.outcome, now, str(refused))
-        return []
+            return []
+        place = peer[0], claim.port + 1
+        return [] if room else [(self.cookie.make(proof_message(place), now)[:4], place)]
+
+    def proves(self, data: bytes, peer: Peer, now: float) -> bool:
+        """Is this no ping, but the answer to one of which nothing was kept?"""
+        message = proof_message(peer)
+        if data[4:] not in (self.cookie.make(message, now)[:4], self.cookie.make_older(message)[:4]):
+            return False
+        self.proven[peer[:2]] = None
+        if len(self.proven) > ZONE_PROVEN:
+            self.proven.popitem(last=False)
+        return True
 
     def ping(self, data: bytes) -> bytes:
         """The answer for this master itself, one arena a game."""
@@ -2930,8 +2952,9 @@ class SubSpacePing(UdpProtocol, Querier):
         told = {key: value for key, value in fields.items() if key != "name" or value}
         self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
 
-    def claim(self, source: str, claim: Claim, now: float) -> None:
-        """Refresh a listed zone; have another one asked whether it is there. Raises Refused."""
+    def claim(self, source: str, claim: Claim, now: float) -> bool:
+        """Refresh a listed zone; have another one asked whether it is there. False: there is no room for one whose source is not
+        proven. Raises Refused."""
         server = self.zone(source, claim.port)
         name = claim.fields.get("name", "")
         self.admit_owner(claim, server, now)
@@ -2944,14 +2967,13 @@ class SubSpacePing(UdpProtocol, Querier):
             other = self.poller.targets.get((source, claim.port + 1))
             if other is not None and other.querier is not self:
                 raise Refused("limit", "the port after it belongs to a server of another game")
-            if len(self.claims) >= ZONE_CLAIMS and (source, claim.port) not in self.claims:
-                raise Refused("limit", "%d zones wait for their first answer already; there may be room at the next announcement" % ZONE_CLAIMS)
-            self.claims[source, claim.port] = claim
-            crowded = other is None and (len(self.claims) > ZONE_CLAIMS_CROWDED or self.poller.crowded(self.game, source))
-            asked = self.poller.add(self, source, claim.port + 1, claim.port)
-            if crowded:                     # perhaps a flood of false ones: one question for each, that every zone knows
-                asked.attempt, asked.scratch = len(PING_FORMS) - 1, ZonePoll()
             self.registry.note(source, "subspace", claim.port, "announced", now)
+            proven = claim.lifetime == float("inf") or (source, claim.port + 1) in self.proven         # HTTP proves the address
+            if other is None and not proven and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source)):
+                return False
+            self.proven.pop((source, claim.port + 1), None)
+            self.claims[source, claim.port] = claim
+            self.poller.add(self, source, claim.port + 1, claim.port, proven=proven)
         else:
             self.registry.admit_name(name)
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
@@ -2967,6 +2989,7 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.update(server, fields)
             self.own(server, claim.password, now)
             self.registry.note(source, "subspace", claim.port, "listed", now)
+        return True
 
     def zone(self, source: str, port: int) -> Optional[Server]:
         server = self.registry.get("subspace", self.registry.rules.listed_address(source), port)
