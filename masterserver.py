@@ -7201,10 +7201,13 @@ class MasterServer(Loop):
             if protocol.ipv4_only and family == socket.AF_INET6:
                 continue
             wanted = port + row.offset if port else 0
-            if wanted == 0:                 # one free port for all addresses if that can be had
-                wanted = next((l.port for l in self.listeners[before:] if (":" in l.host) != (":" in address)), 0)
+            same = 0 if wanted else next((l.port for l in self.listeners[before:] if (":" in l.host) != (":" in address)), 0)
+            sock = None
             try:
-                sock = bound_socket(family, row.transport, address, wanted)
+                if same:                    # one free port for all addresses if that can be had
+                    with contextlib.suppress(OSError):
+                        sock = bound_socket(family, row.transport, address, same)
+                sock = sock or bound_socket(family, row.transport, address, wanted)
             except OSError as error:
                 if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)

@@ -9621,6 +9621,26 @@ class Embedded(unittest.TestCase):
             self.assertEqual(sum(tally.errors for tally in server.tallies.values()), 0)
         self.assertIn("on_event('listed'", logs.output[0])
 
+    def test_a_port_that_is_free_on_one_address_alone(self) -> None:
+        try:
+            ms.bound_socket(socket.AF_INET6, "tcp", "::1", 0).close()
+        except OSError:
+            self.skipTest("no IPv6 here")
+        bound_socket, refused = ms.bound_socket, []
+
+        def bound(family: int, transport: str, address: str, port: int) -> socket.socket:
+            if port:
+                refused.append(port)
+                raise OSError(errno.EADDRINUSE, "Address already in use")
+            return bound_socket(family, transport, address, port)
+
+        server = master(server__bind="::1, 127.0.0.1", http__ports="0")
+        self.addCleanup(server.stop)
+        with mock.patch.object(ms, "bound_socket", bound):
+            server.bind()
+        self.assertEqual([listener.protocol for listener in server.listeners], ["http", "http", "poll", "poll"])
+        self.assertEqual(refused, [listener.port for listener in server.listeners[::2]])
+
     def test_two_free_ports_on_two_addresses(self) -> None:
         try:
             ms.bound_socket(socket.AF_INET6, "tcp", "::1", 0).close()
