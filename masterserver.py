@@ -1662,8 +1662,8 @@ class Storage:
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 if not is_damage(error):
                     raise
-                self._move_aside()
-                return self._attempt(work, begin)
+            self._move_aside()          # without the error, which keeps its cursors and so the file open: Windows renames no such file
+            return self._attempt(work, begin)
         except (sqlite3.Error, OSError) as error:
             self.trouble = str(error)
             if isinstance(error, OSError):
@@ -6345,15 +6345,16 @@ class Datagrams:
 
     def receive(self) -> Received:
         """As in MessageVector, for any socket; peers are called what they are."""
-        data, peers = [], []
+        data, peers, size = [], [], self.protocol.datagram_bytes
+        room = 1 << 16 if WINDOWS else size             # there a datagram that is longer is an error, and lost
         for _ in range(DRAIN_DATAGRAMS):
             try:
-                packet, peer = self.sock.recvfrom(self.protocol.datagram_bytes)
+                packet, peer = self.sock.recvfrom(room)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:         # Windows: an earlier answer met a closed port (ConnectionResetError)
                 continue
-            data.append(packet)
+            data.append(packet[:size])
             peers.append(peer)
         return data, peers, peers
 
@@ -8921,6 +8922,43 @@ class PipeLog(logging.Handler):
         super().close()
 
 
+LOG_LINES = 1000                    # wait for a console
+LOG_END_S = 1.0                     # for what waits when the program ends
+
+
+class ConsoleLog(logging.handlers.QueueHandler):
+    """Standard error under Windows, where nothing but a thread of its own can be kept waiting: by a console in which somebody has clicked,
+    or by a pipe that nobody reads. Lines for which there is no room are lost, and counted."""
+
+    def __init__(self) -> None:
+        self.waiting: queue.Queue[Optional[logging.LogRecord]] = queue.Queue(LOG_LINES)         # None: the end
+        super().__init__(self.waiting)
+        self.lost = 0
+        threading.Thread(target=self.write, args=(logging.StreamHandler(),), name="masterserver log", daemon=True).start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.lost:
+            record.msg = "%d lines are missing here\n%s" % (self.lost, record.msg)
+        try:
+            self.waiting.put_nowait(record)
+            self.lost = 0
+        except queue.Full:
+            self.lost += 1
+
+    def write(self, console: logging.Handler) -> None:
+        for record in iter(self.waiting.get, None):
+            console.emit(record)
+            self.waiting.task_done()
+
+    def close(self) -> None:
+        deadline = time.monotonic() + LOG_END_S
+        while self.waiting.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with contextlib.suppress(queue.Full):
+            self.waiting.put_nowait(None)
+        super().close()
+
+
 def start_log(settings: Settings) -> None:
     handler: logging.Handler
     path = settings.file("server.log_file")
@@ -8931,7 +8969,7 @@ def start_log(settings: Settings) -> None:
             raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     else:
         try:
-            handler = PipeLog(sys.stderr.fileno())
+            handler = ConsoleLog() if WINDOWS else PipeLog(sys.stderr.fileno())
         except (OSError, AttributeError):       # it is a file, or the system has nothing of the kind
             handler = logging.StreamHandler()
     handler.addFilter(sparing())
