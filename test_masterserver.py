@@ -4467,7 +4467,12 @@ def until(condition, seconds=15.0):
     """The first true value of condition(), asked every 20 ms. AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        value = condition()
+        try:
+            value = condition()
+        except RuntimeError as error:
+            if "navigated or closed" not in str(error):         # the page that was asked made way for the next
+                raise
+            value = None
         if value:
             return value
         time.sleep(.02)
