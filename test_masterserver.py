@@ -2392,6 +2392,14 @@ class SubSpaceWorld:
                     later += 0.02
                     waiting += self.core.poller.datagram(answer, place, later)
 
+    def restarted(self, second: float, *answering: str, **settings: str) -> SubSpaceWorld:
+        """The master killed and started again at this second, with what was listed."""
+        rows = [ms.stored_row(server, T0) for server in self.registry.servers()]
+        world = SubSpaceWorld(*answering, **settings)
+        storage = mock.Mock(load=lambda wall: rows, recent=lambda wall: {}, path="", renewed=0)
+        ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + second)
+        return world
+
     def zone(self, source: str = ZONE[0], port: int = ZONE[1]) -> Optional[ms.Server]:
         return self.registry.get("subspace", source, port)
 
@@ -2751,11 +2759,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             before = SubSpaceWorld(ZONE[0])
             before.ping.announced("203.0.113.9", 25000, {"name": "By HTTP"}, 0.0)
             before.run(40)
-            storage = mock.Mock(load=lambda wall: [ms.stored_row(before.zone(), T0)], recent=lambda wall: {}, path="", renewed=0)
-            world = SubSpaceWorld()
-            if answers:
-                world.zones["203.0.113.9", 25001] = asss
-            ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + 45)
+            world = before.restarted(45, *[ZONE[0]] * answers)
             world.run(50)
             self.assertIsNotNone(world.zone())
             world.run(300)
@@ -2826,11 +2830,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
             world.announce(zone_announcement(name=b"Mine", password=b"secret"))
             world.run(40)
-            rows = [ms.stored_row(server, T0) for server in world.registry.servers()]
             if restart:
-                world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
-                storage = mock.Mock(load=lambda wall: rows, recent=lambda wall: {}, path="", renewed=0)
-                ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + 40)
+                world = world.restarted(40, subspace__zones="203.0.113.9:25000")
             world.zones = {("203.0.113.8", 25001): asss}
             world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.8")
             self.assertEqual(world.outcome("203.0.113.8"), (
@@ -2871,10 +2872,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             before = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
             before.announce(zone_announcement(name=b"Mine", password=b"secret"))
             before.run(40)
-            rows = [ms.stored_row(server, T0) for server in before.registry.servers()]
-            world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000" if reloads else "")
-            storage = mock.Mock(load=lambda wall: rows, recent=lambda wall: {}, path="", renewed=0)
-            ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + 40)
+            world = before.restarted(40, ZONE[0], subspace__zones="203.0.113.9:25000" if reloads else "")
             world.run(30)
             reload(world.core, world.ping, world.list)
             world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.8")
@@ -2941,11 +2939,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
             before.zones[source, 25001] = asss
             before.ping.announced(source, 25000, {"name": name}, 0.0)
         before.run(5)
-        rows = [ms.stored_row(server, T0) for server in before.registry.servers()]
-        world = SubSpaceWorld()
+        world = before.restarted(5)
         world.zones = before.zones
-        storage = mock.Mock(load=lambda wall: rows, recent=lambda wall: {}, path="", renewed=0)
-        ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + 5)
         self.assertRaises(ms.Refused, world.ping.announced, "203.0.113.2", 25000, {"name": "Mine"}, 1.0)
         world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.2")
         self.assertEqual(world.outcome("203.0.113.2")[0], "name")
@@ -5981,6 +5976,12 @@ class KeeperTest(unittest.TestCase):
         keeper.restore(now, wall)
         return registry, keeper
 
+    def restart(self, keeper: ms.Keeper, wall: float, **settings: str) -> Tuple[ms.Registry, ms.Keeper]:
+        """Saved, killed, and started again."""
+        keeper.tick(2.0, T0 + 2)
+        keeper.storage.close()
+        return self.start(0.0, wall, **settings)
+
     def test_public_addresses_that_change_while_the_master_is_down(self) -> None:
         """Whoever is listed where the settings have him moves with them; who claims an address keeps it."""
         settings = {"address_map.192.168.1.5": "203.0.113.7", "address_map.192.168.1.6": "203.0.113.7"}
@@ -5990,9 +5991,7 @@ class KeeperTest(unittest.TestCase):
                                                       (3, "aio", "198.51.100.1", "192.168.1.5", "connection"),
                                                       (4, "aio", "192.168.1.7", "192.168.1.7", "connection")):
             registry.hear(game, address, port, source, 0.0, 120.0, {"verified": verified})
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
-        registry, keeper = self.start(0.0, T0 + 5, **{"address_map.192.168.1.5": "203.0.113.8", "address_map.192.168.1.7": "203.0.113.8"})
+        registry, keeper = self.restart(keeper, T0 + 5, **{"address_map.192.168.1.5": "203.0.113.8", "address_map.192.168.1.7": "203.0.113.8"})
         self.assertEqual({server.port: server.address for server in registry.servers()},
                          {1: "203.0.113.8", 2: "192.168.1.6", 3: "198.51.100.1", 4: "203.0.113.8"})
 
@@ -6018,9 +6017,7 @@ class KeeperTest(unittest.TestCase):
     def test_a_move_gives_no_restored_server_more_time(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("hyperbol", "192.168.1.5", 1, "192.168.1.5", 0.0, float("inf"), {"verified": "query"})
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
-        registry, keeper = self.start(0.0, T0 + 5)
+        registry, keeper = self.restart(keeper, T0 + 5)
         registry.apply_rules(ms.Settings({"address_map.192.168.1.5": "203.0.113.8"}))
         self.assertEqual([server.address for server in registry.servers()], ["203.0.113.8"])
         registry.expire(1000.0)
@@ -6046,9 +6043,7 @@ class KeeperTest(unittest.TestCase):
     def test_confirmed_when_heard_from(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, {"name": "S"})
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
-        registry, keeper = self.start(0.0, T0 + 10)
+        registry, keeper = self.restart(keeper, T0 + 10)
         registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 50.0, 120.0, {"name": "S"})
         self.assertFalse(registry.servers()[0].unconfirmed)
         registry.expire(169.9)
@@ -6057,9 +6052,7 @@ class KeeperTest(unittest.TestCase):
     def test_lasting_servers_have_a_minute(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("aio", "203.0.113.9", 1, "203.0.113.9", 0.0, float("inf"), {"name": "S"})
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
-        registry, keeper = self.start(0.0, T0 + 4000)
+        registry, keeper = self.restart(keeper, T0 + 4000)
         registry.expire(59.0)
         self.assertEqual(len(registry.servers()), 1)
         registry.expire(60.001)
@@ -6068,9 +6061,7 @@ class KeeperTest(unittest.TestCase):
     def test_named_servers_are_asked_first(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("subspace", "203.0.113.9", 1, "203.0.113.9", 0.0, 180.0, {"name": "S", "verified": "query"}, known=True)
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
-        registry, keeper = self.start(0.0, T0 + 4000)
+        registry, keeper = self.restart(keeper, T0 + 4000)
         registry.expire(59.0)
         self.assertEqual([(s.name, s.named, s.lasting) for s in registry.servers()], [("S", True, False)])
         registry.expire(600.0)
@@ -6130,9 +6121,7 @@ class KeeperTest(unittest.TestCase):
     def test_a_clock_put_back_prolongs_no_life(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, {"name": "S"})
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
-        registry, keeper = self.start(0.0, T0 - 86400)
+        registry, keeper = self.restart(keeper, T0 - 86400)
         registry.expire(120.001)
         self.assertEqual(registry.servers(), [])
 
@@ -6166,9 +6155,7 @@ class KeeperTest(unittest.TestCase):
     def test_banned_meanwhile(self) -> None:
         registry, keeper = self.start(0.0, T0)
         registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, {"name": "S"})
-        keeper.tick(2.0, T0 + 2)
-        keeper.storage.close()
-        self.assertEqual(self.start(0.0, T0 + 5, **{"bans__203.0.113.0/24": "fakes"})[0].servers(), [])
+        self.assertEqual(self.restart(keeper, T0 + 5, **{"bans__203.0.113.0/24": "fakes"})[0].servers(), [])
 
     def test_a_batch_is_what_is_new(self) -> None:
         registry, keeper = self.start(0.0, T0)
