@@ -1758,8 +1758,8 @@ class Storage:
 # gives bytes back; it keeps what it knows in the registry, and raises Malformed for anything that its document does not have.
 # =====================================================================================================================
 
-ECHO_RATE = 1 / 8, 5                # answers no longer than their questions, by source: a forged question may name a port that answers
-                                    # such an answer in its turn, and so on for ever
+ECHO_RATE = 1, 5                    # answers no longer than their questions, by source: a forged question may name a port that answers
+                                    # such an answer in its turn, and so on for ever. No round trip takes a second
 
 
 class UdpProtocol:
@@ -1938,15 +1938,14 @@ class Poller(UdpProtocol):
         self.most_by_source: int = settings["limits.servers_per_source"]
         self.exempt = Networks(settings["limits.exempt"])
 
-    def crowded(self, game: str, address: str) -> bool:
+    def crowded(self, game: str, address: str, times: int = 1) -> bool:
         """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked; not those of
-        other games, which may have come with a false address."""
-        return self.sources[game, ""] >= self.most or (
-            self.sources[game, source_key(address)] >= self.most_by_source and address not in self.exempt)
+        other games, which may have come with a false address. `times`: so many times what the settings allow is not."""
+        return self.sources[game, ""] >= times * self.most or (
+            self.sources[game, source_key(address)] >= times * self.most_by_source and address not in self.exempt)
 
-    def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False, proven: bool = False) -> Target:
-        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it; `proven`: it is
-        asked before those who may not be there."""
+    def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
+        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
         target = self.targets.get((address, port))
         if target is None or target.querier is not querier:
             before = target
@@ -1960,8 +1959,6 @@ class Poller(UdpProtocol):
             self.sources.update(self.counted(target))
             if known:
                 self.wait(target, 0.0)      # a long list in the ini takes its turn
-            elif proven:
-                self.fresh.appendleft(target)
             else:
                 self.fresh.append(target)
         if known:
@@ -2003,30 +2000,40 @@ class Poller(UdpProtocol):
         return []
 
     def tick(self, now: float) -> Replies:
+        """A flood of new ones that are silent has no more than half of the questions to itself."""
         out: Replies = []
         self.asked, self.ticked_at = 0, now
         budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE, math.ceil(POLL_ATTEMPTS * len(self.targets) / self.interval)))
-        while self.fresh and self.asked < min(budget, POLL_MIN_PER_S):
-            out += self.begin(self.fresh.popleft(), now)
-        while self.open and self.asked < budget:
-            target = next(iter(self.open.values()))
-            if now - target.asked_at < POLL_TIMEOUT_S:
-                break
-            target.attempt += 1
-            if target.attempt < target.querier.attempts:
-                out += self.ask(target, now)
-                continue
-            target.missed += 1
-            self.open.pop((target.address, target.port), None)
-            if target.querier.missed(target, now):
-                self.remove(target)
-            else:
-                self.rest(target, now)
-        while self.waiting and self.waiting[0][0] <= now and self.asked < budget:
-            out += self.begin(heapq.heappop(self.waiting)[2], now)
-        while self.fresh and self.asked < budget:
-            out += self.begin(self.fresh.popleft(), now)
+        for step, share in ((self.next_fresh, 1 / 4), (self.next_silent, 1 / 2), (self.next_due, 1), (self.next_fresh, 1), (self.next_silent, 1)):
+            while self.asked < share * budget:
+                questions = step(now)
+                if questions is None:
+                    break
+                out += questions
         return out
+
+    def next_fresh(self, now: float) -> Optional[Replies]:
+        """The first question to the one who waits for it longest; None: there is none."""
+        return self.begin(self.fresh.popleft(), now) if self.fresh else None
+
+    def next_due(self, now: float) -> Optional[Replies]:
+        return self.begin(heapq.heappop(self.waiting)[2], now) if self.waiting and self.waiting[0][0] <= now else None
+
+    def next_silent(self, now: float) -> Optional[Replies]:
+        """The next attempt at one who has not answered, or its end."""
+        target = next(iter(self.open.values()), None)
+        if target is None or now - target.asked_at < POLL_TIMEOUT_S:
+            return None
+        target.attempt += 1
+        if target.attempt < target.querier.attempts:
+            return self.ask(target, now)
+        target.missed += 1
+        self.open.pop((target.address, target.port), None)
+        if target.querier.missed(target, now):
+            self.remove(target)
+        else:
+            self.rest(target, now)
+        return []
 
     def begin(self, target: Target, now: float) -> Replies:
         if self.targets.get((target.address, target.port)) is not target:
@@ -2712,8 +2719,9 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
 ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
-ZONE_CLAIMS = 1024                  # announced, not answering yet; about 1 MB, and asked within 36 s, three times each at POLL_SHARE
-ZONE_PROVEN = 4096                  # for whom there was no room, and who answered. Another source is no more than a datagram; these cost one each
+ZONE_CLAIMS = 1024                  # announced, not answering yet; up to 1.6 MB. The last of as many at once is asked after 16 s
+ZONE_CLAIMS_PROVEN = 4096           # as many if their addresses are known to be real …
+ZONE_PROVEN = 4096                  # … which these are, for whom there was no room when they announced themselves
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
 ZONE_ANNOUNCEMENT_MAX = 480
 ZONE_ENTRY = struct.Struct("<4sHHHI64s")                            # in a list, then the description with its NUL
@@ -2889,7 +2897,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.rules, self.listeners = core.registry.rules, core.listeners
         self.claims: Dict[Tuple[str, int], Claim] = {}          # by source and announced port
         self.cookie = Cookie(os.urandom(16))
-        self.proven: collections.OrderedDict[Peer, None] = collections.OrderedDict()         # by source and ping port, the newest last
+        self.proven: collections.OrderedDict[Peer, None] = collections.OrderedDict()         # by source and ping port, the oldest first
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
         self.known = Known(core, self, offset=1)
@@ -2906,7 +2914,7 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
-            if not self.rules.requests.allow(peer[0], now) or self.proves(data, peer, now):
+            if not self.rules.requests.allow(peer[0], now) or len(data) == 8 and self.proves(data, peer, now):
                 return []
             answer = self.ping(data)
             surplus = len(answer) - len(data)
@@ -2936,6 +2944,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.proven[peer[:2]] = None
         if len(self.proven) > ZONE_PROVEN:
             self.proven.popitem(last=False)
+        self.registry.note(peer[0], "subspace", peer[1] - 1, "waiting", now)
         return True
 
     def ping(self, data: bytes) -> bytes:
@@ -2969,11 +2978,14 @@ class SubSpacePing(UdpProtocol, Querier):
                 raise Refused("limit", "the port after it belongs to a server of another game")
             self.registry.note(source, "subspace", claim.port, "announced", now)
             proven = claim.lifetime == float("inf") or (source, claim.port + 1) in self.proven         # HTTP proves the address
-            if other is None and not proven and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source)):
-                return False
+            if other is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source)):
+                if not proven:
+                    return False
+                if len(self.claims) >= ZONE_CLAIMS_PROVEN or self.poller.crowded(self.game, source, 2):         # half may be others' lies
+                    raise Refused("limit", "too many zones wait for their first answer already")
             self.proven.pop((source, claim.port + 1), None)
             self.claims[source, claim.port] = claim
-            self.poller.add(self, source, claim.port + 1, claim.port, proven=proven)
+            self.poller.add(self, source, claim.port + 1, claim.port)
         else:
             self.registry.admit_name(name)
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
@@ -6059,6 +6071,7 @@ OUTCOMES = {
     "announced": ("Announced, but the answer did not come back",
                   "This master answered and is waiting for the game server's reply. If it stays so, a firewall or router between the game server and "
                   "here lets packets out but not in: open UDP, or forward the game's port."),
+    "waiting": ("It has to wait", "It answers, but many others wait to be asked. It has its turn when it announces itself again, within a minute."),
     "version": ("Wrong version", "This master does not list %s. Update the game server."),
     "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or mend what announces it."),
     "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),

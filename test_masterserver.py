@@ -2902,18 +2902,45 @@ class SubSpaceAnnouncements(unittest.TestCase):
             server = ms.Server("subspace", "198.51.100.%d" % (number % 250), 3000 + 2 * number, "198.51.100.%d" % (number % 250), 0.0, 180.0)
             server.unconfirmed = True
             world.registry.insert(server)
-        for second in range(65):
-            for number in range(2000):
+        for second in range(120):
+            for number in range(600):
                 world.announce(ANNOUNCEMENT, "10.%d.%d.%d" % (second, number // 250, number % 250))
-            if second in (2, 62):
+            if second in (5, 65):
+                self.assertGreaterEqual(len(world.ping.claims), ms.ZONE_CLAIMS)
                 world.announce(ANNOUNCEMENT, "203.0.113.9")
             world.run(1)
             self.assertLessEqual(len(world.ping.claims), ms.ZONE_CLAIMS + 1)
             self.assertLessEqual(len(world.core.poller.fresh), ms.ZONE_CLAIMS + 300)
         self.assertIsNotNone(world.zone("203.0.113.9"))
         self.assertEqual([server for server in world.registry.servers() if server.unconfirmed], [])
-        self.assertEqual({len(question) for question, place in world.asked if place[0] == "10.2.0.0"}, {4})
+        self.assertEqual({len(question) for question, place in world.asked if place[0] == "10.5.0.0"}, {4})
         self.assertEqual(len(world.ping.proven), 0)
+
+    def test_a_liar_with_a_real_address_keeps_nobody_out(self) -> None:
+        """Nor do a few false claims a second keep listed zones from being asked."""
+        for rate, by_http in (3, False), (10, False), (30, False), (4, True), (10, True):
+            world = SubSpaceWorld("203.0.113.9", "203.0.113.8", limits__exempt="")
+            world.announce(ANNOUNCEMENT, "203.0.113.8")
+            world.run(2)
+            for second in range(240):
+                for number in range(second * rate, (second + 1) * rate):
+                    port = 1024 + number % 60000
+                    with contextlib.suppress(ms.Refused):
+                        if by_http:
+                            world.ping.announced("198.51.100.66", port, {"name": "x%d" % number}, world.now)
+                    if not by_http:
+                        for _ in range(2):
+                            for question, place in world.ping.datagram(zone_announcement(port), ("198.51.100.66", 5), world.now):
+                                world.ping.datagram(bytes(4) + question, place, world.now)
+                if second % 60 == 30:
+                    world.announce(ANNOUNCEMENT, "203.0.113.9")
+                    world.announce(ANNOUNCEMENT, "203.0.113.8")
+                world.run(1)
+                self.assertLessEqual(sum(place[0] == "198.51.100.66" for place in world.core.poller.targets),
+                                     2 * world.core.settings["limits.servers_per_source"])
+            self.assertIsNotNone(world.zone("203.0.113.9"), (rate, by_http))
+            questions = sum(place[0] == "203.0.113.8" for _, place in world.asked)
+            self.assertGreater(questions, 240 / 30 * 2 - 4, (rate, by_http))
 
     def test_what_proves_no_place(self) -> None:
         world = SubSpaceWorld("203.0.113.9")
@@ -3055,9 +3082,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
                     world.announce(ANNOUNCEMENT)
                 if number % 30 == 0:
                     world.run(1)
-            self.assertIsNotNone(world.zone())
             world.ping.announced(ZONE[0], 5, {}, world.now)             # not refused
             world.run(20)
+            self.assertIsNotNone(world.zone())
             self.assertLess(len(world.asked), 1800, "one question for an announcement, but for those that there is room for")
         world = SubSpaceWorld()
         world.zones[ZONE[0], ZONE[1] + 1] = lambda question: asss(question) if len(question) == 4 else None         # an old one
