@@ -8201,9 +8201,8 @@ class ServiceTest(unittest.TestCase):
                 began = time.monotonic()
                 for number in range(4000):
                     handler.handle(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
-                self.assertGreater(handler.lost, 0)
-                data = b""
-                while reads and not re.search(b"x\r?\n[0-9]+ lines are missing here\r?\nthe last", data):
+                data = b""                  # more than pipe and queue have room for, so that many are lost, whenever the thread has its turns
+                while reads and not re.search(b"x\r?\n[0-9]+ lines are missing here\r?\n(line|the last)", data):
                     data += pipe.read(1 << 20)
                     handler.handle(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
                 handler.close()
