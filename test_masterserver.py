@@ -6602,6 +6602,7 @@ class DatagramsTest(unittest.TestCase):
         datagrams = self.make(None)
         with mock.patch.object(ms, "WINDOWS", True), WindowsSocket(fileno=datagrams.sock.detach()) as datagrams.sock, \
                 socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            datagrams.sock.setblocking(False)
             game.sendto(b"\1" * 5000, datagrams.sock.getsockname())
             datagrams.ready(0.0)
             game.settimeout(5)
