@@ -398,7 +398,8 @@ SETTINGS = (
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
             "Seconds between two questions to a game server that answers questions (Hyperbol, SubSpace, AIO).", live=True),
-    Setting("poll", "rate", "500", read_number(1, 100000), "Questions a second at the most, to all servers together.", live=True),
+    Setting("poll", "rate", "500", read_number(1, 100000),
+            "Questions a second at the most, to all servers together, without the pings that a flood of announcements is answered with.", live=True),
     Setting("official", "", "", read_flag, "Servers marked as official.", live=True,
             read_key=read_numeric_endpoint, example="203.0.113.7:20737 = yes"),
     Setting("priority", "", "", read_number(-1000, 1000), "Servers that stand first (or, below 0, last) in every list.", live=True,
@@ -1852,7 +1853,8 @@ POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit in the pr
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone (PROTOCOLS)
-POLL_SHARE = 12                     # at most a twelfth of all targets is asked in one second, more only if the interval wants it: no volleys
+POLL_SHARE = 10                     # at most a tenth of all targets is asked in one second, more only if the interval wants it: no volleys
+POLL_QUESTIONS = 3                  # so many a target may need in one interval: a silent zone is asked three times
 POLL_MIN_PER_S = 10                 # but so many always, so that a few new servers do not wait for each other
 POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, lie evenly however many there are
 
@@ -1994,16 +1996,16 @@ class Poller(UdpProtocol):
             self.rest(target, now)
         elif self.asked < self.rate:
             return self.ask(target, now)
-        else:                               # no more questions in this second: it is the first in the next
+        else:                               # no more questions in this second: it takes its turn in another
             self.open.pop((target.address, target.port), None)
-            self.fresh.appendleft(target)
+            self.fresh.append(target)
         return []
 
     def tick(self, now: float) -> Replies:
-        """A flood of new ones that are silent has no more than half of the questions to itself."""
+        """A flood of new ones that are silent has no more than half of the questions to itself, if there are four or more."""
         out: Replies = []
         self.asked, self.ticked_at = 0, now
-        budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE, math.ceil(POLL_ATTEMPTS * len(self.targets) / self.interval)))
+        budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE, math.ceil(POLL_QUESTIONS * len(self.targets) / self.interval)))
         for step, share in ((self.next_fresh, 1 / 4), (self.next_silent, 1 / 2), (self.next_due, 1), (self.next_fresh, 1), (self.next_silent, 1)):
             while self.asked < share * budget:
                 questions = step(now)
@@ -2719,7 +2721,7 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
 ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
-ZONE_CLAIMS = 1024                  # announced, not answering yet; up to 1.6 MB. The last of as many at once is asked after 16 s
+ZONE_CLAIMS = 1024                  # announced, not answering yet; up to 2 MB. The last of as many at once is asked after 13 s
 ZONE_CLAIMS_PROVEN = 4096           # as many if their addresses are known to be real …
 ZONE_PROVEN = 4096                  # … which these are, for whom there was no room when they announced themselves
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
@@ -2897,7 +2899,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.rules, self.listeners = core.registry.rules, core.listeners
         self.claims: Dict[Tuple[str, int], Claim] = {}          # by source and announced port
         self.cookie = Cookie(os.urandom(16))
-        self.proven: collections.OrderedDict[Peer, None] = collections.OrderedDict()         # by source and ping port, the oldest first
+        self.proven: collections.OrderedDict[str, Set[int]] = collections.OrderedDict()         # ping ports by source, the oldest first
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
         self.known = Known(core, self, offset=1)
@@ -2941,7 +2943,10 @@ class SubSpacePing(UdpProtocol, Querier):
         message = proof_message(peer)
         if data[4:] not in (self.cookie.make(message, now)[:4], self.cookie.make_older(message)[:4]):
             return False
-        self.proven[peer[:2]] = None
+        ports = self.proven.setdefault(peer[0], set())
+        if len(ports) >= self.poller.most_by_source:            # of which not all can be listed
+            ports.clear()
+        ports.add(peer[1])
         if len(self.proven) > ZONE_PROVEN:
             self.proven.popitem(last=False)
         self.registry.note(peer[0], "subspace", peer[1] - 1, "waiting", now)
@@ -2977,23 +2982,25 @@ class SubSpacePing(UdpProtocol, Querier):
             if other is not None and other.querier is not self:
                 raise Refused("limit", "the port after it belongs to a server of another game")
             self.registry.note(source, "subspace", claim.port, "announced", now)
-            proven = claim.lifetime == float("inf") or (source, claim.port + 1) in self.proven         # HTTP proves the address
-            if other is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source)):
-                if not proven:
+            crowded = other is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
+            if crowded:
+                if claim.lifetime != float("inf") and claim.port + 1 not in self.proven.get(source, ()):        # HTTP proves the address
                     return False
                 if len(self.claims) >= ZONE_CLAIMS_PROVEN or self.poller.crowded(self.game, source, 2):         # half may be others' lies
                     raise Refused("limit", "too many zones wait for their first answer already")
-            self.proven.pop((source, claim.port + 1), None)
             self.claims[source, claim.port] = claim
-            self.poller.add(self, source, claim.port + 1, claim.port)
+            target = self.poller.add(self, source, claim.port + 1, claim.port)
+            if crowded:                     # one question for each, that every zone knows
+                target.attempt, target.scratch = len(PING_FORMS) - 1, ZonePoll()
+                self.proven.get(source, set()).discard(target.port)
         else:
             self.registry.admit_name(name)
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
             if not server.lasting:
                 server.lifetime = claim.lifetime
-            target = self.poller.targets.get((source, claim.port + 1))
-            if target is None or target.querier is self:
+            known = self.poller.targets.get((source, claim.port + 1))
+            if known is None or known.querier is self:
                 self.poller.add(self, source, claim.port + 1, claim.port)
             self.registry.refresh(server, now)
             if name and name.casefold() != server.name.casefold():
@@ -6790,7 +6797,7 @@ class Keeper:
             return
         rows, self.rows = self.rows, []
         # Who is asked goes when it has missed its polls; this is for those that nobody asks any more
-        polled_s = RESTORED_S + (POLL_MISSED + 1) * max(self.poller.interval, POLL_ATTEMPTS * len(rows) / self.poller.rate)
+        polled_s = RESTORED_S + (POLL_MISSED + 1) * max(self.poller.interval, POLL_QUESTIONS * len(rows) / self.poller.rate)
         count, moved = 0, []
         for row, server in restored_servers(rows, now, wall):
             if server is None:

@@ -2914,14 +2914,17 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertIsNotNone(world.zone("203.0.113.9"))
         self.assertEqual([server for server in world.registry.servers() if server.unconfirmed], [])
         self.assertEqual({len(question) for question, place in world.asked if place[0] == "10.5.0.0"}, {4})
-        self.assertEqual(len(world.ping.proven), 0)
+        self.assertEqual(world.ping.proven, {"203.0.113.9": set()})
 
     def test_a_liar_with_a_real_address_keeps_nobody_out(self) -> None:
         """Nor do a few false claims a second keep listed zones from being asked."""
         for rate, by_http in (3, False), (10, False), (30, False), (4, True), (10, True):
-            world = SubSpaceWorld("203.0.113.9", "203.0.113.8", limits__exempt="")
+            world = SubSpaceWorld("203.0.113.9", "203.0.113.8", "203.0.113.7", limits__exempt="")
             world.announce(ANNOUNCEMENT, "203.0.113.8")
+            world.ping.announced("203.0.113.7", 25000, {"name": "goes"}, world.now)
             world.run(2)
+            self.assertIsNotNone(world.zone("203.0.113.7"))
+            del world.zones["203.0.113.7", 25001]
             for second in range(240):
                 for number in range(second * rate, (second + 1) * rate):
                     port = 1024 + number % 60000
@@ -2939,8 +2942,21 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 self.assertLessEqual(sum(place[0] == "198.51.100.66" for place in world.core.poller.targets),
                                      2 * world.core.settings["limits.servers_per_source"])
             self.assertIsNotNone(world.zone("203.0.113.9"), (rate, by_http))
+            self.assertIsNone(world.zone("203.0.113.7"), (rate, by_http))
             questions = sum(place[0] == "203.0.113.8" for _, place in world.asked)
             self.assertGreater(questions, 240 / 30 * 2 - 4, (rate, by_http))
+
+    def test_more_zones_than_can_be_asked_in_an_interval(self) -> None:
+        """All have their turn, if later: one poll takes two questions, and what is left over for the next second waits as others do."""
+        sources = ["198.51.100.%d" % number for number in range(200)]
+        world = SubSpaceWorld(*sources, "203.0.113.9", poll__rate="20", poll__interval="10")
+        for source in sources:
+            world.ping.announced(source, 25000, {"name": "Zone"}, world.now)
+        world.run(100)
+        world.ping.announced("203.0.113.9", 25000, {"name": "New"}, world.now)
+        del world.asked[:]
+        world.run(60)
+        self.assertEqual({place[0] for question, place in world.asked if len(question) == 4}, {*sources, "203.0.113.9"})
 
     def test_what_proves_no_place(self) -> None:
         world = SubSpaceWorld("203.0.113.9")
@@ -2951,14 +2967,15 @@ class SubSpaceAnnouncements(unittest.TestCase):
                                   (question + hexa("06000000"), place, 0.0), (hexa("06000000 01020304"), place, 0.0)):
             world.ping.datagram(answer, peer, now)
             self.assertFalse(world.ping.proven)
-        for windows, proven in (1, [place]), (2, []):
+        for windows, proven in (1, {ZONE[0]: {ZONE[1] + 1}}), (2, {}):
             world.ping.proven.clear()
             world.ping.datagram(hexa("06000000") + question, place, windows * ms.COOKIE_WINDOW_S)
-            self.assertEqual(list(world.ping.proven), proven)
+            self.assertEqual(world.ping.proven, proven)
         for number in range(ms.ZONE_PROVEN + 100):
-            place = "10.0.%d.%d" % divmod(number, 250), 25001
-            world.ping.datagram(bytes(4) + world.ping.cookie.make(ms.proof_message(place), 100.0)[:4], place, 100.0)
+            for place in ("10.0.%d.%d" % divmod(number, 250), 25001), ("127.0.0.1", 1000 + number):         # the latter without limits
+                world.ping.datagram(bytes(4) + world.ping.cookie.make(ms.proof_message(place), 100.0)[:4], place, 100.0)
         self.assertEqual(len(world.ping.proven), ms.ZONE_PROVEN)
+        self.assertLessEqual(max(map(len, world.ping.proven.values())), world.core.settings["limits.servers_per_source"])
 
     def test_names_after_a_restart(self) -> None:
         before = SubSpaceWorld()
