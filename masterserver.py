@@ -2002,7 +2002,8 @@ class Poller(UdpProtocol):
         return []
 
     def tick(self, now: float) -> Replies:
-        """A flood of new ones that are silent has no more than half of the questions to itself, if there are four or more."""
+        """A quarter of the questions for the new and another for the silent, then those who are due, then what is left: with four questions
+        or more, a flood of new ones that are silent keeps nobody from being asked."""
         out: Replies = []
         self.asked, self.ticked_at = 0, now
         budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE, math.ceil(POLL_QUESTIONS * len(self.targets) / self.interval)))
@@ -2939,7 +2940,7 @@ class SubSpacePing(UdpProtocol, Querier):
         return [] if room else [(self.cookie.make(proof_message(place), now)[:4], place)]
 
     def proves(self, data: bytes, peer: Peer, now: float) -> bool:
-        """Is this no ping, but the answer to one of which nothing was kept?"""
+        """True: this is no ping, but the answer to one of which nothing was kept, and proves that a zone is there."""
         message = proof_message(peer)
         if data[4:] not in (self.cookie.make(message, now)[:4], self.cookie.make_older(message)[:4]):
             return False
@@ -2970,6 +2971,7 @@ class SubSpacePing(UdpProtocol, Querier):
         """Refresh a listed zone; have another one asked whether it is there. False: there is no room for one whose source is not
         proven. Raises Refused."""
         server = self.zone(source, claim.port)
+        target = self.poller.targets.get((source, claim.port + 1))
         name = claim.fields.get("name", "")
         self.admit_owner(claim, server, now)
         if server is None:
@@ -2978,11 +2980,10 @@ class SubSpacePing(UdpProtocol, Querier):
             if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
                 raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
             self.registry.admit("subspace", self.registry.rules.listed_address(source), claim.port, source, name)
-            other = self.poller.targets.get((source, claim.port + 1))
-            if other is not None and other.querier is not self:
+            if target is not None and target.querier is not self:
                 raise Refused("limit", "the port after it belongs to a server of another game")
             self.registry.note(source, "subspace", claim.port, "announced", now)
-            crowded = other is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
+            crowded = target is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
             if crowded:
                 if claim.lifetime != float("inf") and claim.port + 1 not in self.proven.get(source, ()):        # HTTP proves the address
                     return False
@@ -2999,8 +3000,7 @@ class SubSpacePing(UdpProtocol, Querier):
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
             if not server.lasting:
                 server.lifetime = claim.lifetime
-            known = self.poller.targets.get((source, claim.port + 1))
-            if known is None or known.querier is self:
+            if target is None or target.querier is self:
                 self.poller.add(self, source, claim.port + 1, claim.port)
             self.registry.refresh(server, now)
             if name and name.casefold() != server.name.casefold():
