@@ -4259,7 +4259,7 @@ STYLE_CSS = r""":root {
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; scrollbar-gutter: stable; scroll-padding-top: 2.5rem; }     /* the table's head */
 body {
-  margin: 0 auto; padding: 0 1.25rem; max-width: 72.5rem; background: var(--ground); color: var(--ink);
+  margin: 0 auto; padding: 0 1.25rem; max-width: 75rem; background: var(--ground); color: var(--ink);
   font: 400 .9375rem/1.5rem system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; font-variant-numeric: tabular-nums;
 }
 a { color: inherit; text-decoration-color: var(--soft); text-underline-offset: .2em; }
@@ -4316,7 +4316,7 @@ form.check { margin-top: 1.5rem; }
 #status.old { color: var(--alert); }
 #status:first-child:empty { display: none; }
 table, thead, tbody { display: block; }
-table { --columns: minmax(0, 1fr) 5rem 6rem 6.5rem 8rem 4.25rem 5rem 12rem; }
+table { --columns: minmax(0, 1fr) 5.5rem 6rem 8rem 8rem 4.25rem 5rem 12rem; }
 .one-game { --columns: minmax(0, 1fr) 6.5rem 8rem 8rem 5rem 5rem 12rem; }
 tr { display: grid; grid-template-columns: var(--columns); column-gap: .875rem; align-items: center; border-bottom: 1px solid var(--line); }
 thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
@@ -4374,15 +4374,20 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
 .empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
 .empty pre { margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap; }
 
-@media (max-width: 68rem) {
-  table { --columns: minmax(0, 1fr) 5rem 6.5rem 8rem 5rem 12rem; }
+@media (max-width: 70rem) {
+  table { --columns: minmax(0, 1fr) 5.5rem 8rem 8rem 5rem 12rem; }
   .one-game { --columns: minmax(0, 1fr) 8rem 8rem 5rem 12rem; }
   :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; }
 }
-@media (max-width: 54rem) {
-  table { --columns: minmax(0, 1fr) 5rem 8rem 12rem; }
+@media (max-width: 60rem) {
+  table { --columns: minmax(0, 1fr) 5.5rem 8rem 8rem 12rem; }
+  .one-game { --columns: minmax(0, 1fr) 8rem 8rem 12rem; }
+  :is(th, td):nth-child(7) { display: none; }
+}
+@media (max-width: 52rem) {
+  table { --columns: minmax(0, 1fr) 5.5rem 8rem 12rem; }
   .one-game { --columns: minmax(0, 1fr) 6rem 8rem 12rem; }
-  table:not(.one-game) :is(th, td):nth-child(4), :is(th, td):nth-child(7) { display: none; }
+  table:not(.one-game) :is(th, td):nth-child(4) { display: none; }
 }
 
 /* A phone: every row is two lines, name and players above, game, mode, map and address below */

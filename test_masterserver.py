@@ -10463,6 +10463,8 @@ PATIENCE = 45         # seconds; a part that is older than this without a new ta
 
 WINDOW = 192          # datagrams under way: fewer than the 277 that Linux's default receive buffer holds
 BATCH = 32            # datagrams handed over in one system call
+PREPARED = 100000     # datagrams a flood goes through before it begins again, at least: what it reads displaces what the server has in a
+                      # cache that they share, so that a yardstick with few servers is to have a load that reads as much
 NAP = 0.0002          # seconds a load sleeps between two looks, far less than a server needs for its window
 STALL_SECONDS = 5     # without any answer, something was lost; the bounded windows leave no excuse for that
 LOST_SECONDS = 1      # a flood, though, forgives as many as its window if a machine that pauses loses them
@@ -10501,7 +10503,7 @@ def load_flood(port, servers, addresses=1):
         queue = []
         for address, sock in enumerate(sockets):
             own = [numbered_announcement(number, addresses) for number in numbers if number % addresses == address]
-            own *= -(-BATCH // len(own))
+            own *= -(-PREPARED // servers)
             queue.append([(sock, b"".join(own[at:at + BATCH])) for at in range(0, len(own), BATCH)])
         return itertools.cycle([batch for row in itertools.zip_longest(*queue) for batch in row if batch])
     first, then = batches_of(7), batches_of(8)
