@@ -8483,14 +8483,20 @@ class ClientTools(unittest.TestCase):
     def test_where_standard_output_takes_nothing(self) -> None:
         closed, full, gone = (">&-", "standard output is closed"), (">/dev/full", "standard output: .*No space left on device"), ("| exit 0", "")
         with MasterOf(ExportTest.greeting, entry("203.0.113.9", 5, 0)) as hyperbol:
+            running = []
             for words, (redirection, message) in (
                     (["--print-config"], closed), (["--print-config"], full), (["--print-config"], gone),
                     (["--check", "--set", "server.bind=127.0.0.1"], full), (["list", "--game", "hyperbol", hyperbol.place], gone)):
-                with self.subTest(words=words, redirection=redirection):
-                    line = "(sleep 0.2; exec \"$@\") | exit 0" if redirection[0] == "|" else '"$@" ' + redirection       # the reader has gone by then
-                    result = subprocess.run(["sh", "-c", line, "sh", *START, *words], capture_output=True, timeout=20)
-                    self.assertRegex(result.stderr.decode(), "^masterserver.py: %s\n$" % message if message else "^$")
-                    self.assertEqual((result.returncode, result.stdout), (1 if message else 0, b""))
+                line = "(sleep 0.2; exec \"$@\") | exit 0" if redirection[0] == "|" else '"$@" ' + redirection       # the reader has gone by then
+                process = subprocess.Popen(["sh", "-c", line, "sh", *START, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                self.addCleanup(process.communicate)
+                self.addCleanup(process.kill)
+                running.append((line, words, message, process))
+            for line, words, message, process in running:
+                with self.subTest(words=words, line=line):
+                    said, complaint = process.communicate(timeout=20)
+                    self.assertRegex(complaint.decode(), "^masterserver.py: %s\n$" % message if message else "^$")
+                    self.assertEqual((process.returncode, said), (1 if message else 0, b""))
 
     def test_a_terminal_that_cannot_show_it(self) -> None:
         result = subprocess.run([*START, "--check", "--set", "server.database=/no/\u0416/x"], capture_output=True, timeout=20,
