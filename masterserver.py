@@ -686,11 +686,11 @@ def ipv4_bytes(address: str) -> bytes:
 class Cookie:
     """A keyed MAC with a lifetime, so that a handshake needs no memory: what comes back proves that it went out.
 
-    `key`: 16 bytes. `make` gives COOKIE_MAC_BYTES over the message in the window of `now`; `good` accepts those of this window and the one before.
+    `key`: 16 bytes. `make` gives `size` bytes over the message in the window of `now`; `good` accepts those of this window and the one before.
     """
 
-    def __init__(self, key: bytes) -> None:
-        self.key = key
+    def __init__(self, key: bytes, size: int = COOKIE_MAC_BYTES) -> None:
+        self.key, self.size = key, size
         self.ends = float("-inf")           # of the current window
         self.current = self.previous = hashlib.blake2b()
 
@@ -699,7 +699,7 @@ class Cookie:
         self.ends = (window + 1.0) * COOKIE_WINDOW_S
         # BLAKE2's own keyed mode is the same with the key padded to a block, which would be a second one to compress each time
         self.previous, self.current = (
-            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=COOKIE_MAC_BYTES) for number in (window - 1, window))
+            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size) for number in (window - 1, window))
 
     def make(self, message: bytes, now: float) -> bytes:
         if now >= self.ends:
@@ -708,14 +708,12 @@ class Cookie:
         mac.update(message)
         return mac.digest()
 
-    def make_older(self, message: bytes) -> bytes:
-        """What make() gave in the window before."""
-        mac = self.previous.copy()
-        mac.update(message)
-        return mac.digest()
-
     def good(self, mac: bytes, message: bytes, now: float) -> bool:
-        return mac == self.make(message, now) or mac == self.make_older(message)
+        if mac == self.make(message, now):
+            return True
+        older = self.previous.copy()
+        older.update(message)
+        return mac == older.digest()
 
 
 EXEMPT, BLOCKED = float("-inf"), float("inf")
@@ -2223,7 +2221,7 @@ class Iceball(UdpProtocol):
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.cookie = Cookie(os.urandom(16))
-        self.draft = IceballDraft(core, self.cookie)
+        self.draft = IceballDraft(core)
         self.timeout: float = core.settings["iceball.timeout"]
         self.listed = self.registry.games[self.game]
         # Those that have announced themselves since they were listed, by the fingerprint of the last datagram and its source
@@ -2395,11 +2393,11 @@ class IceballDraft:
     the same source opens the session and lists the server.
     """
 
-    def __init__(self, core: Core, cookie: Cookie) -> None:
+    def __init__(self, core: Core) -> None:
         self.registry = core.registry
-        self.cookie = cookie
+        self.cookie = Cookie(os.urandom(16), 2)
         self.timeout: float = core.settings["iceball.timeout"]          # the document: "after 120 seconds of inactivity"
-        self.sessions: Dict[Peer, Tuple[int, Server]] = {}
+        self.sessions: Dict[Peer, Tuple[bytes, Server]] = {}
         self.peers: Dict[Server, Peer] = {}
         self.claims: collections.OrderedDict[Peer, str] = collections.OrderedDict()
         self.guesses = Limiter(DRAFT_GUESSES, core.registry.rules.verdict)
@@ -2414,8 +2412,7 @@ class IceballDraft:
             raise Malformed("type %d is the master's to send" % kind)
         if len(data) < 5:
             raise Malformed("no room for an id")
-        identity = int.from_bytes(data[1:5], "little")
-        server = self.session(identity, peer, now)
+        server = self.session(data[1:5], peer, now)
         if server is None:
             if self.guessed_out(peer, now):         # no charge, or who goes on with the right one never gets in
                 return []
@@ -2440,8 +2437,8 @@ class IceballDraft:
                 self.claims.popitem(last=False)
         self.registry.note(peer[0], "iceball", port, "announced", now)
         rules = self.registry.rules
-        identity = draft_identity(port, self.cookie.make(draft_message(port, peer), now))
-        answer = b"\2" + struct.pack("<IH", identity, port) + rules.listed_address(peer[0], claim).encode() + b"\0"
+        identity = self.cookie.make(endpoint(*peer[:2]).encode() + data[3:5], now) + data[3:5]
+        answer = b"\2" + identity + data[3:5] + rules.listed_address(peer[0], claim).encode() + b"\0"
         if rules.requests.allow(peer[0], now) and rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
             return [(answer, peer)]
         return []
@@ -2450,16 +2447,13 @@ class IceballDraft:
         """So many ids were wrong that the next right one may have been guessed."""
         return self.guesses.spent(peer[0], now) or self.guesses_in_all.spent("", now)
 
-    def session(self, identity: int, peer: Peer, now: float) -> Optional[Server]:
+    def session(self, identity: bytes, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
         known, server = self.sessions.get(peer, (None, None))
         if known != identity:
-            port = identity >> 16
-            message = draft_message(port, peer)
-            if identity not in (draft_identity(port, self.cookie.make(message, now)), draft_identity(port, self.cookie.make_older(message))):
+            if not self.cookie.good(identity[:2], endpoint(*peer[:2]).encode() + identity[2:], now) or self.guessed_out(peer, now):
                 return None
-            if self.guessed_out(peer, now):
-                return None
+            port = identity[2] | identity[3] << 8
             address = self.registry.rules.listed_address(peer[0], self.claims.get(peer, ""))
             fields = {"verified": "handshake"}
             if self.registry.get("iceball", address, port) is None:
@@ -2500,14 +2494,6 @@ class IceballDraft:
 
     def forget(self, server: Server) -> None:
         self.sessions.pop(self.peers.pop(server, ()), None)
-
-
-def draft_message(port: int, peer: Peer) -> bytes:
-    return b"draft %s %d %d" % (peer[0].encode(), peer[1], port)
-
-
-def draft_identity(port: int, mac: bytes) -> int:
-    return port << 16 | mac[0] << 8 | mac[1]
 
 
 # --- Hyperbol --------------------------------------------------------------------------------------------------------
@@ -2871,9 +2857,6 @@ def zone_announcement(data: bytes) -> Claim:
     return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
 
 
-def proof_message(place: Peer) -> bytes:
-    return b"%s %d" % (place[0].encode(), place[1])
-
 
 class SubSpacePing(UdpProtocol, Querier):
     """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, asks zones.
@@ -2899,7 +2882,7 @@ class SubSpacePing(UdpProtocol, Querier):
         core.announcers[self.game] = self.announced
         self.rules, self.listeners = core.registry.rules, core.listeners
         self.claims: Dict[Tuple[str, int], Claim] = {}          # by source and announced port
-        self.cookie = Cookie(os.urandom(16))
+        self.cookie = Cookie(os.urandom(16), 4)
         self.proven: collections.OrderedDict[str, Set[int]] = collections.OrderedDict()         # ping ports by source, the oldest first
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
@@ -2937,12 +2920,11 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.note(peer[0], "subspace", claim.port, refused.outcome, now, str(refused))
             return []
         place = peer[0], claim.port + 1
-        return [] if room else [(self.cookie.make(proof_message(place), now)[:4], place)]
+        return [] if room else [(self.cookie.make(endpoint(*place).encode(), now), place)]
 
     def proves(self, data: bytes, peer: Peer, now: float) -> bool:
         """True: this is no ping, but the answer to one of which nothing was kept, and proves that a zone is there."""
-        message = proof_message(peer)
-        if data[4:] not in (self.cookie.make(message, now)[:4], self.cookie.make_older(message)[:4]):
+        if not self.cookie.good(data[4:], endpoint(*peer[:2]).encode(), now):
             return False
         ports = self.proven.setdefault(peer[0], set())
         if len(ports) >= self.poller.most_by_source:            # of which not all can be listed

@@ -1810,7 +1810,7 @@ class IceballDraftTest(unittest.TestCase):
         self.core = make_core()
         self.registry = self.core.registry
         self.iceball = ms.Iceball(self.core)
-        self.iceball.cookie.key = bytes(16)         # with one of its own, one run of 160 makes a right guess from many addresses
+        self.iceball.draft.cookie.key = bytes(16)         # with one of its own, one run of 160 makes a right guess from many addresses
 
     def send(self, data: bytes, now: float = 0.0, peer: Tuple[str, int] = peer) -> List[bytes]:
         return [reply for reply, _ in self.iceball.datagram(data, peer, now)]
@@ -2973,7 +2973,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             self.assertEqual(world.ping.proven, proven)
         for number in range(ms.ZONE_PROVEN + 100):
             for place in ("10.0.%d.%d" % divmod(number, 250), 25001), ("127.0.0.1", 1000 + number):         # the latter without limits
-                world.ping.datagram(bytes(4) + world.ping.cookie.make(ms.proof_message(place), 100.0)[:4], place, 100.0)
+                world.ping.datagram(bytes(4) + world.ping.cookie.make(ms.endpoint(*place).encode(), 100.0), place, 100.0)
         self.assertEqual(len(world.ping.proven), ms.ZONE_PROVEN)
         self.assertLessEqual(max(map(len, world.ping.proven.values())), world.core.settings["limits.servers_per_source"])
 
