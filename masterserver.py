@@ -648,15 +648,11 @@ class Networks:
         return bool(self.sizes)
 
 
+# Loopback, private or link-local: who is here may name another address for itself
 LOCAL = Networks(map(ipaddress.ip_network, (
     "127.0.0.0/8", "::1/128",                                   # loopback
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
-
-
-def is_local(address: str) -> bool:
-    """Loopback, private or link-local: may name another address for itself."""
-    return address in LOCAL
 
 
 def source_key(address: str) -> str:
@@ -835,7 +831,7 @@ class Rules:
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
-        return is_local(source) and is_unicast(claimed) and not is_loopback(canonical(claimed))
+        return source in LOCAL and is_unicast(claimed) and not is_loopback(canonical(claimed))
 
     def listed_address(self, source: str, claimed: str = "") -> str:
         """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
@@ -2430,13 +2426,13 @@ class IceballDraft:
             raise Malformed("address: one text with a NUL at its end is wanted")
         port = data[3] | data[4] << 8
         claim = data[5:-1].decode("ascii", "replace")
+        rules = self.registry.rules
         self.claims.pop(peer, None)
-        if claim and is_local(peer[0]) and is_unicast(claim):
+        if rules.believes(peer[0], claim):
             self.claims[peer] = claim
             if len(self.claims) > DRAFT_CLAIMS:
                 self.claims.popitem(last=False)
         self.registry.note(peer[0], "iceball", port, "announced", now)
-        rules = self.registry.rules
         identity = self.cookie.make(endpoint(*peer[:2]).encode() + data[3:5], now) + data[3:5]
         answer = b"\2" + identity + data[3:5] + rules.listed_address(peer[0], claim).encode() + b"\0"
         if rules.requests.allow(peer[0], now) and rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
@@ -2855,7 +2851,6 @@ def zone_announcement(data: bytes) -> Claim:
     if not fields["name"]:
         raise Malformed("name: it is empty")
     return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
-
 
 
 class SubSpacePing(UdpProtocol, Querier):
@@ -9091,16 +9086,16 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")
     public = settings["server.public_address"]
     own = own_address()
-    if public and is_local(public):
+    if public and public in LOCAL:
         warnings.append("[server] public_address: %s is private; players outside cannot reach what is listed there." % public)
     if not public:
         warnings.append("[server] public_address is empty: game servers on this machine that announce to localhost are listed as 127.0.0.1, "
                         "where no other machine finds them. Set it to the address that players use.")
     if all(is_loopback(address) for address in bound):
         warnings.append("[server] bind: %s is reached from this machine alone." % ", ".join(bound))
-    elif not any(ipaddress.ip_address(address).is_unspecified or not is_local(address) for address in bound):
+    elif not any(ipaddress.ip_address(address).is_unspecified or address not in LOCAL for address in bound):
         warnings.append("[server] bind: %s is private; the router must forward the ports to it for players outside." % ", ".join(bound))
-    elif own and is_local(own) and not public:
+    elif own and own in LOCAL and not public:
         warnings.append("This machine's address %s is private: for players outside, the router must forward the ports to it." % own)
     elif not own:
         warnings.append("This machine has no way to the internet over IPv4.")
