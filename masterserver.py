@@ -743,11 +743,6 @@ class Limiter:
         self.depth_s = (rate[1] + 0.001) / rate[0]       # a thousandth of a token, so that sums of fractions come out exact
         self.table.clear()
 
-    def exempts(self, address: str) -> bool:
-        verdict = self.table.get(address) or self.verdict(address)
-        if verdict == EXEMPT and len(self.table) < self.sources:        # asked for each of its servers at a start
-            self.table[address] = verdict
-        return verdict == EXEMPT
 
     def spent(self, address: str, now: float) -> bool:
         """Has this source next to nothing left? To ask costs it nothing."""
@@ -848,10 +843,13 @@ class Rules:
         number = address_number(address)
         return BLOCKED if self.blocked.find(number) is not None else EXEMPT if self.exempt.find(number) is not None else 0.0
 
+    def exempts(self, address: str) -> bool:
+        return self.verdict(address) == EXEMPT
+
     def allow_surplus(self, use: str, address: str, size: int, now: float) -> bool:
         """May a source that has proven nothing get `size` bytes more than it sent? A bucket for all of them together: a limit by
         source does not bind those who make sources up. Each `use` has its own: a flood of pings keeps nobody from the list."""
-        return size <= 0 or self.verdict(address) == EXEMPT or self.surplus.allow(use, now, size)
+        return size <= 0 or self.exempts(address) or self.surplus.allow(use, now, size)
 
     def ban(self, *addresses: str) -> str:
         """Why none of these addresses may announce, or ""."""
@@ -1081,7 +1079,7 @@ class Registry:
             return
         if self.total >= rules.servers:
             raise Refused("limit", "this master lists %d servers at the most" % rules.servers)
-        if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.datagrams.exempts(source):
+        if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.exempts(source):
             raise Refused("limit", "%d servers of one address are listed at the most" % rules.servers_per_source)
 
     def admit_source(self, source: str, address: str) -> None:
@@ -3372,7 +3370,7 @@ class SubSpaceList(UdpProtocol):
             self.proven[peer] = self.unproven.pop(peer)
             self.bound(self.proven)
         out: Replies = []
-        exempt = bool(packets) and self.rules.verdict(peer[0]) == EXEMPT
+        exempt = bool(packets) and self.rules.exempts(peer[0])
         for packet in packets:
             if packet[:2] != b"\0\3":               # one datagram may ask for a hundred of them
                 if link.balance <= 0 and not exempt:
@@ -7258,7 +7256,7 @@ class MasterServer(Loop):
         source = source_key(address)
         others = self.connections_by_source.get(source, 0)
         limited = (not rules.connections.allow(address, now)
-                   or others >= self.most_of_source and not rules.connections.exempts(address))
+                   or others >= self.most_of_source and not rules.exempts(address))
         sock.setblocking(False)
         if limited:
             acceptor.tally.limited += 1
