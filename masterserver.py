@@ -1909,7 +1909,8 @@ class Poller(UdpProtocol):
     ipv4_only = False
     datagram_bytes = POLL_ANSWER_BYTES
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, rules: Rules) -> None:
+        self.rules = rules
         self.targets: Dict[Tuple[str, int], Target] = {}
         self.sources: collections.Counter[Tuple[str, str]] = collections.Counter()      # targets by game and source; "" for all sources
         self.fresh: collections.deque[Target] = collections.deque()     # to be asked before all others
@@ -1928,15 +1929,12 @@ class Poller(UdpProtocol):
             self.waiting = [(min(due, self.ticked_at + target.phase * self.interval), number, target) for due, number, target in self.waiting]
             heapq.heapify(self.waiting)
         self.rate: int = settings["poll.rate"]
-        self.most: int = settings["limits.servers"]
-        self.most_by_source: int = settings["limits.servers_per_source"]
-        self.exempt = Networks(settings["limits.exempt"])
 
     def crowded(self, game: str, address: str, times: int = 1) -> bool:
         """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked; not those of
         other games, which may have come with a false address. `times`: so many times what the settings allow is not."""
-        return self.sources[game, ""] >= times * self.most or (
-            self.sources[game, source_key(address)] >= times * self.most_by_source and address not in self.exempt)
+        return self.sources[game, ""] >= times * self.rules.servers or (
+            self.sources[game, source_key(address)] >= times * self.rules.servers_per_source and not self.rules.exempts(address))
 
     def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
         """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
@@ -2920,7 +2918,7 @@ class SubSpacePing(UdpProtocol, Querier):
         if not self.cookie.good(data[4:], endpoint(*peer[:2]).encode(), now):
             return False
         ports = self.proven.setdefault(peer[0], set())
-        if len(ports) >= self.poller.most_by_source:            # of which not all can be listed
+        if len(ports) >= self.rules.servers_per_source:            # of which not all can be listed
             ports.clear()
         ports.add(peer[1])
         if len(self.proven) > ZONE_PROVEN:
@@ -7117,7 +7115,7 @@ class MasterServer(Loop):
         read_text_files(self.settings)
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
-        self.poller = Poller(self.settings)
+        self.poller = Poller(self.settings, self.rules)
         self.vector = MessageVector.make()
         self.listeners: List[Listener] = []
         self.tallies: Dict[str, Tally] = {}

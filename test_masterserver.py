@@ -81,7 +81,7 @@ def make_core(**settings: str) -> ms.Core:
     """What protocols are handed, without sockets: make_core(iceball__timeout="60")."""
     chosen = ms.Settings({name.replace("__", "."): value for name, value in settings.items()})
     registry = ms.Registry(ms.Rules(chosen))
-    return ms.Core(chosen, registry, ms.Poller(chosen), lambda host, done: done(host, 0.0), {})
+    return ms.Core(chosen, registry, ms.Poller(chosen, registry.rules), lambda host, done: done(host, 0.0), {})
 
 
 def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
@@ -1278,7 +1278,7 @@ def address_of(number: int) -> str:
 class PollerTest(unittest.TestCase):
 
     def setUp(self) -> None:
-        self.poller = ms.Poller(ms.Settings())
+        self.poller = make_core().poller
         self.querier = Asked()
 
     def test_a_new_server_is_asked_at_the_next_tick_however_many_wait(self) -> None:
@@ -1376,7 +1376,7 @@ class PollerTest(unittest.TestCase):
             self.assertEqual(len(handled.call_args[0][0]), 9000)
 
     def test_a_shorter_interval_holds_at_once(self) -> None:
-        poller = ms.Poller(ms.Settings({"poll.interval": "3600"}))
+        poller = make_core(poll__interval="3600").poller
         for number in range(20):
             poller.add(self.querier, address_of(number), 5000)
         asked = [peer for second in range(12) for data, peer in poller.tick(float(second))
@@ -1386,7 +1386,7 @@ class PollerTest(unittest.TestCase):
         self.assertEqual(len({peer for second in range(12, 24) for _, peer in poller.tick(float(second))}), 20)
 
     def test_a_short_interval_is_kept_however_many_are_asked(self) -> None:
-        poller = ms.Poller(ms.Settings({"poll.interval": "5"}))
+        poller = make_core(poll__interval="5").poller
         for number in range(500):
             poller.add(self.querier, address_of(number), 5000, known=True)
         times = collections.defaultdict(list)
@@ -1398,7 +1398,7 @@ class PollerTest(unittest.TestCase):
         self.assertEqual((len(times), max(gaps)), (500, 5))
 
     def test_rate_in_all(self) -> None:
-        poller = ms.Poller(ms.Settings({"poll.rate": "3"}))
+        poller = make_core(poll__rate="3").poller
         querier = Asked(steps=3)
         for number in range(20):
             poller.add(querier, address_of(number), 5000)
@@ -1423,7 +1423,7 @@ class PollerTest(unittest.TestCase):
         self.assertFalse(self.poller.crowded("hyperbol", "203.0.113.9"))               # another game's are none of it
 
     def test_who_is_dropped_is_forgotten_at_once(self) -> None:
-        poller = ms.Poller(ms.Settings({"poll.interval": "3600"}))
+        poller = make_core(poll__interval="3600").poller
         querier = Asked()
         querier.missed = lambda target, now: True               # type: ignore[method-assign]
         for second in range(200):
@@ -6015,7 +6015,7 @@ class KeeperTest(unittest.TestCase):
 
     def start(self, now: float, wall: float, **settings: str) -> Tuple[ms.Registry, ms.Keeper]:
         registry = make_core(**settings).registry
-        keeper = ms.Keeper(ms.Storage(self.path), registry, ms.Poller(ms.Settings()), Virtual(), {})
+        keeper = ms.Keeper(ms.Storage(self.path), registry, make_core().poller, Virtual(), {})
         self.addCleanup(keeper.storage.close)
         keeper.restore(now, wall)
         return registry, keeper
@@ -7941,7 +7941,7 @@ class DiskTest(unittest.TestCase):
 
     def keeper(self, path: str) -> Tuple[ms.Registry, ms.Keeper]:
         registry = make_core().registry
-        keeper = ms.Keeper(ms.Storage(path), registry, ms.Poller(ms.Settings()), Virtual(), {})
+        keeper = ms.Keeper(ms.Storage(path), registry, make_core().poller, Virtual(), {})
         self.addCleanup(keeper.storage.close)
         with contextlib.suppress(sqlite3.Error):
             keeper.restore(0.0, T0)
@@ -8097,7 +8097,7 @@ class DiskTest(unittest.TestCase):
             keeper.tick(4.0, T0 + 4 + step)                             # nobody was heard from since
             keeper.storage.close()
             registry = make_core().registry
-            ms.Keeper(keeper.storage, registry, ms.Poller(ms.Settings()), Virtual(), {}).restore(1000.0, T0 + 60 + step)
+            ms.Keeper(keeper.storage, registry, make_core().poller, Virtual(), {}).restore(1000.0, T0 + 60 + step)
             registry.expire(1059.0)
             self.assertEqual(registry.total, 1, step)
             registry.expire(1060.1)
