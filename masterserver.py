@@ -3452,9 +3452,6 @@ def zone_entries(data: bytes) -> List[Dict[str, Any]]:
 # --- AIO -------------------------------------------------------------------------------------------------------------
 
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0, and the framed dialect's greeting as well
-AIO_PLACEHOLDER = (
-    "No servers currently online :pepe:",
-    "There are currently no available servers... Maybe host your own or wait later?:O", "127.0.0.1", 27010)
 AIO_MESSAGE_S = 20.0                # from the greeting to the first byte, and from a message's first byte to its last
 AIO_IDLE_S = 330.0                  # a peer that publishes nothing; a framed client's keepalive comes after about 270 s
 AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then none (PROTOCOLS)
@@ -3578,6 +3575,12 @@ def aio_text_part(server: Server) -> bytes:
     return b"%s#%s#%s#%d#" % (name, aio_escape(server.description), server.address.encode("ascii"), server.port)
 
 
+def aio_shown(blocks: Blocks) -> Blocks:
+    """If nobody is listed, the document's placeholder."""
+    return blocks or [Block([Server("aio", "127.0.0.1", 27010, "", 0.0, 0.0, "No servers currently online :pepe:", description=(
+        "There are currently no available servers... Maybe host your own or wait later?:O"))])]
+
+
 def aio_numbered(blocks: Blocks, name: str, make: Callable[[int, List[Server]], bytes]) -> List[bytes]:
     """The blocks of a list that numbers its servers; `make(number of the first, servers)`."""
     made, first = [], 0
@@ -3590,15 +3593,13 @@ def aio_numbered(blocks: Blocks, name: str, make: Callable[[int, List[Server]], 
 
 
 def aio_text_list(blocks: Blocks) -> bytes:
-    return b"%12#" + (b"".join(joined_parts(blocks, "aio text", aio_text_part))
-                      or ("%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")) + b"%"
+    return b"%12#" + b"".join(joined_parts(aio_shown(blocks), "aio text", aio_text_part)) + b"%"
 
 
 def aio_document_list(blocks: Blocks) -> bytes:
     def make(first: int, servers: List[Server]) -> bytes:
         return b"".join([b"%d#%s" % entry for entry in enumerate(parts(servers, "aio text", aio_text_part), first)])
-    return b"%12#" + (b"".join(aio_numbered(blocks, "aio document", make))
-                      or ("0#%s#%s#%s#%d#" % AIO_PLACEHOLDER).encode("ascii")) + b"%"
+    return b"%12#" + b"".join(aio_numbered(aio_shown(blocks), "aio document", make)) + b"%"
 
 
 def aio_binary_part(server: Server) -> bytes:
@@ -3609,8 +3610,7 @@ def aio_binary_part(server: Server) -> bytes:
 def aio_binary_list(blocks: Blocks) -> bytes:
     def make(first: int, servers: List[Server]) -> bytes:
         return b"".join([struct.pack("<H", index) + entry for index, entry in enumerate(parts(servers, "aio binary", aio_binary_part), first)])
-    return b"\x0c" + (b"".join(aio_numbered(blocks, "aio binary", make))
-                      or ("\0\0%s\0%s\0%s\0" % AIO_PLACEHOLDER[:3]).encode("ascii") + uintv(AIO_PLACEHOLDER[3]))
+    return b"\x0c" + b"".join(aio_numbered(aio_shown(blocks), "aio binary", make))
 
 
 def aio_framed_part(server: Server) -> bytes:
