@@ -2863,6 +2863,7 @@ class SubSpacePing(UdpProtocol, Querier):
 
     game = "subspace"
     attempts = len(PING_FORMS)
+    nonce = staticmethod(ping_nonce)
 
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
@@ -3033,9 +3034,6 @@ class SubSpacePing(UdpProtocol, Querier):
             self.drop(server.source, server.port)
 
     # Polls
-
-    def nonce(self) -> int:
-        return ping_nonce()
 
     def query(self, target: Target) -> bytes:
         if target.attempt == target.step == 0:
@@ -3996,9 +3994,6 @@ class Aio(TcpProtocol, Querier):
             raise Malformed("too many requests from one address")
 
     # Questions to framed servers
-
-    def nonce(self) -> int:
-        return 0
 
     def query(self, target: Target) -> bytes:
         return b"\0"
