@@ -1041,8 +1041,7 @@ class Registry:
         self.sources: Dict[str, int] = collections.defaultdict(int)         # servers by source
         self.total = 0
         self.generation = 0
-        self.watchers: Dict[str, Dict[str, List[Callable[[str, Server], Any]]]] = {
-            event: collections.defaultdict(list) for event in ("listed", "changed", "moved", "gone")}       # by event and game ("": all)
+        self.watchers: Dict[Tuple[str, str], List[Callable[[str, Server], Any]]] = collections.defaultdict(list)    # by event and game ("": all)
         # Servers by the second in which their lifetime may end. A server that was heard from since moves on when its
         # second comes: one move in a lifetime, however often it announces.
         self.endings: Dict[int, List[Server]] = {}
@@ -1058,7 +1057,7 @@ class Registry:
     def watch(self, call: Callable[[str, Server], Any], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
         """Have `call(event, server)` called for a game, or for all."""
         for event in events:
-            self.watchers[event][game].append(call)
+            self.watchers[event, game].append(call)
 
     def get(self, game: str, address: str, port: int) -> Optional[Server]:
         return self.games[game].get((address, port)) if game in self.games else None
@@ -1190,10 +1189,7 @@ class Registry:
             self.left.add(server.key)
         else:
             server.batch = self.batch
-        watchers = self.watchers[event]
-        for watcher in watchers[server.game]:
-            watcher(event, server)
-        for watcher in watchers[""]:
+        for watcher in self.watchers[event, server.game] + self.watchers[event, ""]:
             watcher(event, server)
 
     def apply_rules(self, settings: Settings) -> None:
@@ -1234,7 +1230,7 @@ class Registry:
             self.left.add(before.key)
             self.changed("moved", server)
         for event, seen in [("gone", before) for before, _ in arrived] + [("listed", server) for _, server in arrived]:
-            for watcher in self.watchers[event][""]:
+            for watcher in self.watchers[event, ""]:
                 watcher(event, seen)
 
     def schedule(self, server: Server, ends: Optional[float] = None) -> None:

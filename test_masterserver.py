@@ -644,7 +644,7 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual(sorted(seen), [(event, address) for event in ("gone", "listed") for address in ("203.0.113.7", "203.0.113.8")])
         self.assertEqual(self.registry.in_order(), servers[::-1])
         self.assertEqual([server.official for server in servers], [False, True])
-        self.registry.watchers["gone"]["iceball"].clear()
+        self.registry.watchers["gone", "iceball"].clear()
         self.registry.expire(121.0)
         self.assertEqual((self.registry.servers(), self.registry.in_order()), ([], []))
 
