@@ -2238,7 +2238,7 @@ class Iceball(UdpProtocol):
             return self.announcement(data, peer, now)
         if head == b"HSHK":
             return self.handshake(data, peer, now)
-        if head[:1] in DRAFT_TYPES:
+        if b"\1" <= head[:1] <= b"\7":
             try:
                 return self.draft.datagram(data, peer, now)
             except Malformed as wrong:
@@ -2352,7 +2352,6 @@ def iceball_unpack(packed: bytes) -> bytes:
     return b"1CEB" + ICEBALL_HBVERSION_BYTES + body.ljust(80, b"\0")
 
 
-DRAFT_TYPES = (b"\1", b"\2", b"\3", b"\4", b"\5", b"\6", b"\7")
 DRAFT_FIELDS = {(3, 1): "name", (3, 2): "mode", (4, 1): "players", (4, 2): "max_players"}        # by type and field number
 DRAFT_HBVERSION = 1
 DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret …
