@@ -3897,7 +3897,7 @@ class Aio(TcpProtocol, Querier):
     game = "aio"
 
     def __init__(self, core: Core) -> None:
-        self.core, self.registry, self.poller = core, core.registry, core.poller
+        self.registry, self.poller = core.registry, core.poller
         self.greeting_after: float = core.settings["aio.text_greeting_after"]
         self.dialects: Tuple[str, ...] = core.settings["aio.dialects"]
         self.numbers = itertools.count()
