@@ -463,10 +463,9 @@ class Settings:
         return self.values[name]
 
     def put(self, section: str, key: str, text: str, where: str) -> None:
-        sections = {s.section for s in SETTINGS}
-        if section not in sections:
-            raise SettingsError("%s: no section [%s]%s" % (where, section, nearest(section, sections)))
         rows = {s.key: s for s in SETTINGS if s.section == section}
+        if not rows:
+            raise SettingsError("%s: no section [%s]%s" % (where, section, nearest(section, {s.section for s in SETTINGS})))
         row = rows.get(key) or rows.get("")
         if row is None:
             raise SettingsError("%s: [%s] has no key %s%s" % (where, section, key, nearest(key, rows)))
