@@ -2533,7 +2533,7 @@ class Hyperbol(TcpProtocol, Querier):
     # The list
 
     def session(self, address: str, now: float) -> Session:
-        return HyperbolSession(self, address)
+        return HyperbolSession(self, address, now)
 
     def entries(self, filter: int, now: float) -> bytes:
         official, everything = self.lists.get(now)
@@ -2619,14 +2619,12 @@ class Hyperbol(TcpProtocol, Querier):
 class HyperbolSession(Session):
     """One player who asks for the list."""
 
-    def __init__(self, hyperbol: Hyperbol, address: str) -> None:
-        self.hyperbol, self.address = hyperbol, address
+    def __init__(self, hyperbol: Hyperbol, address: str, now: float) -> None:
+        self.hyperbol, self.address, self.deadline = hyperbol, address, now + HYPERBOL_REQUEST_S
         self.key = random.getrandbits(32)           # over TCP it proves nothing, so it need not be hard to guess
         self.request = b""
-        self.deadline = float("inf")
 
     def opened(self, now: float) -> bytes:
-        self.deadline = now + HYPERBOL_REQUEST_S
         return HYPERBOL_GREETING.pack(b"HBSL", self.key, self.hyperbol.registry.census["hyperbol"][1])
 
     def receive(self, data: bytes, now: float) -> bytes:

@@ -7035,7 +7035,7 @@ class Fuzzer:
             session.done = True
 
     def fuzz_hyperbol(self) -> None:
-        session = ms.HyperbolSession(self.hyperbol, self.peer[0])
+        session = ms.HyperbolSession(self.hyperbol, self.peer[0], self.now)
         key = struct.pack("<I", session.key)
         self.session("hyperbol", lambda: session, self.mutated(key + hexa("ff000000")))
 
