@@ -1448,11 +1448,6 @@ class Storage:
         self._wall = 0.0                                # of the last call that knew it: names the files set aside
         self._sampled = 0                               # the minute of the last sample
 
-    def open(self, wall: float) -> None:
-        """Open the file or create it. Raises only where neither is possible; later calls try again by themselves."""
-        self._wall = wall
-        self._run(lambda db: None, "BEGIN")
-
     def close(self) -> None:
         """Close the file; a transaction that is open is rolled back."""
         if self._db is not None:
@@ -6746,7 +6741,6 @@ class Keeper:
         self.list_again(now, wall)
 
     def read(self, wall: float) -> List[ListedRow]:
-        self.storage.open(wall)
         rows = self.storage.load(wall)
         self.recent = self.storage.recent(wall)
         return rows

@@ -701,7 +701,7 @@ class StorageCase(unittest.TestCase):
     def storage(self, wall=T0):
         made = ms.Storage(self.path)
         self.addCleanup(made.close)
-        made.open(wall)
+        made.load(wall)
         return made
 
     def sql(self, text, *values):
@@ -762,7 +762,7 @@ class RegistryOnDisk(StorageCase):
         self.assertLess(fastest(lambda: self.assertEqual(len(keeper.load(T0)), 10_000)), 0.06)
 
     def test_what_save_wrote_outlives_the_process(self):
-        child = ("import os, signal, masterserver as ms; keeper = ms.Storage(%r); keeper.open(0)\n"
+        child = ("import os, signal, masterserver as ms; keeper = ms.Storage(%r); keeper.load(0)\n"
                  "keeper.save([('iceball', '192.0.2.1', port, 100, 0, 0, '{}') for port in range(1000)], [], [])\n"
                  "keeper.sample(60, [('iceball', '192.0.2.1', 1, 5)])\n"
                  "os.kill(os.getpid(), getattr(signal, 'SIGKILL', signal.SIGTERM))" % self.path)
@@ -964,7 +964,7 @@ class Damage(StorageCase):
 
     def use(self, keeper):
         """Every operation once; nothing but sqlite3.Error may come, and after it the file must work."""
-        keeper.open(T0)
+        keeper.load(T0)
         for row in keeper.load(T0):
             self.assertEqual([type(value) for value in row], [str, str, int, float, float, float, str])
         keeper.save([listed(number) for number in range(0, 90, 3)], [(T0, T0 + 9) + listed(1)[:3]], [listed(2)[:3]])
@@ -1028,7 +1028,7 @@ class Damage(StorageCase):
                 before = file.read()
             for _ in range(2):
                 with self.assertRaisesRegex(sqlite3.OperationalError, "another program or to a later version"):
-                    keeper.open(T0)
+                    keeper.load(T0)
             with open(path, "rb") as file:
                 self.assertEqual((file.read(), keeper.set_aside), (before, ""))
 
@@ -1156,7 +1156,7 @@ class Trouble(StorageCase):
             other.execute("PRAGMA journal_mode = DELETE")
             other.execute("BEGIN EXCLUSIVE")
             with self.assertRaisesRegex(sqlite3.OperationalError, "locked"):
-                keeper.open(T0)
+                keeper.load(T0)
             self.failing(keeper, "locked")
         self.recovers(keeper)
 
@@ -1166,7 +1166,7 @@ class Trouble(StorageCase):
         keeper.close()
         with mock.patch.object(ms.Storage, "_connect", lambda self: sqlite3.connect(
                 "file:%s?mode=ro" % self.path, uri=True, isolation_level=None, check_same_thread=False)):
-            keeper.open(T0)
+            keeper.load(T0)
             self.assertEqual(keeper.load(T0), [listed(1)])
             self.failing(keeper, "readonly")
         self.recovers(keeper, 1001)
@@ -1177,7 +1177,7 @@ class Trouble(StorageCase):
         self.addCleanup(os.chmod, self.folder, 0o700)
         keeper = ms.Storage(self.path)
         with self.assertRaises(sqlite3.OperationalError):
-            keeper.open(T0)
+            keeper.load(T0)
         os.chmod(self.folder, 0o700)
         self.recovers(keeper)
 
@@ -1186,7 +1186,7 @@ class Trouble(StorageCase):
         keeper = ms.Storage(self.path)
         self.addCleanup(keeper.close)
         with self.assertRaisesRegex(sqlite3.OperationalError, "(unable to|Could not) open"):
-            keeper.open(T0)
+            keeper.load(T0)
         self.failing(keeper, "(unable to|Could not) open")
         os.rmdir(self.path)
         self.recovers(keeper)
@@ -1195,7 +1195,7 @@ class Trouble(StorageCase):
     def test_folder_missing(self):
         keeper = ms.Storage(os.path.join(self.folder, "missing", "master.db"))
         with self.assertRaises(sqlite3.OperationalError):
-            keeper.open(T0)
+            keeper.load(T0)
 
     def test_damaged_file_that_cannot_be_renamed(self):
         with open(self.path, "wb") as file:
@@ -1204,7 +1204,7 @@ class Trouble(StorageCase):
         self.addCleanup(keeper.close)
         with mock.patch.object(os, "replace", side_effect=PermissionError(13, "Permission denied")):
             with self.assertRaisesRegex(sqlite3.OperationalError, "Permission denied"):
-                keeper.open(T0)
+                keeper.load(T0)
             self.assertEqual((keeper.set_aside, keeper.renewed), ("", 0))
         self.recovers(keeper)
         self.assertNotEqual(keeper.set_aside, "")
@@ -5232,7 +5232,7 @@ class WebTest(unittest.TestCase):
     def test_first_seen_is_the_first_time_ever(self) -> None:
         """Uptime counts the time away before a server came back."""
         storage = ms.Storage(":memory:")
-        storage.open(0.0)
+        storage.load(0.0)
         self.web = ms.Web(self.core._replace(storage=storage))
         self.addCleanup(storage.close)
         self.web.epoch = 90000.0
@@ -5431,7 +5431,7 @@ class WebTest(unittest.TestCase):
     def test_an_error_that_comes_later(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             storage = ms.Storage(os.path.join(folder, "master.db"))
-            storage.open(0.0)
+            storage.load(0.0)
             self.web = ms.Web(self.core._replace(storage=storage))
             for method, accept, kind in (("GET", "text/html", "text/html"), ("HEAD", "*/*", "text/plain")):
                 session, data = self.exchange(b"%s /server?game=iceball&address=203.0.113.9&port=5 HTTP/1.1\r\nHost: x\r\nAccept: %s\r\n\r\n" % (
@@ -6144,7 +6144,7 @@ class KeeperTest(unittest.TestCase):
         with self.assertLogs("masterserver", "WARNING") as logged:
             for now in (10.0, 20.0):
                 other = ms.Storage(self.path)
-                other.open(T0 + now)
+                other.load(T0 + now)
                 other.save([], [], [("iceball", "203.0.113.9", 1)])
                 other.close()
                 for server in registry.servers():
@@ -6885,7 +6885,7 @@ class Fuzzer:
         self.sessions: Dict[str, ms.Session] = {}
         self.fetch = ms.ListFetch(KEY, 0, 0.0)
         self.storage = ms.Storage(os.path.join(self.folder, "rows.db"))
-        self.storage.open(T0)
+        self.storage.load(T0)
         self.entries = [getattr(self, name) for name in dir(self) if name.startswith("fuzz_")]
 
     def close(self) -> None:
