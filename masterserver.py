@@ -2072,6 +2072,20 @@ class Known:
         self.pending: Set[Tuple[str, int]] = set()      # looked up just now: a slow name server does not get them twice
         self.due = float("-inf")
         self.patient_until = float("inf")               # from then on a name that leads nowhere keeps nobody in the list
+        core.registry.watch(self.watch, querier.game, ["listed", "gone"])
+
+    def watch(self, event: str, server: Server) -> None:
+        """Whoever is listed is asked, named by the ini or not."""
+        if event == "gone":
+            self.drop(server.source, server.port)
+        elif (server.source, server.port + self.offset) not in self.core.poller.targets:           # restored from disk
+            self.core.poller.add(self.querier, server.source, server.port + self.offset, server.port).announced = None
+
+    def drop(self, source: str, port: int) -> None:
+        """Ask this server no more, unless the ini names it."""
+        target = self.core.poller.targets.get((source, port + self.offset))
+        if target is not None and target.querier is self.querier and not target.known:
+            self.core.poller.remove(target)
 
     def read(self, places: Iterable[Tuple[str, int]]) -> None:
         before = self.targets
@@ -2507,7 +2521,6 @@ class Hyperbol(TcpProtocol, Querier):
         self.rules = core.registry.rules
         self.lists = Rendered(self.registry, self.game, hyperbol_lists)
         core.announcers[self.game] = self.announce
-        self.registry.watch(self.watch, self.game)
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -2579,8 +2592,7 @@ class Hyperbol(TcpProtocol, Querier):
         except Refused as refused:
             self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
             self.registry.remove(before)
-            if not target.known:
-                self.poller.remove(target)
+            self.known.drop(target.address, port)
 
     def missed(self, target: Target, now: float) -> bool:
         address, port = self.registry.rules.listed_address(target.address), target.server_port
@@ -2602,13 +2614,6 @@ class Hyperbol(TcpProtocol, Querier):
 
     def displaced(self, target: Target) -> None:
         self.registry.remove(self.registry.get(self.game, self.registry.rules.listed_address(target.address), target.server_port))
-
-    def watch(self, event: str, server: Server) -> None:
-        target = self.poller.targets.get((server.source, server.port))
-        if event == "listed" and target is None:            # restored from disk
-            self.poller.add(self, server.source, server.port).announced = None
-        if event == "gone" and target is not None and target.querier is self and not target.known:
-            self.poller.remove(target)
 
 
 class HyperbolSession(Session):
@@ -2970,12 +2975,6 @@ class SubSpacePing(UdpProtocol, Querier):
         server = self.registry.get("subspace", self.registry.rules.listed_address(source), port)
         return server if server is not None and server.source == source else None
 
-    def drop(self, source: str, port: int) -> None:
-        """Ask this zone no more, unless the ini names it."""
-        target = self.poller.targets.get((source, port + 1))
-        if target is not None and target.querier is self and not target.known:
-            self.poller.remove(target)
-
     # Names: the password of a name's first announcer owns it while a zone of that name is listed
 
     def admit_owner(self, claim: Claim, server: Optional[Server], now: float) -> None:
@@ -3011,12 +3010,9 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
-            if (server.source, server.port + 1) not in self.poller.targets:
-                self.poller.add(self, server.source, server.port + 1, server.port).announced = None
             self.own(server, None, server.last_seen)        # nobody else's until its announcement tells the password
         elif event == "gone":
             self.disown(server, server.name)
-            self.drop(server.source, server.port)
 
     # Polls
 
@@ -3074,7 +3070,7 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.update(server, fields)
             return True
         if claim is None and not target.known:          # its zone has gone, or comes from another source now
-            self.drop(source, port)
+            self.known.drop(source, port)
             return False
         address = self.registry.rules.listed_address(source)
         before = self.registry.get("subspace", address, port)           # from another source
@@ -3093,7 +3089,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 self.disown(server, name)
         except Refused as refused:
             self.registry.note(source, "subspace", port, refused.outcome, now, str(refused))
-            self.drop(source, port)
+            self.known.drop(source, port)
             return False
         if claim is not None:
             self.own(server, claim.password, now)
