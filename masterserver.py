@@ -2578,7 +2578,7 @@ class Hyperbol(TcpProtocol, Querier):
 
     def take(self, target: Target, now: float, fields: Dict[str, Any]) -> None:
         """List the server or bring it up to date."""
-        address, port = self.registry.rules.listed_address(target.address), target.server_port
+        address, port = self.known.identity(target)
         fields.update(name=fields.get("name") or endpoint(address, port), verified="query", flavor=self.flavor(address, port))
         before = self.registry.get(self.game, address, port)
         if before is not None and before.source != target.address and before.responding and not before.unconfirmed:
@@ -2595,7 +2595,7 @@ class Hyperbol(TcpProtocol, Querier):
             self.known.drop(target.address, port)
 
     def missed(self, target: Target, now: float) -> bool:
-        address, port = self.registry.rules.listed_address(target.address), target.server_port
+        address, port = self.known.identity(target)
         server = self.registry.get(self.game, address, port)
         gone = target.missed >= POLL_MISSED
         if gone or server is None:
@@ -2613,7 +2613,7 @@ class Hyperbol(TcpProtocol, Querier):
         return False
 
     def displaced(self, target: Target) -> None:
-        self.registry.remove(self.registry.get(self.game, self.registry.rules.listed_address(target.address), target.server_port))
+        self.registry.remove(self.registry.get(self.game, *self.known.identity(target)))
 
 
 class HyperbolSession(Session):
