@@ -1902,7 +1902,7 @@ class Poller(UdpProtocol):
         self.targets: Dict[Tuple[str, int], Target] = {}
         self.sources: collections.Counter[Tuple[str, str]] = collections.Counter()      # targets by game and source; "" for all sources
         self.fresh: collections.deque[Target] = collections.deque()     # to be asked before all others
-        self.open: collections.OrderedDict[Tuple[str, int], Target] = collections.OrderedDict()     # asked, by time
+        self.open: collections.OrderedDict[Target, None] = collections.OrderedDict()        # asked, by time
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
         self.phases = itertools.count()
         self.numbers = itertools.count()        # of the entries in the heap, to keep equals in order
@@ -1952,7 +1952,7 @@ class Poller(UdpProtocol):
         if target is None or self.targets.get((target.address, target.port)) is not target:
             return
         del self.targets[target.address, target.port]
-        self.open.pop((target.address, target.port), None)
+        self.open.pop(target, None)
         for key in self.counted(target):
             uncount(self.sources, key)
 
@@ -1965,8 +1965,8 @@ class Poller(UdpProtocol):
                      if t.server_port == server_port and t.address == address and t.querier.game == game), None)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        target = self.open.get((canonical(peer[0]), peer[1]))
-        if target is None:
+        target = self.targets.get((canonical(peer[0]), peer[1]))
+        if target is None or target not in self.open:
             raise Malformed("an answer that nobody asked for")
         target.ping_ms = (now - target.asked_at) * 1000
         if target.querier.answer(target, data, now):
@@ -1975,7 +1975,7 @@ class Poller(UdpProtocol):
         elif self.asked < self.rate:
             return self.ask(target, now)
         else:                               # no more questions in this second: it takes its turn in another
-            self.open.pop((target.address, target.port), None)
+            self.open.pop(target, None)
             self.fresh.append(target)
         return []
 
@@ -2002,14 +2002,14 @@ class Poller(UdpProtocol):
 
     def next_silent(self, now: float) -> Optional[Replies]:
         """The next attempt at one who has not answered, or its end."""
-        target = next(iter(self.open.values()), None)
+        target = next(iter(self.open), None)
         if target is None or now - target.asked_at < POLL_TIMEOUT_S:
             return None
         target.attempt += 1
         if target.attempt < target.querier.attempts:
             return self.ask(target, now)
         target.missed += 1
-        self.open.pop((target.address, target.port), None)
+        self.open.pop(target, None)
         if target.querier.missed(target, now):
             self.remove(target)
         else:
@@ -2025,13 +2025,13 @@ class Poller(UdpProtocol):
         self.asked += 1
         target.nonce = target.querier.nonce()
         target.asked_at = now
-        self.open[target.address, target.port] = target
-        self.open.move_to_end((target.address, target.port))
+        self.open[target] = None
+        self.open.move_to_end(target)
         return [(target.querier.query(target), (target.address, target.port))]
 
     def rest(self, target: Target, now: float) -> None:
         """The poll is over; the next one comes at the target's place in the interval, whenever this one came."""
-        self.open.pop((target.address, target.port), None)
+        self.open.pop(target, None)
         target.attempt = target.step = 0
         self.wait(target, now + ((target.phase * self.interval - now) % self.interval or self.interval))
 
