@@ -3703,7 +3703,7 @@ def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
     except Malformed as limit:              # this dialect has words for it
         reason = str(limit)
     if kind == 3:
-        reason = session.publish_port(payload[1] | payload[2] << 8, now)
+        reason = session.aio.publish(session, "", payload[1] | payload[2] << 8, {"packet": b""}, now)
     elif kind == 4:
         session.keepalive(now)
         reason = "" if session.server else "nothing is published on this connection"
@@ -3799,19 +3799,10 @@ class AioSession(Session):
         """List what a text or binary server tells of itself; these dialects have no words for a refusal."""
         return not self.aio.publish(self, claim.decode("ascii", "replace").strip(), port, aio_fields(name, description), now)
 
-    def publish_port(self, port: int, now: float) -> str:
-        """The same of a framed server: why not, or "". Name and players are asked for by UDP, at the address that the connection comes from."""
-        refusal = self.aio.publish(self, "", port, {"packet": b""}, now)
-        if not refusal:
-            self.target = self.aio.poller.add(self.aio, self.address, port)
-            self.target.scratch = self.server
-        return refusal
-
     def publish_again(self, now: float) -> bool:
         """What was published last, where it belongs now."""
         assert self.told is not None
-        claim, port, fields = self.told
-        return not (self.publish_port(port, now) if self.dialect is aio_framed else self.aio.publish(self, claim, port, fields, now))
+        return not self.aio.publish(self, *self.told, now)
 
     def claim(self, text: bytes, now: float) -> bool:
         """SET_IP: True if the peer may say so. What is published already moves to that address."""
@@ -3947,6 +3938,9 @@ class Aio(TcpProtocol, Querier):
             self.disown(server)
             self.owners[server] = session
             session.own(server)
+        if session.dialect is aio_framed:       # name and players are asked for by UDP, at the address that the connection comes from
+            session.target = self.poller.add(self, session.address, port)
+            session.target.scratch = server
         return ""
 
     def address(self, session: AioSession) -> str:
