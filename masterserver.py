@@ -2519,7 +2519,7 @@ class Hyperbol(TcpProtocol, Querier):
         self.registry, self.poller = core.registry, core.poller
         self.known = Known(core, self)
         self.rules = core.registry.rules
-        self.lists = Rendered(self.registry, self.game, hyperbol_lists)
+        self.everything, self.official = (Rendered(self.registry, self.game, functools.partial(hyperbol_flavors, flavor)) for flavor in (0, 1))
         core.announcers[self.game] = self.announce
         self.read(core.settings)
 
@@ -2544,8 +2544,7 @@ class Hyperbol(TcpProtocol, Querier):
         return HyperbolSession(self, address, now)
 
     def entries(self, filter: int, now: float) -> bytes:
-        official, everything = self.lists.get(now)
-        return everything if filter & HYPERBOL_UNOFFICIAL else official
+        return (self.everything if filter & HYPERBOL_UNOFFICIAL else self.official).get(now)
 
     # The game servers
 
@@ -2642,16 +2641,12 @@ class HyperbolSession(Session):
         return b""
 
 
-def hyperbol_lists(blocks: Blocks) -> Tuple[bytes, bytes]:
-    """The official servers and all of them, 12 bytes each."""
-    made = [block.part("hyperbol", hyperbol_entries_of) for block in blocks]
-    return Lasting(b"".join([official for official, _ in made])), Lasting(b"".join([everything for _, everything in made]))
-
-
-def hyperbol_entries_of(servers: List[Server]) -> Tuple[bytes, bytes]:
-    shown = [server for server in servers if server.responding and ":" not in server.address]
-    entries = parts(shown, "hyperbol", lambda server: HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor))
-    return b"".join(entry for entry, server in zip(entries, shown) if server.flavor), b"".join(entries)
+def hyperbol_flavors(flavor: int, blocks: Blocks) -> bytes:
+    """The servers of this flavor and those above it, 12 bytes each; 0 are the unofficial ones."""
+    def make(servers: List[Server]) -> bytes:
+        shown = [server for server in servers if server.responding and ":" not in server.address and server.flavor >= flavor]
+        return b"".join(parts(shown, "hyperbol", lambda server: HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor)))
+    return b"".join([block.part("hyperbol %d" % flavor, make) for block in blocks])
 
 
 def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
