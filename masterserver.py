@@ -729,11 +729,9 @@ class Limiter:
     is first seen, whether it is EXEMPT or BLOCKED; else 0. Verdicts are about addresses, buckets about what source_key() gives.
     """
 
-    def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0,
-                 sources: int = LIMITER_SOURCES) -> None:
+    def __init__(self, rate: Tuple[float, float], verdict: Callable[[str], float] = lambda address: 0.0) -> None:
         """`rate`: tokens a second, tokens at once."""
         self.verdict = verdict
-        self.sources = sources
         self.table: collections.OrderedDict[str, float] = collections.OrderedDict()
         self.set_rate(rate)
 
@@ -759,7 +757,7 @@ class Limiter:
                 address = source_key(address)
                 full_at = table.get(address, 0.0)
             if address not in table:
-                if len(table) >= self.sources:
+                if len(table) >= LIMITER_SOURCES:
                     table.popitem(last=False)
                 table[address] = full_at
             if full_at == EXEMPT:

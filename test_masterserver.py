@@ -381,8 +381,9 @@ class LimiterTest(unittest.TestCase):
                 self.assertTrue(limiter.allow("a", start + 1.001 / rate))
                 self.assertFalse(limiter.allow("a", start + 1.002 / rate))
 
+    @mock.patch.object(ms, "LIMITER_SOURCES", 3)
     def test_full_table_refuses_nobody(self) -> None:
-        limiter = ms.Limiter((1, 1), sources=3)
+        limiter = ms.Limiter((1, 1))
         for name in "abcdefg":
             self.assertTrue(limiter.allow(name, 0.0), name)
         self.assertEqual(list(limiter.table), ["e", "f", "g"])
