@@ -1098,8 +1098,11 @@ class Registry:
             self.admit_name(fields.get("name"))
             if server.source != source:
                 self.admit_source(source, address)
+                uncount(self.sources, source_key(server.source))
+                server.source, server.mapped = source, address == self.rules.listed_address(source)
+                self.sources[source_key(source)] += 1
+                server.batch = self.batch
             server.lifetime = lifetime
-            self.move_source(server, source)
             self.refresh(server, now)
             self.update(server, {**fields, "named": True} if known else fields)
         return server
@@ -1133,13 +1136,6 @@ class Registry:
             setattr(server, name, value)
         self.count_in(server)
         self.changed("changed", server)
-
-    def move_source(self, server: Server, source: str) -> None:
-        if server.source != source:
-            uncount(self.sources, source_key(server.source))
-            server.source, server.mapped = source, server.address == self.rules.listed_address(source)
-            self.sources[source_key(source)] += 1
-            server.batch = self.batch
 
     def remove(self, server: Optional[Server]) -> None:
         """None, and one that has left already, change nothing."""

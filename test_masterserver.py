@@ -6222,7 +6222,7 @@ class KeeperTest(unittest.TestCase):
             self.assertEqual(saved(), ([], [], []))
             registry.refresh(two, 7.0)
             registry.update(two, {"players": 1})
-            registry.move_source(one, "203.0.113.10")
+            registry.hear("iceball", "203.0.113.9", 1, "203.0.113.10", 7.0, 120.0, {})
             registry.remove(registry.servers()[-1])
             keeper.tick(8.0, T0 + 8)
             self.assertEqual(saved(), ([1, 2], [], [4]))
