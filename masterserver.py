@@ -3213,16 +3213,11 @@ class SubSpaceLink:
             for other in self.flights.values():
                 other.overtaken += other.order < flight.order
 
-    @property
-    def ahead(self) -> int:
-        """How far the next packet is from the oldest one that was not acknowledged."""
-        return (self.sequence - next(iter(self.flights), self.sequence)) % LINK_SEQUENCES
-
     def send(self, now: float) -> List[bytes]:
         """What is due: packets that seem lost, then new ones as far as the window allows."""
         out: List[bytes] = []
         window = LINK_WINDOW if self.proven else 1
-        while len(self.flights) < window and self.ahead < LINK_AHEAD:
+        while len(self.flights) < window and (self.sequence - next(iter(self.flights), self.sequence)) % LINK_SEQUENCES < LINK_AHEAD:
             payload = next(self.payloads, None)
             if payload is None:
                 break
