@@ -3708,7 +3708,7 @@ class AioSession(Session):
         self.server: Optional[Server] = None            # published by this connection
         self.target: Optional[Target] = None            # of a framed server
         self.claimed = ""                               # SET_IP
-        self.told: Optional[Tuple[str, int, Dict[str, Any]]] = None         # what it published last: address, port, fields
+        self.told: Tuple[str, int, Dict[str, Any]] = "", 0, {}          # what it published last: address, port, fields
         self.kept_alive_at: Optional[float] = None      # its last keepalive, or publish, if it sends keepalives
         self.half_closed = False
         self.wrong = ""                                 # raised once the answers before it are written; an exception would keep its frames
@@ -3783,28 +3783,23 @@ class AioSession(Session):
         """List what a text or binary server tells of itself; these dialects have no words for a refusal."""
         return not self.aio.publish(self, claim.decode("ascii", "replace").strip(), port, aio_fields(name, description), now)
 
-    def publish_again(self, now: float) -> bool:
-        """What was published last, where it belongs now."""
-        assert self.told is not None
-        return not self.aio.publish(self, *self.told, now)
-
     def claim(self, text: bytes, now: float) -> bool:
         """SET_IP: True if the peer may say so. What is published already moves to that address."""
         address = text.decode("ascii", "replace").strip()
         if not self.aio.rules.believes(self.address, address):
             return False
         self.claimed = address
-        if self.server is None or self.told is None:
+        if self.server is None:
             return True
         self.told = "", *self.told[1:]
-        return self.publish_again(now)
+        return not self.aio.publish(self, *self.told, now)
 
     def keepalive(self, now: float) -> None:
         self.kept_alive_at = now
         if self.server is not None:
             self.aio.registry.refresh(self.server, now)
-        elif self.told is not None and self.aio.registry.get("aio", self.aio.address(self), self.told[1]) is None:
-            self.publish_again(now)             # a ban that was lifted, or a newer connection that has ended
+        elif self.told[2] and self.aio.registry.get("aio", self.aio.address(self), self.told[1]) is None:
+            self.aio.publish(self, *self.told, now)         # a ban that was lifted, or a newer connection that has ended
 
     def own(self, server: Optional[Server]) -> None:
         """Publish this server from now on, or nothing."""
@@ -3879,7 +3874,7 @@ class Aio(TcpProtocol, Querier):
         self.news = b"%%NEWS#%s#%%" % aio_escape(text), aio_frame(b"\1" + aio_string16(text.encode("utf-8")))
         for server, session in list(self.owners.items()):
             if server.address != self.address(session):
-                session.publish_again(server.last_seen)
+                self.publish(session, *session.told, server.last_seen)
 
     def session(self, address: str, now: float) -> AioSession:
         return AioSession(self, address, next(self.numbers), now)
@@ -3929,7 +3924,7 @@ class Aio(TcpProtocol, Querier):
 
     def address(self, session: AioSession) -> str:
         """Where the server of this connection is listed."""
-        claim = session.told[0] if session.told else ""
+        claim = session.told[0]
         return self.rules.listed_address(session.address, claim if self.rules.believes(session.address, claim) else session.claimed)
 
     def disown(self, server: Server) -> None:
