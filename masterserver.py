@@ -3615,7 +3615,8 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
     if header == b"12":
         return session.aio.list_for(aio_text_list if rest[:1] in (b"\r", b"\n") else aio_document_list, session, now)
     if header == b"NEWS":
-        return session.aio.news_for(session, now)[0]
+        session.aio.allow(session, now)
+        return session.aio.news[0]
     if header == b"13":
         if len(fields) not in (3, 4):
             raise Malformed("publish: %d fields instead of name, description, perhaps an address, port" % len(fields))
@@ -3681,7 +3682,8 @@ def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
     reason = "this master knows no request %d" % kind
     try:
         if kind == 1:
-            return session.aio.news_for(session, now)[1]
+            session.aio.allow(session, now)
+            return session.aio.news[1]
         if kind == 2:
             return session.aio.list_for(aio_framed_list, session, now)
     except Malformed as limit:              # this dialect has words for it
@@ -3871,6 +3873,7 @@ class Aio(TcpProtocol, Querier):
         text: str = settings.texts.get("aio.news_file") or settings["aio.news"]
         raw = "\n".join(text.strip().splitlines()).encode("utf-8", "replace")[:AIO_NEWS_BYTES]
         text = raw.decode("utf-8", "ignore")            # without a character that was cut
+        # As text and framed
         self.news = b"%%NEWS#%s#%%" % aio_escape(text), aio_frame(b"\1" + aio_string16(text.encode("utf-8")))
         for server, session in list(self.owners.items()):
             if server.address != self.address(session):
@@ -3937,11 +3940,6 @@ class Aio(TcpProtocol, Querier):
     def list_for(self, make: Callable[[Blocks], bytes], session: AioSession, now: float) -> bytes:
         self.allow(session, now)
         return self.lists[make].get(now)
-
-    def news_for(self, session: AioSession, now: float) -> Tuple[bytes, bytes]:
-        """The news as text and framed."""
-        self.allow(session, now)
-        return self.news
 
     def allow(self, session: AioSession, now: float) -> None:
         if not self.rules.requests.allow(session.address, now):
