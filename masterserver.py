@@ -773,8 +773,6 @@ class Limiter:
 class Tally:
     """What one protocol has seen, for /metrics and the last line of the log."""
 
-    __slots__ = ("received", "sent", "bytes_in", "bytes_out", "malformed", "limited", "unsent", "errors", "connections")
-
     def __init__(self) -> None:         # what each counts: TALLY_HELP, section 9
         self.received = self.sent = self.bytes_in = self.bytes_out = 0
         self.malformed = self.limited = self.unsent = self.errors = self.connections = 0
