@@ -2353,7 +2353,7 @@ def iceball_unpack(packed: bytes) -> bytes:
 
 
 DRAFT_FIELDS = {(3, 1): "name", (3, 2): "mode", (4, 1): "players", (4, 2): "max_players"}        # by type and field number
-DRAFT_HBVERSION = 1
+DRAFT_HBVERSION = b"\1\0"
 DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret …
 DRAFT_GUESSES_IN_ALL = 10, 100      # … and of all sources, which may be made up: one guess an hour is right. Beyond it no session begins
 DRAFT_CLAIMS = 256                  # addresses named by servers on the local network, until they return their id
@@ -2406,8 +2406,8 @@ class IceballDraft:
     def request(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) < 3:
             raise Malformed("a request without a version")
-        if data[1:3] != struct.pack("<H", DRAFT_HBVERSION):
-            return [(b"\7" + struct.pack("<H", DRAFT_HBVERSION), peer)]
+        if data[1:3] != DRAFT_HBVERSION:
+            return [(b"\7" + DRAFT_HBVERSION, peer)]
         if len(data) < 6 or data[-1] or b"\0" in data[5:-1]:
             raise Malformed("address: one text with a NUL at its end is wanted")
         port = data[3] | data[4] << 8
