@@ -585,9 +585,7 @@ def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
 
 def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8, cleaned; a character cut off at the end goes, other invalid bytes become U+FFFD."""
-    if raw.isascii():
-        return clean(raw.decode("ascii"), characters)
-    return clean(codecs.getincrementaldecoder("utf-8")("replace").decode(raw), characters)
+    return clean(codecs.utf_8_decode(raw, "replace")[0], characters)
 
 
 def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
