@@ -3288,15 +3288,11 @@ class SubSpaceList(UdpProtocol):
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.rules = core.registry.rules
-        self.unproven_limiter, self.limiter = (Limiter(rate, core.registry.rules.verdict) for rate in (LIST_UNPROVEN_RATE, LIST_RATE))
+        self.unproven_limiter, self.limiter = Limiter(LIST_UNPROVEN_RATE), Limiter(LIST_RATE)
         self.limiter_in_all = Limiter(LIST_RATE_IN_ALL)
         self.unproven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.proven: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.zones = Rendered(self.registry, "subspace", lambda blocks: [block.part("subspace", zones_of) for block in blocks])
-
-    def read(self, settings: Settings) -> None:
-        self.unproven_limiter.set_rate(LIST_UNPROVEN_RATE)          # others may be exempt now
-        self.limiter.set_rate(LIST_RATE)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         link = self.proven.get(peer) or self.unproven.get(peer)
@@ -3324,8 +3320,9 @@ class SubSpaceList(UdpProtocol):
             self.proven[peer] = self.unproven.pop(peer)
             self.bound(self.proven)
         out: Replies = []
-        exempt = bool(packets) and self.rules.exempts(peer[0])
-        for packet in packets:
+        verdict = self.rules.verdict(peer[0]) if packets else 0.0
+        exempt = verdict == EXEMPT
+        for packet in packets if verdict != BLOCKED else ():
             if packet[:2] != b"\0\3":               # one datagram may ask for a hundred of them
                 if link.balance <= 0 and not exempt:
                     continue
@@ -3337,7 +3334,7 @@ class SubSpaceList(UdpProtocol):
                 surplus = 0                     # of an acknowledgement, as long as what it answers; the list and the sync's answer have more
                 if packet[:2] in (b"\0\3", b"\0\6"):
                     surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
-                if not self.unproven_limiter.allow(peer[0], now) or not self.rules.allow_surplus("list", peer[0], surplus, now):
+                if not (exempt or self.unproven_limiter.allow(peer[0], now)) or not self.rules.allow_surplus("list", peer[0], surplus, now):
                     continue
                 link.unproven_bytes += len(packet)
             elif packet[:2] == b"\0\3" and not exempt:
