@@ -1063,8 +1063,10 @@ class Registry:
         if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         rules = self.rules
-        self.admit_source(source, address)
-        self.admit_name(name)
+        if rules.bans:
+            self.admit_source(source, address)
+        if rules.refuse_names:
+            self.admit_name(name)
         if known:
             return
         if self.total >= rules.servers:
