@@ -2305,20 +2305,23 @@ class Iceball(UdpProtocol):
             players = max_players
         registry = self.registry
         address = registry.rules.listed_address(source)
-        before = self.listed.get((address, port))
-        if before is not None:
-            if shaken and before.packet and before.source == source:
-                return                              # it has said more since
-            self.known.pop(before.packet, None)
+        server = self.listed.get((address, port))
         try:
-            server = registry.hear("iceball", address, port, source, now, self.timeout, {
-                "name": name, "mode": mode, "map": map, "version": version, "players": players,
-                "max_players": max_players, "verified": "handshake"})
+            if server is None:
+                registry.admit("iceball", address, port, source, name)
+                server = Server("iceball", address, port, source, now, self.timeout, name, mode, map, version, players, max_players, "handshake")
+                registry.insert(server)
+                registry.note(source, "iceball", port, "listed", now)
+            elif shaken and server.packet and server.source == source:
+                return                              # it has said more since
+            else:
+                self.known.pop(server.packet, None)
+                registry.hear("iceball", address, port, source, now, self.timeout, {
+                    "name": name, "mode": mode, "map": map, "version": version, "players": players,
+                    "max_players": max_players, "verified": "handshake"})
         except Refused as refused:
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return
-        if before is None:
-            registry.note(source, "iceball", port, "listed", now)
         if shaken:
             server.packet = b""                     # until it announces itself
         else:
