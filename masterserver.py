@@ -1827,6 +1827,7 @@ POLL_MISSED = 3                     # polls without an answer after which a serv
 POLL_SHARE = 10                     # at most a tenth of all targets is asked in one second, more only if the interval wants it: no volleys
 POLL_QUESTIONS = 3                  # so many a target may need in one interval: a silent zone is asked three times
 POLL_MIN_PER_S = 10                 # but so many always, so that a few new servers do not wait for each other
+POLL_CROWD = 256                    # however few servers may be listed, so many are asked: one liar alone may have servers_per_source of them
 POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, lie evenly however many there are
 
 
@@ -1836,8 +1837,8 @@ class Target:
     __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
                  "attempt", "step", "missed", "ping_ms", "scratch")
 
-    def __init__(self, querier: Querier, address: str, port: int, server_port: int, phase: float) -> None:
-        self.querier, self.address, self.port, self.server_port = querier, address, port, server_port
+    def __init__(self, querier: Querier, address: str, server_port: int, phase: float) -> None:
+        self.querier, self.address, self.port, self.server_port = querier, address, server_port + querier.offset, server_port
         self.phase = phase                              # its place in the interval, from 0 to 1
         self.known = False                              # named in the ini: polled however long it is silent
         self.announced: Optional[bool] = False          # it asked for it; None: before a restart, perhaps
@@ -1852,7 +1853,12 @@ class Querier:
     """A protocol whose game servers answer questions. The poller asks; the querier knows the bytes."""
 
     game = ""                       # as in the registry
+    offset = 0                      # from a server's port to the one that answers questions
     attempts = POLL_ATTEMPTS
+
+    def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+        """An announcement by HTTP, with fields for the registry; raises Refused."""
+        raise NotImplementedError
 
     def nonce(self) -> int:
         """What a question carries and its answer must: an unsigned 32-bit integer."""
@@ -1874,6 +1880,13 @@ class Querier:
     def displaced(self, target: Target) -> None:
         """A server of another game is at this endpoint now, and is asked instead."""
 
+    def removed(self, target: Target) -> None:
+        """It is asked no more, whatever the reason."""
+
+    def doubts(self, target: Target) -> bool:
+        """Did nothing but a packet, which may have had a false address, tell of it? Then it gives way to who has proven that he is there."""
+        return False
+
     def named(self, address: str, port: int) -> None:
         """The ini leads to this place, or does not any more."""
 
@@ -1892,7 +1905,7 @@ class Poller(UdpProtocol):
         self.rules = rules
         self.targets: Dict[Tuple[str, int], Target] = {}
         self.sources: collections.Counter[Tuple[str, str]] = collections.Counter()      # targets by game and source; "" for all sources
-        self.fresh: collections.deque[Target] = collections.deque()     # to be asked before all others
+        self.fresh: collections.deque[Target] = collections.deque()     # new, or put off in the midst of a poll
         self.open: collections.OrderedDict[Target, None] = collections.OrderedDict()        # asked, by time
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
         self.phases = itertools.count()
@@ -1912,21 +1925,21 @@ class Poller(UdpProtocol):
     def crowded(self, game: str, address: str, times: int = 1) -> bool:
         """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked; not those of
         other games, which may have come with a false address. `times`: so many times what the settings allow is not."""
-        return self.sources[game, ""] >= times * self.rules.servers or (
+        return self.sources[game, ""] >= times * max(self.rules.servers, POLL_CROWD) or (
             self.sources[game, source_key(address)] >= times * self.rules.servers_per_source and not self.rules.exempts(address))
 
-    def add(self, querier: Querier, address: str, port: int, server_port: int = 0, known: bool = False) -> Target:
-        """Poll this endpoint from now on. `server_port`: the game's port where it differs; `known`: the ini names it."""
-        target = self.targets.get((address, port))
-        if target is None or target.querier is not querier:
-            before = target
-            target = Target(querier, address, port, server_port or port, next(self.phases) * POLL_PHASE % 1.0)
+    def add(self, querier: Querier, address: str, server_port: int, known: bool = False) -> Target:
+        """Poll this game server from now on; `known`: the ini names it."""
+        target = self.find(querier, address, server_port)
+        if target is None:
+            target = Target(querier, address, server_port, next(self.phases) * POLL_PHASE % 1.0)
+            before = self.targets.get((address, target.port))
             if before is not None:
                 if before.known:
                     return target                   # one that is not asked: the ini's goes on
                 self.remove(before)
                 before.querier.displaced(before)
-            self.targets[address, port] = target
+            self.targets[address, target.port] = target
             self.sources.update(self.counted(target))
             if known:
                 self.wait(target, 0.0)      # a long list in the ini takes its turn
@@ -1940,20 +1953,21 @@ class Poller(UdpProtocol):
 
     def remove(self, target: Optional[Target]) -> None:
         """None, and one that is removed already, change nothing."""
-        if target is None or self.targets.get((target.address, target.port)) is not target:
+        if target is None or not self.asks(target):
             return
         del self.targets[target.address, target.port]
         self.open.pop(target, None)
         for key in self.counted(target):
             uncount(self.sources, key)
+        target.querier.removed(target)
 
     def counted(self, target: Target) -> Tuple[Tuple[str, str], ...]:
         return (target.querier.game, ""), (target.querier.game, source_key(target.address))
 
-    def find(self, game: str, address: str, server_port: int) -> Optional[Target]:
+    def find(self, querier: Querier, address: str, server_port: int) -> Optional[Target]:
         """The target behind a game server's own port."""
-        return next((t for t in self.targets.values()
-                     if t.server_port == server_port and t.address == address and t.querier.game == game), None)
+        target = self.targets.get((address, server_port + querier.offset))
+        return target if target is not None and target.querier is querier else None
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         target = self.targets.get((canonical(peer[0]), peer[1]))
@@ -2008,9 +2022,7 @@ class Poller(UdpProtocol):
         return []
 
     def begin(self, target: Target, now: float) -> Replies:
-        if self.targets.get((target.address, target.port)) is not target:
-            return []                       # removed while it waited
-        return self.ask(target, now)
+        return self.ask(target, now) if self.asks(target) else []         # removed while it waited
 
     def ask(self, target: Target, now: float) -> Replies:
         self.asked += 1
@@ -2028,6 +2040,12 @@ class Poller(UdpProtocol):
 
     def wait(self, target: Target, due: float) -> None:
         heapq.heappush(self.waiting, (due, next(self.numbers), target))
+        if len(self.waiting) > 2 * len(self.targets) + 100:         # most of them are removed since; to look costs less than to be told
+            self.waiting = [entry for entry in self.waiting if self.asks(entry[2])]
+            heapq.heapify(self.waiting)
+
+    def asks(self, target: Target) -> bool:
+        return self.targets.get((target.address, target.port)) is target
 
 
 class Core(NamedTuple):
@@ -2037,8 +2055,7 @@ class Core(NamedTuple):
     registry: Registry
     poller: Poller
     resolve: Callable[[str, Callable[[str, float], None]], None]        # (host, done): done(address or "", now) follows later
-    # By game, what takes an announcement that came by HTTP: (source, port, fields, now); raises Refused
-    announcers: Dict[str, Callable[[str, int, Mapping[str, Any], float], None]]
+    announcers: Dict[str, Querier]          # by game, who takes an announcement that came by HTTP
     storage: Optional[Storage] = None       # only for jobs in the worker
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
@@ -2054,9 +2071,8 @@ RESOLVE_RETRY_S = 60.0              # sooner where one was not found: the networ
 class Known:
     """The game servers that the ini names, kept among the poller's targets wherever their host names lead."""
 
-    def __init__(self, core: Core, querier: Querier, offset: int = 0) -> None:
-        """`offset`: from a server's port to the one that answers questions."""
-        self.core, self.querier, self.offset = core, querier, offset
+    def __init__(self, core: Core, querier: Querier) -> None:
+        self.core, self.querier = core, querier
         self.targets: Dict[Tuple[str, int], Optional[Target]] = {}      # by host and port as the ini has them
         self.places: Dict[Tuple[str, int], Tuple[str, int]] = {}        # the way back, by address and port as listed
         self.unresolved: Set[str] = set()
@@ -2069,13 +2085,13 @@ class Known:
         """Whoever is listed is asked, named by the ini or not."""
         if event == "gone":
             self.drop(server.source, server.port)
-        elif (server.source, server.port + self.offset) not in self.core.poller.targets:           # restored from disk
-            self.core.poller.add(self.querier, server.source, server.port + self.offset, server.port).announced = None
+        elif (server.source, server.port + self.querier.offset) not in self.core.poller.targets:           # restored from disk
+            self.core.poller.add(self.querier, server.source, server.port).announced = None
 
     def drop(self, source: str, port: int) -> None:
         """Ask this server no more, unless the ini names it."""
-        target = self.core.poller.targets.get((source, port + self.offset))
-        if target is not None and target.querier is self.querier and not target.known:
+        target = self.core.poller.find(self.querier, source, port)
+        if target is not None and not target.known:
             self.core.poller.remove(target)
 
     def read(self, places: Iterable[Tuple[str, int]]) -> None:
@@ -2095,7 +2111,7 @@ class Known:
         self.patient_until = min(self.patient_until, now + RESOLVE_S)
         for host, port in self.targets:
             if is_unicast(host):
-                self.take(host, port, host, now)
+                self.take(host, port, canonical(host), now)
             elif (host, port) not in self.pending:
                 self.pending.add((host, port))
                 self.core.resolve(host, functools.partial(self.found, host, port))
@@ -2117,7 +2133,7 @@ class Known:
             return
         self.unresolved.discard(host)
         before = self.targets[host, port]
-        target = self.core.poller.add(self.querier, address, port + self.offset, port, known=True)
+        target = self.core.poller.add(self.querier, address, port, known=True)
         self.targets[host, port] = target
         if before is not None and before is not target:
             self.release(before)
@@ -2148,7 +2164,7 @@ class Known:
             self.core.poller.remove(target)
 
     def unname(self, server: Server) -> None:
-        target = self.core.poller.targets.get((server.source, server.port + self.offset))           # where its packets come from
+        target = self.core.poller.find(self.querier, server.source, server.port)          # where its packets come from
         if target is not None and (target.announced or target.announced is None and server.responding and not server.lasting):
             target.announced = True         # it has its lifetime, or the time that it was restored with, to say so again
             self.core.registry.update(server, {"named": False})
@@ -2514,7 +2530,7 @@ class Hyperbol(TcpProtocol, Querier):
         self.known = Known(core, self)
         self.rules = core.registry.rules
         self.everything, self.official = (Rendered(self.registry, self.game, functools.partial(hyperbol_flavors, flavor)) for flavor in (0, 1))
-        core.announcers[self.game] = self.announce
+        core.announcers[self.game] = self
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -2546,18 +2562,19 @@ class Hyperbol(TcpProtocol, Querier):
         place = self.known.places.get((address, port))
         return self.flavors.get(place, 0) if place else 0
 
-    def announce(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
-        """An announcement by HTTP: the server is asked, and listed with what it answers; raises Refused."""
+    def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+        # The server is asked, and listed with what it answers
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; this came from %s" % source)
         address = self.registry.rules.listed_address(source)
         if self.registry.get(self.game, address, port) is None:
             self.registry.admit(self.game, address, port, source)
-            target = self.poller.targets.get((source, port))
-            if target is None and self.poller.crowded(self.game, source):
-                raise Refused("limit", "too many servers of %s wait for their first answer already" % source)
-            if target is not None and target.querier is not self:
-                raise Refused("limit", "this port belongs to a server of another game")
+            other = self.poller.targets.get((source, port))
+            if self.poller.find(self, source, port) is None:
+                if other is not None and (other.known or not other.querier.doubts(other)):
+                    raise Refused("limit", "this port belongs to a server of another game")
+                if self.poller.crowded(self.game, source):
+                    raise Refused("limit", "too many servers wait for their first answer already")
             self.registry.note(source, self.game, port, "announced", now)
         self.poller.add(self, source, port)
 
@@ -2841,20 +2858,21 @@ class SubSpacePing(UdpProtocol, Querier):
     """
 
     game = "subspace"
+    offset = 1
     attempts = len(PING_FORMS)
     nonce = staticmethod(ping_nonce)
 
     def __init__(self, core: Core) -> None:
         self.registry = core.registry
         self.poller = core.poller
-        core.announcers[self.game] = self.announced
+        core.announcers[self.game] = self
         self.rules, self.listeners = core.registry.rules, core.listeners
         self.claims: Dict[Tuple[str, int], Claim] = {}          # by source and announced port
         self.cookie = Cookie(os.urandom(16), 4)
         self.proven: collections.OrderedDict[str, Set[int]] = collections.OrderedDict()         # ping ports by source, the oldest first
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
-        self.known = Known(core, self, offset=1)
+        self.known = Known(core, self)
         self.echoes = Limiter(ECHO_RATE)
         self.registry.watch(self.watch, self.game)
         self.read(core.settings)
@@ -2895,8 +2913,9 @@ class SubSpacePing(UdpProtocol, Querier):
         if not self.cookie.good(data[4:], endpoint(*peer[:2]).encode(), now):
             return False
         ports = self.proven.setdefault(peer[0], set())
-        if len(ports) >= self.rules.servers_per_source:            # of which not all can be listed
-            ports.clear()
+        self.proven.move_to_end(peer[0])
+        if len(ports) >= (ZONE_CLAIMS_PROVEN if self.rules.exempts(peer[0]) else self.rules.servers_per_source):
+            ports.remove(random.choice(list(ports)))        # were it the oldest, of one zone too many each would go before it comes again
         ports.add(peer[1])
         if len(self.proven) > ZONE_PROVEN:
             self.proven.popitem(last=False)
@@ -2913,7 +2932,7 @@ class SubSpacePing(UdpProtocol, Querier):
     # Announcements
 
     def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
-        """An announcement by HTTP, with fields for the registry; such a zone stays for as long as it answers. Raises Refused."""
+        # Such a zone stays for as long as it answers
         told = {key: value for key, value in fields.items() if key != "name" or value}
         self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
 
@@ -2940,7 +2959,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 if len(self.claims) >= ZONE_CLAIMS_PROVEN or self.poller.crowded(self.game, source, 2):         # half may be others' lies
                     raise Refused("limit", "too many zones wait for their first answer already")
             self.claims[source, claim.port] = claim
-            target = self.poller.add(self, source, claim.port + 1, claim.port)
+            target = self.poller.add(self, source, claim.port)
             if crowded:                     # one question for each, that every zone knows
                 target.attempt, target.scratch = len(PING_FORMS) - 1, ZonePoll()
                 self.proven.get(source, set()).discard(target.port)
@@ -2951,7 +2970,7 @@ class SubSpacePing(UdpProtocol, Querier):
             if not server.lasting:
                 server.lifetime = claim.lifetime
             if target is None or target.querier is self:
-                self.poller.add(self, source, claim.port + 1, claim.port)
+                self.poller.add(self, source, claim.port)
             self.registry.refresh(server, now)
             if name and name.casefold() != server.name.casefold():
                 self.disown(server, server.name)
@@ -3031,12 +3050,16 @@ class SubSpacePing(UdpProtocol, Querier):
             self.take(target, now)
             return False
         self.registry.remove(server)
-        self.claims.pop((source, port), None)
         self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
-    def displaced(self, target: Target) -> None:
+    def removed(self, target: Target) -> None:
         self.claims.pop((target.address, target.server_port), None)
+
+    def doubts(self, target: Target) -> bool:
+        return self.zone(target.address, target.server_port) is None
+
+    def displaced(self, target: Target) -> None:
         self.registry.remove(self.zone(target.address, target.server_port))
 
     def take(self, target: Target, now: float) -> bool:
@@ -5746,8 +5769,9 @@ class Web(TcpProtocol):
                 return self.stop(game, source, port, now)
             if action not in ("", "announce"):
                 raise Refused("bad packet", "action: stop, or nothing, is wanted")
-            if game in self.core.announcers:
-                self.core.announcers[game](source, port, fields, now)
+            querier = self.core.announcers.get(game)
+            if querier is not None:
+                querier.announced(source, port, fields, now)
             else:
                 self.announce_own(game, source, port, fields, now)
         except Refused as refused:
@@ -5756,8 +5780,8 @@ class Web(TcpProtocol):
         server = self.registry.get(game, self.registry.rules.listed_address(source), port)
         if server is not None and server.responding:
             return Answer(to_json({"listed": True, "ttl": ANNOUNCED_TTL_S}), JSON_TYPE)
-        target = self.core.poller.find(game, source, port)
-        reason = "waiting for its answer to a query on UDP port %d" % (target.port if target else port)
+        asked = port if querier is None else port + querier.offset
+        reason = "waiting for its answer to a query on UDP port %d" % asked
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": reason}), JSON_TYPE)
 
     def announce_own(self, game: str, source: str, port: int, fields: Dict[str, Any], now: float) -> None:
@@ -5773,7 +5797,8 @@ class Web(TcpProtocol):
     def stop(self, game: str, source: str, port: int, now: float) -> Answer:
         """action=stop: only the address that a server is announced from can end it."""
         server = self.registry.get(game, self.registry.rules.listed_address(source), port)
-        target = self.core.poller.find(game, source, port)
+        querier = self.core.announcers.get(game)
+        target = None if querier is None else self.core.poller.find(querier, source, port)
         if target is not None and not target.known:
             self.core.poller.remove(target)
         if server is not None and server.source == source:
@@ -6302,7 +6327,7 @@ class Datagrams:
         for data, peer in answers:
             try:
                 size += self.sock.sendto(data, peer)
-            except OSError:         # no room, no route: the peer asks again
+            except (OSError, OverflowError):        # no room, no route, no such port: the peer asks again
                 continue
             sent += 1
         return sent, size

@@ -1423,6 +1423,26 @@ class PollerTest(unittest.TestCase):
         self.assertFalse(self.poller.crowded(self.querier.game, "127.0.0.1"))          # exempt
         self.assertFalse(self.poller.crowded("hyperbol", "203.0.113.9"))               # another game's are none of it
 
+    def test_who_is_removed_is_soon_forgotten(self) -> None:
+        poller = make_core(poll__interval="3600").poller
+        querier = Asked()
+        for second in range(1000):
+            target = poller.add(querier, address_of(second), 5000)
+            for data, peer in poller.tick(float(second)):
+                poller.datagram(data, peer, second + 0.01)
+            poller.remove(target)
+        self.assertLess(len(poller.waiting), 110)
+
+    def test_few_may_be_listed(self) -> None:
+        """But one source's targets still keep nobody else from being asked."""
+        poller = make_core(limits__servers="10").poller
+        for port in range(1, 65):
+            poller.add(self.querier, "203.0.113.9", port)
+        self.assertFalse(poller.crowded(self.querier.game, "203.0.113.8"))
+        for number in range(ms.POLL_CROWD - 64):
+            poller.add(self.querier, address_of(number), 5000)
+        self.assertTrue(poller.crowded(self.querier.game, "203.0.113.8"))
+
     def test_who_is_dropped_is_forgotten_at_once(self) -> None:
         poller = make_core(poll__interval="3600").poller
         querier = Asked()
@@ -1441,7 +1461,8 @@ class KnownTest(unittest.TestCase):
         self.lookups: List[Tuple[str, Callable[[str, float], None]]] = []
         self.core = make_core()._replace(resolve=lambda host, done: self.lookups.append((host, done)))
         self.querier = Asked()
-        self.known = ms.Known(self.core, self.querier, offset=1)
+        self.querier.offset = 1
+        self.known = ms.Known(self.core, self.querier)
 
     def test_names_are_looked_up_away_from_the_loop_and_again(self) -> None:
         self.known.read([("a.example", 5000), ("203.0.113.9", 6000)])
@@ -1495,7 +1516,7 @@ class KnownTest(unittest.TestCase):
         self.known.tick(0.0)
         for address in "203.0.113.1", "203.0.113.2":
             self.core.registry.hear("test", address, 5000, address, 0.0, float("inf"), {})
-        self.core.poller.add(self.querier, "203.0.113.2", 5001, 5000)                   # it announced itself as well
+        self.core.poller.add(self.querier, "203.0.113.2", 5000)                   # it announced itself as well
         self.known.read([])
         self.assertEqual([server.address for server in self.core.registry.servers("test")], ["203.0.113.2"])
         self.assertEqual([target.known for target in self.core.poller.targets.values()], [False])
@@ -2044,7 +2065,7 @@ class HyperbolTest(unittest.TestCase):
             self.start(ini)
             aio = ms.Aio(self.core)
             self.answers[place] = {}
-            self.hyperbol.announce(*place, {}, self.now)
+            self.hyperbol.announced(*place, {}, self.now)
             self.pass_time(30)
             self.assertEqual([s.name for s in self.registry.servers("hyperbol")], ["Fun & Games"])
             framed = aio.session(place[0], self.now)
@@ -2057,10 +2078,34 @@ class HyperbolTest(unittest.TestCase):
             self.assertEqual(len(self.poller.targets), len(left))
         self.start()
         zones = ms.SubSpacePing(self.core)
-        zones.datagram(zone_announcement(place[1] - 1), place, self.now)
+        zones.announced(place[0], place[1] - 1, {"name": "Zone"}, self.now)
+        (question, _), = self.poller.tick(self.now)
+        self.poller.datagram(asss(question), place, self.now)
         with self.assertRaisesRegex(ms.Refused, "another game"):
-            self.hyperbol.announce(*place, {}, self.now)
-        self.hyperbol.announce(place[0], 9, {}, self.now)
+            self.hyperbol.announced(*place, {}, self.now)
+        self.hyperbol.announced(place[0], 9, {}, self.now)
+
+    def test_false_claims_of_another_game_keep_no_server_out(self) -> None:
+        """A packet in the server's name that claims a zone on its port, every second."""
+        place = "203.0.113.9", 27888
+        self.start()
+        zones = ms.SubSpacePing(self.core)
+        for second in range(20):
+            zones.datagram(zone_announcement(place[1] - 1), (place[0], 5), float(second))
+            if second == 10:
+                self.hyperbol.announced(*place, {}, float(second))
+            for question, peer in self.poller.tick(float(second)):
+                if len(question) == 5:
+                    self.poller.datagram(hyperbol_reply(o1=question[1:]), peer, second + 0.02)
+        self.assertEqual([s.name for s in self.registry.servers()], ["Fun & Games"])
+        self.assertEqual(zones.claims, {})
+
+    def test_an_address_of_the_ini_in_other_words(self) -> None:
+        for ini, address in ("[2001:DB8::1]", "2001:db8::1"), ("[2001:db8:0:0:0:0:0:1]", "2001:db8::1"), ("[::ffff:203.0.113.9]", "203.0.113.9"):
+            self.start(ini + ":27888 3")
+            self.answers = {(address, 27888): {}}
+            self.pass_time(30)
+            self.assertEqual([(s.address, s.responding, s.flavor) for s in self.registry.servers()], [(address, True, 3)], ini)
 
     def test_flavor_follows_to_another_address(self) -> None:
         self.start("203.0.113.9:27888 3")
@@ -2075,20 +2120,20 @@ class HyperbolTest(unittest.TestCase):
         zones = ms.SubSpacePing(self.core)
         for port in range(1, 80, 2):
             zones.datagram(zone_announcement(port), ("203.0.113.9", 5), self.now)
-        self.hyperbol.announce("203.0.113.9", 27888, {}, self.now)
+        self.hyperbol.announced("203.0.113.9", 27888, {}, self.now)
 
     def test_no_nameless_servers(self) -> None:
         """The pattern is for names; whoever has not told one yet has none to be refused."""
         self.start()
         self.registry.rules.read(ms.Settings({"server.refuse_names": "^\\s*$"}))
-        self.hyperbol.announce("203.0.113.9", 27888, {}, self.now)
+        self.hyperbol.announced("203.0.113.9", 27888, {}, self.now)
         self.answers["203.0.113.9", 27888] = {}
         self.pass_time(30)
         self.assertEqual(len(self.registry.servers()), 1)
 
     def test_an_announced_server_is_listed_while_it_answers(self) -> None:
         self.start()
-        self.hyperbol.announce("203.0.113.9", 27888, {}, self.now)
+        self.hyperbol.announced("203.0.113.9", 27888, {}, self.now)
         self.assertEqual(self.registry.heard["203.0.113.9", "hyperbol", 27888][1], "announced")
         self.pass_time(5)
         self.assertEqual(self.get_list(), b"")
@@ -2111,8 +2156,8 @@ class HyperbolTest(unittest.TestCase):
 
     def test_flavor_comes_from_the_ini_alone(self) -> None:
         self.start("203.0.113.9:27888 7")
-        self.hyperbol.announce("203.0.113.9", 27888, {"flavor": 9}, self.now)
-        self.hyperbol.announce("203.0.113.8", 27888, {"flavor": 9}, self.now)
+        self.hyperbol.announced("203.0.113.9", 27888, {"flavor": 9}, self.now)
+        self.hyperbol.announced("203.0.113.8", 27888, {"flavor": 9}, self.now)
         self.answers = {("203.0.113.9", 27888): {}, ("203.0.113.8", 27888): {}}
         self.pass_time(2)
         self.assertEqual({server.address: server.flavor for server in self.registry.servers("hyperbol")},
@@ -2125,7 +2170,7 @@ class HyperbolTest(unittest.TestCase):
     def test_who_is_named_gets_its_flavor_at_once(self) -> None:
         self.start(poll__interval="3600")
         self.answers = {("203.0.113.9", 27888): {}}
-        self.hyperbol.announce("203.0.113.9", 27888, {}, self.now)
+        self.hyperbol.announced("203.0.113.9", 27888, {}, self.now)
         self.pass_time(2)
         self.hyperbol.read(ms.Settings({"hyperbol.servers": "203.0.113.9:27888 4"}))
         self.pass_time(1)
@@ -2137,7 +2182,7 @@ class HyperbolTest(unittest.TestCase):
             self.start("203.0.113.7:27888 4")
             self.registry.rules.address_map = {"192.168.1.5": "203.0.113.7"}
             self.answers = {("192.168.1.5", 27888): {}}
-            self.hyperbol.announce("192.168.1.5", 27888, {}, self.now)
+            self.hyperbol.announced("192.168.1.5", 27888, {}, self.now)
             self.pass_time(40)
             if answers:
                 self.answers["203.0.113.7", 27888] = {"o5": b"Seen from outside\0"}
@@ -2158,7 +2203,7 @@ class HyperbolTest(unittest.TestCase):
         self.hyperbol.known.core = self.core._replace(resolve=lambda host, done: looked_up.append(done))
         for port in 1, 27888:
             self.answers["203.0.113.9", port] = {}
-            self.hyperbol.announce("203.0.113.9", port, {}, self.now)
+            self.hyperbol.announced("203.0.113.9", port, {}, self.now)
         self.pass_time(2)
         with mock.patch.object(self.registry, "update", wraps=self.registry.update) as update:
             looked_up[0]("203.0.113.9", self.now)
@@ -2171,7 +2216,7 @@ class HyperbolTest(unittest.TestCase):
         self.answers = {("203.0.113.9", port): {} for port in (1, 2)}
         self.answers.update({("203.0.113.8", port): {} for port in range(1, 31)})
         for port in range(1, 31):
-            self.hyperbol.announce("203.0.113.8", port, {}, self.now)
+            self.hyperbol.announced("203.0.113.8", port, {}, self.now)
         self.pass_time(20)
         self.assertEqual(self.registry.total, 33)
         rows, answers = [ms.stored_row(server, 0.0) for server in self.registry.servers()], self.answers
@@ -2227,13 +2272,13 @@ class HyperbolTest(unittest.TestCase):
         self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
         for source, outcome in (("198.51.100.7", "banned"), ("2001:db8::1", "bad packet")):
             with self.assertRaises(ms.Refused) as caught:
-                self.hyperbol.announce(source, 27888, {}, 0.0)
+                self.hyperbol.announced(source, 27888, {}, 0.0)
             self.assertEqual(caught.exception.outcome, outcome)
         for port in range(1, 33):
-            self.hyperbol.announce("203.0.113.9", port, {}, 0.0)
-        self.hyperbol.announce("203.0.113.9", 32, {}, 0.0)
+            self.hyperbol.announced("203.0.113.9", port, {}, 0.0)
+        self.hyperbol.announced("203.0.113.9", 32, {}, 0.0)
         with self.assertRaises(ms.Refused) as caught:
-            self.hyperbol.announce("203.0.113.9", 33, {}, 0.0)
+            self.hyperbol.announced("203.0.113.9", 33, {}, 0.0)
         self.assertEqual(caught.exception.outcome, "limit")
         self.answers["203.0.113.9", 1] = {}
         self.pass_time(30)
@@ -2245,7 +2290,7 @@ class HyperbolTest(unittest.TestCase):
     def test_behind_the_same_router(self) -> None:
         self.start("198.51.100.1:27888 5")
         self.registry.rules.address_map["192.168.1.5"] = "198.51.100.1"
-        self.hyperbol.announce("192.168.1.5", 27888, {}, 0.0)
+        self.hyperbol.announced("192.168.1.5", 27888, {}, 0.0)
         self.answers["192.168.1.5", 27888] = {}
         self.pass_time(2)
         self.assertEqual(self.get_list(), hexa("c6336401 f06c0000 05 000000"))
@@ -2976,7 +3021,62 @@ class SubSpaceAnnouncements(unittest.TestCase):
             for place in ("10.0.%d.%d" % divmod(number, 250), 25001), ("127.0.0.1", 1000 + number):         # the latter without limits
                 world.ping.datagram(bytes(4) + world.ping.cookie.make(ms.endpoint(*place).encode(), 100.0), place, 100.0)
         self.assertEqual(len(world.ping.proven), ms.ZONE_PROVEN)
-        self.assertLessEqual(max(map(len, world.ping.proven.values())), world.core.settings["limits.servers_per_source"])
+        self.assertEqual(len(world.ping.proven["127.0.0.1"]), ms.ZONE_CLAIMS_PROVEN)
+        self.assertIn("10.0.16.99", world.ping.proven)
+        self.assertNotIn("10.0.0.0", world.ping.proven)
+
+    def test_more_zones_at_one_address_than_are_listed(self) -> None:
+        """In a flood, when each has to prove itself; they announce themselves one after the other."""
+        for zones, exempt, listed in (32, "", 32), (40, "", 32), (90, "", 32), (90, "203.0.113.9", 90):
+            world = SubSpaceWorld(limits__exempt=exempt)
+            ports = range(20000, 20000 + 2 * zones, 2)
+            world.zones = {("203.0.113.9", port + 1): asss for port in ports}
+            with mock.patch.object(ms, "ZONE_CLAIMS", 0):
+                for minute in range(6):
+                    for number, port in enumerate(ports):
+                        world.announce(zone_announcement(port, name=b"Zone %d" % port), "203.0.113.9")
+                        if number % 10 == 9:
+                            world.run(1)
+                    world.run(20)
+            self.assertEqual(len(world.registry.servers()), listed, (zones, exempt))
+            self.assertLessEqual(max(map(len, world.ping.proven.values())), 90 if exempt else 32)
+
+    def test_who_has_just_proven_himself_is_not_the_first_to_go(self) -> None:
+        world = SubSpaceWorld("203.0.113.9")
+        with mock.patch.object(ms, "ZONE_CLAIMS", 0), mock.patch.object(ms, "ZONE_PROVEN", 2):
+            for source in "203.0.113.9", "10.0.0.1", "203.0.113.9", "10.0.0.2":
+                world.zones[source, 25001] = asss
+                world.ping.proven.get(source, set()).clear()
+                world.announce(ANNOUNCEMENT, source)
+        self.assertEqual(list(world.ping.proven), ["203.0.113.9", "10.0.0.2"])
+
+    def test_nothing_is_left_of_who_has_gone(self) -> None:
+        """Who announces himself, answers, stops or falls silent, in any order."""
+        chance = random.Random(3)
+        world = SubSpaceWorld(limits__exempt="", poll__interval="10")
+        hyperbol, web = ms.Hyperbol(world.core), ms.Web(world.core)
+        places = [("203.0.113.%d" % number, port) for number in range(4) for port in (25000, 25001, 25002)]
+
+        def answer(question: bytes) -> Optional[bytes]:
+            return hyperbol_reply(o1=question[1:]) if len(question) == 5 else asss(question)
+        for _ in range(400):
+            for _ in range(5):
+                source, port = chance.choice(places)
+                call: Callable[..., Any]
+                call, *arguments = chance.choice((
+                    (world.announce, zone_announcement(port, name=b"Zone %d" % port), source), (world.ping.announced, source, port, {"name": "Zone"}, world.now),
+                    (hyperbol.announced, source, port, {}, world.now), (web.stop, "subspace", source, port, world.now),
+                    (web.stop, "hyperbol", source, port, world.now), (world.zones.update, {(source, port): answer}), (world.zones.pop, (source, port), None)))
+                with contextlib.suppress(ms.Refused, ms.HttpError):
+                    call(*arguments)
+            world.run(1)
+            self.assertLessEqual({(source, port + 1) for source, port in world.ping.claims}, set(world.core.poller.targets))
+            self.assertEqual(world.core.poller.sources["subspace", ""] + world.core.poller.sources["hyperbol", ""], len(world.core.poller.targets))
+        self.assertTrue(world.registry.total)
+        world.zones.clear()
+        world.run(400)
+        left = world.ping.claims, world.ping.owners, world.core.poller.targets, world.core.poller.sources, world.core.poller.open
+        self.assertEqual((world.registry.total, [list(table) for table in left]), (0, [[]] * len(left)))
 
     def test_names_after_a_restart(self) -> None:
         before = SubSpaceWorld()
@@ -3103,7 +3203,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.ping.announced(ZONE[0], 5, {}, world.now)             # not refused
             world.run(20)
             self.assertIsNotNone(world.zone())
-            self.assertLess(len(world.asked), 1800, "one question for an announcement, but for those that there is room for")
+            self.assertLess(len(world.asked), 1200 + 4 * ms.POLL_CROWD, "one question for an announcement, but for those that there is room for")
         world = SubSpaceWorld()
         world.zones[ZONE[0], ZONE[1] + 1] = lambda question: asss(question) if len(question) == 4 else None         # an old one
         for _ in range(2):
@@ -6636,6 +6736,7 @@ class DatagramsTest(unittest.TestCase):
                 datagrams.ready(0.0)
                 self.assertEqual([game.recv(1000) for _ in range(2)], [b"x" * 100] * 2)
             self.assertEqual((datagrams.tally.sent, datagrams.tally.bytes_out, datagrams.tally.unsent), (2, 200, 4))
+            self.assertFalse(datagrams.send(b"x", ("127.0.0.1", 65536)))        # as the poller would, after port 65535 in a damaged database
 
     def test_more_answers_than_fit_at_once(self) -> None:
         for datagrams in self.ways():
@@ -7000,7 +7101,7 @@ class Fuzzer:
     def fuzz_answers(self) -> None:
         """Of game servers that were asked: the right place and often the right nonce, the rest noise."""
         querier = self.chance.choice((self.hyperbol, self.ping))
-        self.poller.add(querier, self.peer[0], 6001, 6000 if querier is self.ping else 0)
+        self.poller.add(querier, self.peer[0], 6000)
         for query, place in self.poller.tick(self.now):
             nonce = query[1:5] if len(query) == 5 else query[:4]
             answer = (hyperbol_reply(o1=nonce) if len(query) == 5
@@ -7009,7 +7110,7 @@ class Fuzzer:
 
     def fuzz_aio_answer(self) -> None:
         packed = zlib.compress(self.mutated(b"\0\4\0Name\4\0Desc" + struct.pack("<IIH", 3, 8, 7)))
-        target = ms.Target(self.aio, "203.0.113.9", 1, 1, 0.0)
+        target = ms.Target(self.aio, "203.0.113.9", 1, 0.0)
         target.asked_at = self.now
         target.scratch = self.registry.get("aio", "203.0.113.9", 1) or self.registry.hear(
             "aio", "203.0.113.9", 1, "203.0.113.9", self.now, 60.0, {})
