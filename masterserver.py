@@ -4815,14 +4815,13 @@ def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Htm
 ROWS_HERE = "<rows>"                # no text has it, as texts are escaped
 
 
-def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: Iterable[bytes], shown: int, total: int, players: int, look: Any,
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: Iterable[bytes], total: int, players: int, look: Any,
               name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> bytes:
     """The list as UTF-8. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: what
-    server_row() and seen_cell() give for `shown` servers, a megabyte that is copied only once; total: how many servers match; players:
+    server_row() and seen_cell() give for PAGE_ROWS at most, a megabyte that is copied only once; total: how many servers match; players:
     on all of them; hint: what a game server needs to appear here, shown while there is none; spark: the day's sparkline of all players."""
-    if total > shown:
-        status = "The first %s of %s. Search by name to find the others." % (
-            format(shown, ","), plural(total, "server"))
+    if total > PAGE_ROWS:
+        status = "The first %s of %s. Search by name to find the others." % (format(PAGE_ROWS, ","), plural(total, "server"))
     else:
         status = plural(total, "server") if total else "No server matches." if name or players_min else ""
     tabs = "".join([tab("/", "All games", not game, sum(counts.values()))] + [
@@ -5832,7 +5831,6 @@ class Web(TcpProtocol):
         for block in rows:
             if room < len(block.servers):
                 shown.append(make(block.servers[:room]))
-                room = 0
                 break
             shown.append(block.part("row", make, now // RENDER_TIMES_S))
             room -= len(block.servers)
@@ -5841,7 +5839,7 @@ class Web(TcpProtocol):
         else:
             players = sum(self.registry.census[id][1] for id in counts if game in ("", id))
         return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, shown,
-                         PAGE_ROWS - room, total, players, self.look(), name, players_min, self.hint(game),
+                         total, players, self.look(), name, players_min, self.hint(game),
                          sparkline(() if name or players_min else day_total(recent, [game] if game else counts)))
 
     def hint(self, game: str) -> Html:

@@ -4404,7 +4404,7 @@ def render_list(servers, query=None, sparks=None, look=LOOK, wall=WALL):
              and server.players >= players_min]
     rows = b"".join(whole_row(server, (sparks or {}).get((server.address, server.port), ms.Html("")), wall,
                                     TITLES[server.game]) for server in found[:ms.PAGE_ROWS])
-    return ms.list_page(TITLES, counts, game, [rows], min(len(found), ms.PAGE_ROWS), len(found),
+    return ms.list_page(TITLES, counts, game, [rows], len(found),
                         sum(server.players for server in found), look, name=name, players_min=players_min,
                            hint=ms.Html("<pre><code>heartbeat = 127.0.0.1 27790</code></pre>"),
                            spark=ms.sparkline(range(24))).decode("utf-8")
@@ -4734,8 +4734,8 @@ class PagesTest(unittest.TestCase):
         self.assertEqual((text.count("<tr "), text.count("<rows>")), (2, 0))          # the head's and one
 
     def test_capped_list_says_so(self):
-        text = ms.list_page(TITLES, {}, "", [whole_row(make_server(), "", WALL)], 1, 3104, 9, LOOK).decode("utf-8")
-        self.assertIn("The first 1 of 3,104 servers. Search by name to find the others.", text)
+        text = ms.list_page(TITLES, {}, "", [whole_row(make_server(), "", WALL)], 3104, 9, LOOK).decode("utf-8")
+        self.assertIn("The first 2,000 of 3,104 servers. Search by name to find the others.", text)
 
     def test_own_template(self):
         own = ms.list_template("<title>$title</title> $$5 $table")
