@@ -5025,7 +5025,6 @@ XML_TYPE = "application/xml; charset=utf-8"
 HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
                   email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
 RETRY_AFTER = (("Retry-After", "5"),)
-PERCENT_ENCODED = {byte: "%%%02X" % byte for byte in range(128, 256)}
 METHODS_KNOWN = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT")     # others: 501
 
 
@@ -5078,7 +5077,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             raise HttpError(400, "A carriage return or a NUL stands alone in the head.")         # others may see a line end (RFC 9112, 2.2)
         self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
         if not self.raw_requestline.isascii():              # as it was typed
-            self.raw_requestline = self.raw_requestline.decode("latin-1").translate(PERCENT_ENCODED).encode()
+            self.raw_requestline = urllib.parse.quote(self.raw_requestline, safe=bytes(range(128))).encode()
         if re.search(rb"[\x1c-\x1f]", self.raw_requestline):
             raise HttpError(400, "The request line holds bytes that some take for a space.")
         version = re.fullmatch(rb"HTTP/0*([0-9]{1,9})(\.[0-9]{1,9})?", self.raw_requestline.split()[-1])
