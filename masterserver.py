@@ -5041,7 +5041,7 @@ class Answer(NamedTuple):
     type: str = TEXT_TYPE
     status: int = 200
     headers: Tuple[Tuple[str, str], ...] = ()
-    etag: str = ""
+    etag: str = ""                  # of answers to GET and HEAD alone, as is `shared`
     shared: bool = False            # the same for everybody until a list changes: may be remembered, and kept by a cache
     made: Optional[Made] = None     # where it comes from, and its compressed form may be kept
 
@@ -5161,7 +5161,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         return self.out.getvalue() + (answer.body if self.command != "HEAD" and answer.status != 304 else b"")
 
     def matches(self, etag: str) -> bool:
-        wanted = self.header("If-None-Match") if self.command in ("GET", "HEAD") else ""
+        wanted = self.header("If-None-Match")
         return wanted.strip() == "*" or etag in re.findall(r'"[^"]*"', wanted)
 
     def takes_gzip(self) -> bool:
@@ -5327,7 +5327,7 @@ class HttpSession(Session):
         counted = exchange.route, exchange.status
         self.web.requests[counted] += 1
         self.done = exchange.close_connection
-        if answer.shared and exchange.command in ("GET", "HEAD") and self.edition == self.web.edition:
+        if answer.shared and self.edition == self.web.edition:
             response = Lasting(response)
             self.web.remember((PROXIED if self.proxied else b"") + self.request_bytes, Kept(response, self.done, counted, exchange.client))
         return response
