@@ -5134,7 +5134,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         return True
 
     def send_error(self, code: int, message: Optional[str] = None, explain: Optional[str] = None) -> None:
-        raise HttpError(code, "%s." % message if message else "")
+        raise HttpError(code, "%s." % message)
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
         self.status = code
@@ -5593,7 +5593,8 @@ class Web(TcpProtocol):
     def dismissal(self) -> bytes:
         """To a client who may not have asked yet; the same for all of a second, as they come in floods."""
         if not self.last_words:
-            self.last_words = Exchange().response(self.error(HttpError(429, "Too many connections at once; wait a few seconds.", RETRY_AFTER)))
+            nobody = Exchange()
+            self.last_words = nobody.response(self.refused(HttpError(429, "Too many connections at once; wait a few seconds.", RETRY_AFTER), nobody))
         return self.last_words
 
     def forget(self) -> None:
@@ -5646,7 +5647,10 @@ class Web(TcpProtocol):
 
     def refused(self, error: HttpError, exchange: Exchange) -> Answer:
         """An error as whoever asked reads it."""
-        answer = self.error(error, "text/html" in exchange.header("Accept"))
+        reason = exchange.responses[error.status][0]
+        as_html = "text/html" in exchange.header("Accept")
+        body = error_page(error.status, reason, error.hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, error.hint)
+        answer = Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
         if exchange.route == "/announce":
             answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
         if exchange.route == "/master.json" and error.status in (403, 429):
@@ -5667,12 +5671,6 @@ class Web(TcpProtocol):
         def done(body: bytes) -> Answer:
             return packed._replace(body=body)
         return done(made.packed()) if made.gzipped or len(made.body) <= GZIP_INLINE_BYTES else Later(made.packed, done)
-
-    def error(self, error: HttpError, as_html: bool = False) -> Answer:
-        reason = http.server.BaseHTTPRequestHandler.responses.get(error.status, ("Error", ""))[0]
-        hint = error.hint or reason
-        body = error_page(error.status, reason, hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, hint)
-        return Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
 
     def rendered(self, name: str, asked: Asked, request: Request, type: str, make: Callable[[Blocks, float], bytes],
                  rows: int = sys.maxsize) -> Union[Answer, Later]:
