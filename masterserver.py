@@ -5221,7 +5221,7 @@ class HttpSession(Session):
                 web.turn(now)
             kept = web.memo.get(PROXIED + data if self.proxied else data)
             if kept is not None and not self.limited and web.rules.requests.allow(kept.client or self.address, now):
-                kept.times += 1
+                kept.count[0] += 1
                 self.deadline = now + HTTP_IDLE_S
                 self.done = kept.close
                 return kept.response
@@ -5324,12 +5324,12 @@ class HttpSession(Session):
 
     def respond(self, exchange: Exchange, answer: Answer) -> bytes:
         response = exchange.response(answer)
-        counted = exchange.route, exchange.status
-        self.web.requests[counted] += 1
+        count = self.web.requests[exchange.route, exchange.status]
+        count[0] += 1
         self.done = exchange.close_connection
         if answer.shared and self.edition == self.web.edition:
             response = Lasting(response)
-            self.web.remember((PROXIED if self.proxied else b"") + self.request_bytes, Kept(response, self.done, counted, exchange.client))
+            self.web.remember((PROXIED if self.proxied else b"") + self.request_bytes, Kept(response, self.done, count, exchange.client))
         return response
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -5371,7 +5371,7 @@ class HttpSession(Session):
             exchange.command = "HEAD"
         self.done = True
         self.buffer, self.exchange = b"", None
-        self.web.requests["", error.status] += 1
+        self.web.requests["", error.status][0] += 1
         return exchange.response(self.web.refused(error, exchange))
 
     def ended(self, now: float) -> bytes:
@@ -5383,7 +5383,7 @@ class HttpSession(Session):
         if self.done:
             return b""
         self.done = True
-        self.web.requests["", 429] += 1
+        self.web.requests["", 429][0] += 1
         return self.web.dismissal()
 
     def tick(self, now: float) -> bytes:
@@ -5401,12 +5401,11 @@ PROXIED = b"\0"                     # stands before what came through a proxy, w
 class Kept:
     """A response that is given again to the same request bytes."""
 
-    __slots__ = ("response", "close", "counted", "client", "times")
+    __slots__ = ("response", "close", "count", "client")
 
-    def __init__(self, response: Lasting, close: bool, counted: Tuple[str, int], client: str) -> None:
-        """`counted`: its route and status, as which it counts each time. `client`: whose limit pays, "" if whoever is connected."""
-        self.response, self.close, self.counted, self.client = response, close, counted, client
-        self.times = 0
+    def __init__(self, response: Lasting, close: bool, count: List[int], client: str) -> None:
+        """`count`: that of its route and status, in Web.requests. `client`: whose limit pays, "" if whoever is connected."""
+        self.response, self.close, self.count, self.client = response, close, count, client
 
 
 HEAD_END = re.compile(rb"\r?\n\r?\n")
@@ -5542,7 +5541,7 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
         self.last_words = b""
         self.renderings: Dict[Tuple[str, str], Rendering] = {}
-        self.requests: collections.Counter[Tuple[str, int]] = collections.Counter()         # by route and status
+        self.requests: Dict[Tuple[str, int], List[int]] = collections.defaultdict(lambda: [0])          # how many, by route and status
         self.rules = core.registry.rules
         self.leaving = False
         self.read(core.settings)
@@ -5599,7 +5598,6 @@ class Web(TcpProtocol):
 
     def forget(self) -> None:
         self.last_words = b""
-        self.count_remembered()
         self.memo.clear()
         self.memo_bytes = 0
 
@@ -5611,11 +5609,6 @@ class Web(TcpProtocol):
             self.forget()
         self.memo_bytes += size
         self.memo[request] = kept
-
-    def count_remembered(self) -> None:
-        for kept in self.memo.values():
-            self.requests[kept.counted] += kept.times
-            kept.times = 0
 
     # Answers
 
@@ -6075,9 +6068,8 @@ def metrics_text(web: Web) -> str:
     for position, (name, help) in enumerate((("servers", "Listed servers."), ("players", "Players on listed servers."),
                                              ("playing", "Players in the game rather than watching."))):
         family(name, "gauge", help, [({"game": game}, counts[position]) for game, counts in census])
-    web.count_remembered()
     family("http_requests_total", "counter", "HTTP requests by route and status.",
-           [({"route": route or "none", "status": status}, count) for (route, status), count in web.requests.items()])
+           [({"route": route or "none", "status": status}, count[0]) for (route, status), count in web.requests.items()])
     family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
     family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():

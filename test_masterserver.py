@@ -5541,8 +5541,8 @@ class WebTest(unittest.TestCase):
                 self.assertRegex(head.decode(), "(?s)^HTTP/1.1 404 .*Content-Type: " + kind)
                 self.assertEqual(rest.startswith(b"HTTP/1.1 200 OK"), method == "HEAD", rest[:100])
                 self.assertIn(b'"iceball_version"', rest, "and the connection goes on")
-            self.assertEqual(self.web.requests["/server", 404], 2)
-            self.assertEqual(self.web.requests["/server", 200], 0)
+            self.assertEqual(self.web.requests["/server", 404], [2])
+            self.assertEqual(self.web.requests["/server", 200], [0])
             storage.close()
 
     def test_times_are_15_s_old_at_the_most(self) -> None:
