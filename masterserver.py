@@ -5210,7 +5210,7 @@ class HttpSession(Session):
         self.request_bytes = b""
         self.body_bytes = 0                                 # in the buffer; of chunks so many as are known
         self.chunks: Optional[bytearray] = None             # what is in them
-        self.then: Optional[Callable[[Any], Union[Answer, Later]]] = None
+        self.then: Callable[[Any], Union[Answer, Later]]    # what makes an answer of the job's result
         self.edition = 0                                    # of the lists when the answer was made
         self.deadline = now + (LINGER_S if limited else HTTP_HEAD_S)
 
@@ -5282,9 +5282,6 @@ class HttpSession(Session):
         self.wait_for_request(now)
         answer = self.web.answer(exchange, body, self.address, now, self.limited)
         self.edition = self.web.edition
-        if isinstance(answer, Later):
-            self.job, self.then, self.waiting = answer.job, answer.then, exchange
-            return None
         return self.respond(exchange, answer)
 
     def read_chunks(self, body: bytearray) -> bool:
@@ -5322,7 +5319,11 @@ class HttpSession(Session):
         """For the next one, of which some may be here."""
         self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)
 
-    def respond(self, exchange: Exchange, answer: Answer) -> bytes:
+    def respond(self, exchange: Exchange, answer: Union[Answer, Later]) -> Optional[bytes]:
+        """None: it comes later."""
+        if isinstance(answer, Later):
+            self.job, self.then, self.waiting = answer.job, answer.then, exchange
+            return None
         response = exchange.response(answer)
         count = self.web.requests[exchange.route, exchange.status]
         count[0] += 1
@@ -5334,7 +5335,6 @@ class HttpSession(Session):
 
     def resume(self, result: Any, now: float) -> bytes:
         self.job = None
-        assert self.then is not None
         self.wait_for_request(now)
         try:
             if isinstance(result, Exception):
@@ -5342,11 +5342,9 @@ class HttpSession(Session):
             answer = self.web.finish(self.waiting, self.then(result))
         except HttpError as error:
             answer = self.web.refused(error, self.waiting)
-        if isinstance(answer, Later):
-            self.job, self.then = answer.job, answer.then
-            return b""
-        self.held = bool(self.buffer)           # until this answer is out
-        return self.respond(self.waiting, answer)
+        out = self.respond(self.waiting, answer)
+        self.held = bool(out and self.buffer)           # until this answer is out
+        return out or b""
 
     def head_end(self) -> Optional[int]:
         """Where the body begins; None: not there yet. Raises HttpError for what cannot become a request."""
