@@ -5261,9 +5261,8 @@ class HttpSession(Session):
             end = self.head_end()
             if end is None:
                 return None
-            head, self.request_bytes = self.buffer[:end], self.buffer[:end]
-            self.buffer = self.buffer[end:]
-            self.exchange = exchange = Exchange(head)
+            self.request_bytes, self.buffer = self.buffer[:end], self.buffer[end:]
+            self.exchange = exchange = Exchange(self.request_bytes)
             exchange.close_connection = exchange.close_connection or self.limited
             length = exchange.body_length()
             self.body_bytes, self.chunks = length or 0, bytearray() if length is None else None
@@ -5728,7 +5727,7 @@ class Web(TcpProtocol):
 
     def servers_xml(self, request: Request) -> Union[Answer, Later]:
         game = request.query.get("game", "hyperbol")
-        if game not in GAME_TITLES and game not in self.settings["games"]:
+        if game not in self.titles():
             raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
         return self.rendered("servers.xml", Asked(game), request, XML_TYPE,
                              lambda blocks, now: servers_xml(joined_parts(blocks, "servers.xml", server_xml), self.epoch + now))
@@ -8176,7 +8175,7 @@ class Announcement(Loop):
                 log.info("masters' questions are answered here, on UDP port %d", port)
                 with contextlib.suppress(OSError):          # no IPv6 here
                     self.open("::", port, GamePort(announcer))
-            except (OSError, OverflowError) as error:
+            except OSError as error:
                 log.info("masters' questions on UDP port %d are left to the game server: %s", port, error)
         try:
             for link in self.links:
