@@ -4104,12 +4104,12 @@ ROW = ('<tr role="row"%s><td role="cell"><a dir="auto" href="/server?game=%s&amp
        '<td role="cell">%s<td role="cell"')
 ROW_END = '<td role="cell"><code>%s</code>\n'
 
-BADGES = {      # word: what it means, shown as its title
-    "official": "Run by the makers of the game",
-    "unconfirmed": "Known from before this master was restarted, not heard from since",
-    "self-reported": "Says so itself: this master has not been able to ask it",
-    "not responding": "Known to this master, but does not answer its queries",
-}
+BADGES = (      # word, what it means (shown as its title), who has it
+    ("official", "Run by the makers of the game", lambda server: server.official),
+    ("unconfirmed", "Known from before this master was restarted, not heard from since", lambda server: server.unconfirmed),
+    ("self-reported", "Says so itself: this master has not been able to ask it", lambda server: server.verified == "self-reported"),
+    ("not responding", "Known to this master, but does not answer its queries", lambda server: not server.responding),
+)
 
 VERIFIED = {
     "handshake": "It answered this master's handshake",
@@ -4748,10 +4748,7 @@ def server_link(server: Any) -> Html:
 
 
 def badges(server: Any) -> Html:
-    words = [word for word, on in (("official", server.official), ("unconfirmed", server.unconfirmed),
-                                   ("self-reported", server.verified == "self-reported"),
-                                   ("not responding", not server.responding)) if on]
-    return Html("".join('<i title="%s">%s</i>' % (BADGES[word], word) for word in words))
+    return Html("".join(['<i title="%s">%s</i>' % (title, word) for word, title, has in BADGES if has(server)]))
 
 
 def plural(number: int, word: str) -> str:
