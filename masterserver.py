@@ -6517,6 +6517,10 @@ class Connection:
         if self.linger_until:
             if now >= self.linger_until:
                 self.close(now)
+            elif not self.events:
+                self.read(now)
+                if self.sock.fileno() >= 0:
+                    self.loop.watch(self, selectors.EVENT_READ)
         elif self.out:
             if now - max(self.progress_at, self.out_since) >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
                 self.close(now)
@@ -7083,7 +7087,6 @@ class MasterServer(Loop):
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.endpoints: List[Union[Datagrams, Acceptor]] = []
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
-        self.lingering: collections.deque[Tuple[float, Connection]] = collections.deque()         # and when each is looked at
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: Dict[str, int] = collections.defaultdict(int)
         self.timers: List[Tuple[float, int, Connection]] = []
@@ -7232,17 +7235,8 @@ class MasterServer(Loop):
     def linger(self, connection: Connection, now: float) -> None:
         if connection.events:
             super().linger(connection, now)
-        else:
-            self.lingering.append((now + LINGER_LOOK_S, connection))
-
-    def look_at_lingering(self, now: float) -> None:
-        """Whoever was over at once, often, and is not watched: if the peer has closed, the selector need not know of it at all."""
-        while self.lingering and self.lingering[0][0] <= now:
-            _, connection = self.lingering.popleft()
-            if connection.sock.fileno() >= 0:
-                connection.read(now)
-                if connection.sock.fileno() >= 0:
-                    self.watch(connection, selectors.EVENT_READ)
+        else:                   # over at once, as often: if the peer has closed by then, the selector need not know of it at all
+            self.wake_at(now + LINGER_LOOK_S, connection)
 
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
@@ -7304,7 +7298,7 @@ class MasterServer(Loop):
 
     def round(self, until: float = math.inf) -> None:
         """See to what comes next, for which it waits no longer than `until`, and to what is due."""
-        due = min([until, self.next_tick] + [waiting[0][0] for waiting in (self.timers, self.lingering) if waiting])
+        due = min(until, self.next_tick, self.timers[0][0] if self.timers else math.inf)
         events = self.selector.select(max(0.0, due - time.monotonic()))
         now = turn = began = time.monotonic()
         for key, _ in events:
@@ -7318,8 +7312,6 @@ class MasterServer(Loop):
                     if isinstance(source, Datagrams):
                         self.guarded(source.ready, now)
                 self.guarded(self.bound_output, now)
-        if self.lingering:
-            self.guarded(self.look_at_lingering, now)
         while self.timers and self.timers[0][0] <= now:
             connection = heapq.heappop(self.timers)[2]
             if connection.sock.fileno() >= 0:

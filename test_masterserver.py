@@ -6576,7 +6576,7 @@ class PagesOfAnswersTest(unittest.TestCase):
             descriptors = [call[0][1] for call in sendfile.call_args_list]
             self.assertEqual(len(set(descriptors)), 1, "one file for both")
             next(protocol for protocol in server.protocols if isinstance(protocol, ms.Web)).memo.clear()        # as with the next edition
-            eventually(lambda: not server.connections and not server.lingering)
+            eventually(lambda: not server.connections and not server.timers)
             self.assertRaises(OSError, os.fstat, descriptors[0])
 
     def test_a_system_that_has_no_room(self) -> None:
@@ -7789,7 +7789,7 @@ class SlowPeersTest(unittest.TestCase):
                 return b"the last"
         connection, peer, writable = self.held_back(Last())
         writable(0.0)
-        self.assertEqual((peer.recv(100), connection.events, len(connection.loop.lingering)), (b"the last", selectors.EVENT_READ, 0))
+        self.assertEqual((peer.recv(100), connection.events, len(connection.loop.timers)), (b"the last", selectors.EVENT_READ, 0))
         connection.close(0.0)
 
     def while_the_worker_is_busy(self, requests: bytes) -> Tuple[int, bytes]:
