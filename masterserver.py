@@ -6326,17 +6326,15 @@ class Pages:
 
     descriptor = -1
 
-    def __init__(self, data: bytes, held: weakref.WeakSet[Pages]) -> None:
-        """`held`: all of them, whoever keeps them. Raises OSError."""
-        self.held, self.size = held, len(data)
+    def __init__(self, data: bytes) -> None:
+        """Raises OSError."""
+        self.size = len(data)
         self.descriptor = os.memfd_create("answer")
-        held.add(self)
         if os.write(self.descriptor, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         if self.descriptor >= 0:
-            self.held.discard(self)
             os.close(self.descriptor)
             self.descriptor = -1
 
@@ -7090,7 +7088,7 @@ class MasterServer(Loop):
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: Dict[str, int] = collections.defaultdict(int)
         self.timers: List[Tuple[float, int, Connection]] = []
-        self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()
+        self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()        # whoever keeps them
         super().__init__()
         self.timer_numbers = itertools.count()
         self.disk = Worker("disk", self.wake)
@@ -7254,7 +7252,8 @@ class MasterServer(Loop):
         answer.given += 1
         if answer.given == 2 and HAS_PAGES and len(self.held_pages) < PAGES_KEPT:          # many are given but once
             with contextlib.suppress(OSError):          # no room
-                answer.kept = Pages(answer, self.held_pages)
+                answer.kept = Pages(answer)
+                self.held_pages.add(answer.kept)
         return answer.kept
 
     def placed(self, connection: Connection) -> None:
@@ -7470,8 +7469,8 @@ class MasterServer(Loop):
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
         for connection in list(self.connections) + list(self.refused):
             connection.close(now)
-        for pages in list(self.held_pages):
-            pages.close()
+        while self.held_pages:
+            self.held_pages.pop().close()
 
     def report(self, on_event: Callable[[str, Server], None], event: str, server: Server) -> None:
         try:
