@@ -8549,16 +8549,14 @@ def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
 
 def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
     with socket.create_connection((host, port), FETCH_S) as sock, sock.makefile("rb") as file:
-        sock.sendall(b"\1\0\0\0\2")
+        sock.sendall(aio_frame(b"\2"))
         payload = b""
         while payload[:1] != b"\2":         # the greeting comes first
             head = file.read(4)
-            size = int.from_bytes(head[:3], "little")
-            payload = file.read(size)
-            if len(head) < 4 or len(payload) < size:
+            found = aio_unframe(head + file.read(int.from_bytes(head[:3], "little")), 3 + 65535 * 258)
+            if found is None:
                 raise Malformed("no list came before the end")
-            if head[3]:
-                payload = inflate(payload, 3 + 65535 * 258)
+            payload, _ = found
     rows = []
     at = 3
     for _ in range(int.from_bytes(payload[1:3], "little")):
