@@ -8043,10 +8043,6 @@ class Link:
         self.told = ""
 
     @property
-    def busy(self) -> bool:
-        return self.resolving or self.connecting is not None or self.connection is not None
-
-    @property
     def hopeless(self) -> bool:
         """It has refused, or its name has never led anywhere."""
         return self.announcer.refused or self.unknown
@@ -8196,7 +8192,7 @@ class Announcement(Loop):
             self.failure = "; ".join("%s: %s" % (endpoint(link.host, link.port), link.announcer.state) for link in self.links)
             self.stopping = True
             return
-        due = min([self.next_tick] + [link.announcer.due for link in self.links if not link.busy])
+        due = min([self.next_tick] + [link.announcer.due for link in self.links if not (link.resolving or link.connecting or link.connection)])
         for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
             key.data(time.monotonic())
 
