@@ -4443,7 +4443,6 @@ document.body.append(said);
 
 function addCopyButtons(root) {
   for (const code of root.querySelectorAll('code:not(.from code)')) {
-    if (code.nextElementSibling && code.nextElementSibling.className === 'copy') continue;
     const button = make('button', {type: 'button', className: 'copy', title: 'Copy'});
     button.setAttribute('aria-label', 'Copy ' + code.textContent);
     code.after(button);
@@ -4479,7 +4478,7 @@ const view = {
   hide: (asked.get('hide') || '').split(',').filter(Boolean), sort: asked.get('sort') || '',
 };
 const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
-const players = row => parseInt(row.cells[4].textContent, 10) || 0;
+const players = row => parseInt(row.cells[4].textContent);
 const fold = text => text.toLowerCase().toUpperCase();  // ß as ss: what Python's casefold() takes for one is one
 const nameOf = row => row.querySelector('bdi').textContent;
 const keyOf = row => row.querySelector('a').getAttribute('href');
@@ -4594,7 +4593,7 @@ function patchRows(page, fading) {
 }
 
 function patch(page, fading) {
-  const held = document.activeElement, row = held.closest && held.closest('#servers tbody tr');
+  const held = document.activeElement, row = held.closest('#servers tbody tr');
   const tag = held.tagName, inAddress = row && row.cells[ADDRESS].contains(held);
   for (const part of document.querySelectorAll('[data-live]')) {
     const fresh = page.getElementById(part.id);
@@ -4618,7 +4617,7 @@ function patch(page, fading) {
 
 function reading() {                                    // text held selected in the table: nothing may move under it
   const selection = getSelection();
-  return table && !selection.isCollapsed && selection.rangeCount && selection.getRangeAt(0).intersectsNode(table);
+  return table && !selection.isCollapsed && selection.getRangeAt(0).intersectsNode(table);
 }
 
 async function refresh() {
