@@ -5373,8 +5373,6 @@ class HttpSession(Session):
         return b""
 
     def dismissed(self, now: float) -> bytes:
-        if self.done:
-            return b""
         self.done = True
         self.web.requests["", 429][0] += 1
         return self.web.dismissal()
