@@ -5037,8 +5037,7 @@ class Answer(NamedTuple):
     type: str = TEXT_TYPE
     status: int = 200
     headers: Tuple[Tuple[str, str], ...] = ()
-    etag: str = ""                  # of answers to GET and HEAD alone, as is `shared`
-    shared: bool = False            # the same for everybody until a list changes: may be remembered, and kept by a cache
+    etag: str = ""                  # it is the same for everybody until a list changes, and may be remembered and kept by a cache; GET and HEAD alone
     made: Optional[Made] = None     # where it comes from, and its compressed form may be kept
 
 
@@ -5151,7 +5150,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         if answer.etag:
             self.send_header("ETag", answer.etag)
-        self.send_header("Cache-Control", "public, max-age=%d" % CACHE_S if answer.shared else "no-store")
+        self.send_header("Cache-Control", "public, max-age=%d" % CACHE_S if answer.etag else "no-store")
         self.send_header("Connection", "close" if self.close_connection else "keep-alive")
         self.end_headers()
         return self.out.getvalue() + (answer.body if self.command != "HEAD" and answer.status != 304 else b"")
@@ -5323,7 +5322,7 @@ class HttpSession(Session):
         count = self.web.requests[exchange.route, exchange.status]
         count[0] += 1
         self.done = exchange.close_connection
-        if answer.shared and self.edition == self.web.edition:
+        if answer.etag and self.edition == self.web.edition:
             response = Lasting(response)
             self.web.remember((PROXIED if self.proxied else b"") + self.request_bytes, Kept(response, self.done, count, exchange.client))
         return response
@@ -5663,7 +5662,7 @@ class Web(TcpProtocol):
         self.turn(request.now)
 
         def answer(made: Made) -> Answer:
-            return Answer(made.body, type, etag=made.etag, shared=True, made=made)
+            return Answer(made.body, type, etag=made.etag, made=made)
 
         def pick() -> Made:
             part = asked.name.casefold()
@@ -5913,7 +5912,7 @@ def etag_of(body: bytes) -> str:
 
 def fixed(text: str, type: str) -> Answer:
     body = text.encode("utf-8")
-    return Answer(body, type, etag=etag_of(body), shared=True)
+    return Answer(body, type, etag=etag_of(body))
 
 
 class Look(NamedTuple):
