@@ -8330,7 +8330,7 @@ def command_announce(arguments: argparse.Namespace) -> int:
 # --- Command line ----------------------------------------------------------------------------------------------------
 
 # What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
-# an OSError (NoAnswer, say) or Malformed says in words why there is nothing.
+# an OSError (TimeoutError, say) or Malformed says in words why there is nothing.
 
 ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
 FETCH_S = 10.0                      # silence of a list server, after which it has gone
@@ -8347,12 +8347,8 @@ class ToolError(Exception):
         self.status = status
 
 
-class NoAnswer(OSError):
-    """Nothing usable came back."""
-
-
 def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Callable[[bytes], Any]) -> Tuple[Any, float]:
-    """Send `question(attempt)` until `answer(data)` takes what comes; its result, and milliseconds. Raises NoAnswer."""
+    """Send `question(attempt)` until `answer(data)` takes what comes; its result, and milliseconds. Raises TimeoutError."""
     wrong = ""
     family, _, _, _, place = socket.getaddrinfo(resolved(host), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -8370,12 +8366,12 @@ def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Call
                     pass
                 except ConnectionError:
                     time.sleep(0.1)         # nobody listens there now; asked again, as a restart takes a moment
-    raise NoAnswer("%s does not answer on UDP port %d%s" % (host, port, wrong))
+    raise TimeoutError("%s does not answer on UDP port %d%s" % (host, port, wrong))
 
 
 def ping_subspace(host: str, port: int) -> Dict[str, Any]:
     if port == 65535:
-        raise NoAnswer("there is no port after it, where zones are pinged")
+        raise OSError("there is no port after it, where zones are pinged")
     poll = ZonePoll()
     ping_ms = 0.0
     complete = False
@@ -8384,7 +8380,7 @@ def ping_subspace(host: str, port: int) -> Dict[str, Any]:
         try:
             complete, ping_ms = udp_ask(host, port + 1, functools.partial(poll.question, nonce),
                                         functools.partial(poll.answer, nonce=nonce))
-        except NoAnswer:
+        except TimeoutError:
             if not poll.answered:
                 raise
             break
@@ -8469,7 +8465,7 @@ def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
             for packet in out + [b"\0\7", b"\0\7"]:
                 sock.send(packet)
     if fetch.zones is None:
-        raise NoAnswer("%s sends no list on UDP port %d%s" % (host, port, wrong))
+        raise TimeoutError("%s sends no list on UDP port %d%s" % (host, port, wrong))
     return fetch.zones
 
 
@@ -8620,7 +8616,7 @@ def reason(error: Exception) -> str:
 
 
 def within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """What `ask` gives or raises; NoAnswer if that takes longer: whoever sends a byte now and then could hold it for ever."""
+    """What `ask` gives or raises; TimeoutError if that takes longer: whoever sends a byte now and then could hold it for ever."""
     ended = threading.Event()
     worker = Worker("ask", ended.set)
     worker.submit(ask, lambda result, now: None)
@@ -8628,7 +8624,7 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
     until = time.monotonic() + seconds
     while not ended.wait(0.1):          # on Windows nothing interrupts a long wait
         if time.monotonic() > until:
-            raise NoAnswer("no end of it came within %g s" % seconds)
+            raise TimeoutError("no end of it came within %g s" % seconds)
     result = worker.results[0][1]
     if isinstance(result, Exception):
         raise result
