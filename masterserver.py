@@ -5258,7 +5258,6 @@ class HttpSession(Session):
                 return None
             self.request_bytes, self.buffer = self.buffer[:end], self.buffer[end:]
             self.exchange = exchange = Exchange(self.request_bytes)
-            exchange.close_connection = exchange.close_connection or self.limited
             length = exchange.body_length()
             self.body_bytes, self.chunks = length or 0, bytearray() if length is None else None
             self.deadline = now + HTTP_BODY_S
@@ -5271,7 +5270,7 @@ class HttpSession(Session):
         self.request_bytes += body
         if self.chunks is not None:
             body = bytes(self.chunks)
-        if self.web.leaving and not self.buffer:
+        if self.limited or self.web.leaving and not self.buffer:
             exchange.close_connection = True
         self.wait_for_request(now)
         answer = self.web.answer(exchange, body, self.address, now, self.limited)
