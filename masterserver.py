@@ -5752,7 +5752,7 @@ class Web(TcpProtocol):
         except Refused as refused:
             self.registry.note(source, game, port, refused.outcome, now, str(refused))
             raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
-        server = self.registry.get(game, self.registry.rules.listed_address(source), port)
+        server = self.registry.get(game, self.rules.listed_address(source), port)
         if server is not None and server.responding:
             return Answer(to_json({"listed": True, "ttl": ANNOUNCED_TTL_S}), JSON_TYPE)
         asked = port if querier is None else port + querier.offset
@@ -5761,7 +5761,7 @@ class Web(TcpProtocol):
 
     def announce_own(self, game: str, source: str, port: int, fields: Dict[str, Any], now: float) -> None:
         """A game of the operator's own: nobody can ask its servers, so it is listed with what it says."""
-        address = self.registry.rules.listed_address(source)
+        address = self.rules.listed_address(source)
         if self.registry.get(game, address, port) is None:
             fields.setdefault("name", "")
             self.registry.note(source, game, port, "listed", now)
@@ -5771,7 +5771,7 @@ class Web(TcpProtocol):
 
     def stop(self, game: str, source: str, port: int, now: float) -> Answer:
         """action=stop: only the address that a server is announced from can end it."""
-        server = self.registry.get(game, self.registry.rules.listed_address(source), port)
+        server = self.registry.get(game, self.rules.listed_address(source), port)
         querier = self.core.announcers.get(game)
         target = None if querier is None else self.core.poller.find(querier, source, port)
         if target is not None and not target.known:
@@ -5871,27 +5871,26 @@ class Web(TcpProtocol):
         except ValueError:
             return Answer(check_page(text, port, [("That is not an IP address", "A server's address is a number such as 203.0.113.7.")],
                                      [], [], 0.0, self.look()).encode("utf-8"), HTML_TYPE, 400)
-        rules = self.registry.rules
-        addresses = {address, rules.listed_address(address)}
+        addresses = {address, self.rules.listed_address(address)}
         listed = [server for server in self.registry.in_order()
                   if (server.address in addresses or server.source == address) and port in (0, server.port)]
         # What is heard of a listed server is not noted each time
         heard = [(server.source, server.game, server.port, server.last_seen, "listed", "")
                  for server in listed if server.responding and not server.unconfirmed]
         known = {(game, port) for _, game, port, *_ in heard}
-        ban = rules.ban(*addresses)
+        ban = self.rules.ban(*addresses)
         for (source, protocol, announced), (at, outcome, detail) in self.registry.heard.items():
-            if (source in addresses or rules.listed_address(source) == address) and (not port or announced in (0, port)):
+            if (source in addresses or self.rules.listed_address(source) == address) and (not port or announced in (0, port)):
                 if outcome in ("announced", "listed") and (protocol, announced) in known or outcome == "banned" and ban:
                     continue
                 heard.append((source, protocol, announced, at, "gone" if outcome == "listed" else outcome, detail))
         heard.sort(key=lambda finding: -finding[3])
         titles, epoch = self.titles(), self.epoch
         findings = [(at + epoch, titles.get(protocol, protocol),
-                     address if rules.listed_address(source) == address else source,            # which one is behind a public address is not told
+                     address if self.rules.listed_address(source) == address else source,         # which one is behind a public address is not told
                      announced, *outcome_words(outcome, detail)) for source, protocol, announced, at, outcome, detail in heard]
         state = [outcome_words("banned", ban)] if ban else []
-        if any(rules.datagrams.spent(source, request.now) for source in addresses):
+        if any(self.rules.datagrams.spent(source, request.now) for source in addresses):
             state.append(outcome_words("flood", "%g" % self.settings["limits.datagrams"][0]))
         return Answer(check_page(address, port, state, findings, [as_shown(server, epoch) for server in listed], request.now + epoch,
                                  self.look()).encode("utf-8"), HTML_TYPE)
