@@ -5272,10 +5272,9 @@ class HttpSession(Session):
             body = bytes(self.chunks)
         if self.limited or self.web.leaving and not self.buffer:
             exchange.close_connection = True
-        self.wait_for_request(now)
         answer = self.web.answer(exchange, body, self.address, now, self.limited)
         self.edition = self.web.edition
-        return self.respond(exchange, answer)
+        return self.respond(exchange, answer, now)
 
     def read_chunks(self, body: bytearray) -> bool:
         """Of a body in chunks (RFC 9112, 7.1) those that are here; True: all of them, with the trailers."""
@@ -5308,12 +5307,9 @@ class HttpSession(Session):
         self.body_bytes = match.end()
         return True
 
-    def wait_for_request(self, now: float) -> None:
-        """For the next one, of which some may be here."""
-        self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)
-
-    def respond(self, exchange: Exchange, answer: Union[Answer, Later]) -> Optional[bytes]:
+    def respond(self, exchange: Exchange, answer: Union[Answer, Later], now: float) -> Optional[bytes]:
         """None: it comes later."""
+        self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)         # for the next request, of which some may be here
         if isinstance(answer, Later):
             self.job, self.then, self.waiting = answer.job, answer.then, exchange
             return None
@@ -5328,14 +5324,13 @@ class HttpSession(Session):
 
     def resume(self, result: Any, now: float) -> bytes:
         self.job = None
-        self.wait_for_request(now)
         try:
             if isinstance(result, Exception):
                 raise HttpError(503, "The answer cannot be made just now: %s." % result)
             answer = self.web.finish(self.waiting, self.then(result))
         except HttpError as error:
             answer = self.web.refused(error, self.waiting)
-        out = self.respond(self.waiting, answer)
+        out = self.respond(self.waiting, answer, now)
         self.held = bool(out and self.buffer)           # until this answer is out
         return out or b""
 
