@@ -4265,10 +4265,10 @@ th button:hover { color: var(--accent); }
 th[aria-sort] { color: var(--ink); }
 th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
 th[aria-sort=descending] button::after { content: "\00a0↓"; }
-td { min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; line-height: 1.5rem; max-height: 1.5rem; }
+td { min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; max-height: 1.5rem; }
 .one-game :is(th, td):nth-child(2) { display: none; }
 td:first-child { display: flex; }
-td:first-child a { flex: 0 1 auto; min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; }
+td:first-child a { min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; }
 td:nth-child(n+2) { color: var(--soft); }
 td:nth-child(4), td:nth-child(5) { color: var(--ink); }
 tr.empty td:first-child a { font-weight: 400; }
@@ -4304,11 +4304,10 @@ td a:hover { text-decoration: underline; }
 .copy:hover { color: var(--accent); }
 .copy.done::before { display: none; }
 .copy.done::after {
-  left: .5rem; top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0; color: var(--accent); rotate: 40deg;
+  top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0; color: var(--accent); rotate: 40deg;
 }
 section.empty { margin: 3rem 0; max-width: 42rem; }
 .empty p + p { margin-top: 1rem; }
-.empty code { overflow-wrap: anywhere; white-space: pre-wrap; }
 .empty pre { margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap; }
 
 @media (max-width: 70rem) {
@@ -4354,7 +4353,7 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
 }
 
 /* One server, one check */
-h1 bdi, h3, dd, li, .from { overflow-wrap: anywhere; }
+h1 bdi, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
 h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
   display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius: 3px; color: var(--accent);
