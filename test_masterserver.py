@@ -3032,7 +3032,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             ports = range(20000, 20000 + 2 * zones, 2)
             world.zones = {("203.0.113.9", port + 1): asss for port in ports}
             with mock.patch.object(ms, "ZONE_CLAIMS", 0):
-                for minute in range(6):
+                for _ in range(6):
                     for number, port in enumerate(ports):
                         world.announce(zone_announcement(port, name=b"Zone %d" % port), "203.0.113.9")
                         if number % 10 == 9:
@@ -3064,9 +3064,10 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 source, port = chance.choice(places)
                 call: Callable[..., Any]
                 call, *arguments = chance.choice((
-                    (world.announce, zone_announcement(port, name=b"Zone %d" % port), source), (world.ping.announced, source, port, {"name": "Zone"}, world.now),
-                    (hyperbol.announced, source, port, {}, world.now), (web.stop, "subspace", source, port, world.now),
-                    (web.stop, "hyperbol", source, port, world.now), (world.zones.update, {(source, port): answer}), (world.zones.pop, (source, port), None)))
+                    (world.announce, zone_announcement(port, name=b"Zone %d" % port), source),
+                    (world.ping.announced, source, port, {"name": "Zone"}, world.now), (web.stop, "subspace", source, port, world.now),
+                    (hyperbol.announced, source, port, {}, world.now), (web.stop, "hyperbol", source, port, world.now),
+                    (world.zones.update, {(source, port): answer}), (world.zones.pop, (source, port), None)))
                 with contextlib.suppress(ms.Refused, ms.HttpError):
                     call(*arguments)
             world.run(1)
