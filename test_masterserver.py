@@ -5077,6 +5077,13 @@ class BrowserTest(unittest.TestCase):
                 self.assertNoOverflow(width)
         self.browser.console_errors()               # of the page that is nowhere, with its status
 
+    def test_a_long_address_is_cut_off_where_nobody_plays_too(self):
+        self.open()
+        self.js("document.querySelector('tr.empty code').textContent = '[2001:db8:1111:2222:3333:4444:5555:6666]:65535'")
+        for width in 390, 1280:
+            self.browser.resize(width)
+            self.assertLessEqual(self.js("document.querySelector('tr.empty code').offsetHeight"), 24, "one line at %d" % width)
+
     def test_complete_without_the_script(self):
         self.browser.call("Emulation.setScriptExecutionDisabled", value=True)
         try:
