@@ -800,6 +800,8 @@ class Rules:
     def __init__(self, settings: Settings) -> None:
         self.datagrams, self.connections, self.requests = (
             Limiter(settings["limits." + name], self.verdict) for name in ("datagrams", "connections", "requests"))
+        # To the poller's questions: a flood in a server's name, sent to other ports, is not to make that seem silent
+        self.answers = Limiter(settings["limits.datagrams"], self.verdict)
         self.surplus = Limiter(SURPLUS_BYTES)
         self.read(settings)
 
@@ -815,6 +817,7 @@ class Rules:
         self.servers_per_source: int = settings["limits.servers_per_source"]
         for name in ("datagrams", "connections", "requests"):
             getattr(self, name).set_rate(settings["limits." + name])
+        self.answers.set_rate(settings["limits.datagrams"])
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
@@ -7149,7 +7152,8 @@ class MasterServer(Loop):
                 if udp.by_socket and any(source.protocol is udp for source in self.endpoints):
                     udp = row.make(self.core)
                     self.protocols.append(udp)
-                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, udp, tally, self.rules.datagrams, self.vector)
+                limiter = self.rules.answers if udp is self.poller else self.rules.datagrams
+                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, udp, tally, limiter, self.vector)
             else:
                 source = Acceptor(self, row.name, sock, protocol, tally)
             self.endpoints.append(source)

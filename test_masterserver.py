@@ -7514,6 +7514,20 @@ class SourceLimitsTest(unittest.TestCase):
                     answers += 1
             self.assertEqual((answers, server.tallies["iceball"].limited), (20, 10))
 
+    def test_a_flood_in_a_servers_name_does_not_make_it_silent(self) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            game.bind(("127.0.0.1", 0))
+            game.settimeout(5)
+            with master(iceball__port="0", hyperbol__port="0", limits__datagrams="0.01/20",
+                        hyperbol__servers="127.0.0.1:%d 1" % game.getsockname()[1]) as server:
+                flood.connect(("127.0.0.1", port_of(server, "iceball")))
+                for _ in range(30):
+                    flood.send(CAPTURED)
+                eventually(lambda: server.tallies["iceball"].limited == 10)
+                question, asker = game.recvfrom(100)
+                game.sendto(hyperbol_reply(o1=question[1:]), asker)
+                self.assertTrue(eventually(lambda: [listed.responding for listed in server.registry.servers()] == [True]))
+
     def test_open_connections_of_one_source(self) -> None:
         """One more than allowed is told so in a valid answer, never by a reset; one that left makes room."""
         with master(http__ports="0", aio__port="0", limits__connections_open="3") as server, contextlib.ExitStack() as stack:
