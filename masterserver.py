@@ -2917,7 +2917,7 @@ class SubSpacePing(UdpProtocol, Querier):
             return False
         ports = self.proven.setdefault(peer[0], set())
         self.proven.move_to_end(peer[0])
-        if len(ports) >= (ZONE_CLAIMS_PROVEN if self.rules.exempts(peer[0]) else self.rules.servers_per_source):
+        if peer[1] not in ports and len(ports) >= (ZONE_CLAIMS_PROVEN if self.rules.exempts(peer[0]) else self.rules.servers_per_source):
             ports.remove(random.choice(list(ports)))        # were it the oldest, of one zone too many each would go before it comes again
         ports.add(peer[1])
         if len(self.proven) > ZONE_PROVEN:
@@ -5039,7 +5039,7 @@ class Answer(NamedTuple):
     type: str = TEXT_TYPE
     status: int = 200
     headers: Tuple[Tuple[str, str], ...] = ()
-    etag: str = ""                  # it is the same for everybody until a list changes, and may be remembered and kept by a cache; GET and HEAD alone
+    etag: str = ""                  # if it has one, the answer is the same for everybody until a list changes: it is remembered, and a cache may keep it
     made: Optional[Made] = None     # where it comes from, and its compressed form may be kept
 
 

@@ -3022,6 +3022,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 world.ping.datagram(bytes(4) + world.ping.cookie.make(ms.endpoint(*place).encode(), 100.0), place, 100.0)
         self.assertEqual(len(world.ping.proven), ms.ZONE_PROVEN)
         self.assertEqual(len(world.ping.proven["127.0.0.1"]), ms.ZONE_CLAIMS_PROVEN)
+        for _ in range(9):              # an answer that comes twice takes nobody's place
+            world.ping.datagram(bytes(4) + world.ping.cookie.make(ms.endpoint(*place).encode(), 100.0), place, 100.0)
+        self.assertEqual(len(world.ping.proven["127.0.0.1"]), ms.ZONE_CLAIMS_PROVEN)
         self.assertIn("10.0.16.99", world.ping.proven)
         self.assertNotIn("10.0.0.0", world.ping.proven)
 
