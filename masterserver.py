@@ -5039,7 +5039,7 @@ class Answer(NamedTuple):
     type: str = TEXT_TYPE
     status: int = 200
     headers: Tuple[Tuple[str, str], ...] = ()
-    etag: str = ""                  # if it has one, the answer is the same for everybody until a list changes: it is remembered, and a cache may keep it
+    etag: str = ""                  # if it has one, it is the same for everybody until a list changes: remembered, and kept by caches
     made: Optional[Made] = None     # where it comes from, and its compressed form may be kept
 
 
