@@ -987,12 +987,12 @@ class Order:
     def __init__(self, servers: List[Server]) -> None:
         """`servers` in order."""
         self.blocks = blocks_of(servers)
+        self.size = len(servers)
         self.moved: Dict[Server, Optional[Rank]] = {}           # who has changed since: the rank it has here, None if it is new
 
     def worn(self) -> bool:
         """So much has changed that to begin anew is quicker."""
-        servers = sum(len(block.servers) for block in self.blocks)
-        return len(self.moved) > servers // 8 or len(self.blocks) > 3 * (1 + servers // BLOCK_SERVERS)
+        return len(self.moved) > self.size // 8 or len(self.blocks) > 3 * (1 + self.size // BLOCK_SERVERS)
 
     def mend(self, listed: Callable[[Server], bool]) -> None:
         if not self.moved:
@@ -1024,6 +1024,7 @@ class Order:
         for place, block in enumerate(places):
             block = changed.get(place, block)
             self.blocks += [block] if 0 < len(block.servers) <= 2 * BLOCK_SERVERS else blocks_of(block.servers)
+        self.size = sum(len(block.servers) for block in self.blocks)
 
 
 class Registry:
@@ -1173,8 +1174,11 @@ class Registry:
         self.generation += 1
         server.parts = None
         for game in (server.game, ""):
-            if game in self.orders:
-                self.orders[game].moved.setdefault(server, server.rank)
+            order = self.orders.get(game)
+            if order is not None:
+                order.moved.setdefault(server, server.rank)
+                if order.worn():
+                    del self.orders[game]           # it may never be read again, and would keep everybody who leaves
         server.rank = None
         if event == "gone":
             self.left.add(server.key)
@@ -1266,7 +1270,7 @@ class Registry:
     def in_blocks(self, game: str = "") -> Blocks:
         """The same in blocks, for the event loop alone: only who has changed is put in its place anew."""
         order = self.orders.pop(game, None)         # and not back again if a fault leaves it half mended
-        if order is None or order.worn():
+        if order is None:
             order = Order(self.servers(game, rank_of))
         else:
             order.mend(lambda server: self.get(*server.key) is server)
@@ -2240,6 +2244,7 @@ class Iceball(UdpProtocol):
         self.version: int = settings["iceball.version"]
         self.accepted: Tuple[int, ...] = settings["iceball.accept_versions"]
         self.known.clear()                          # each is looked at once by the new settings
+        self.draft.guesses.set_rate(DRAFT_GUESSES)          # who was exempt may not be any more
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
         # Among 100,000 servers each look-up waits for memory three times. Those of many datagrams, one behind the other, wait together
@@ -2377,7 +2382,7 @@ DRAFT_FIELDS = {(3, 1): "name", (3, 2): "mode", (4, 1): "players", (4, 2): "max_
 DRAFT_HBVERSION = b"\1\0"
 DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret …
 DRAFT_GUESSES_IN_ALL = 10, 100      # … and of all sources, which may be made up: one guess an hour is right. Beyond it no session begins
-DRAFT_CLAIMS = 256                  # addresses named by servers on the local network, until they return their id
+DRAFT_CLAIMS = 256                  # addresses named by servers on the local network, the latest
 DRAFT_NO_SESSION = b"\6"
 
 
@@ -2434,17 +2439,17 @@ class IceballDraft:
         port = data[3] | data[4] << 8
         claim = data[5:-1].decode("ascii", "replace")
         rules = self.registry.rules
+        self.registry.note(peer[0], "iceball", port, "announced", now)
+        identity = self.cookie.make(endpoint(*peer[:2]).encode() + data[3:5], now) + data[3:5]
+        answer = b"\2" + identity + data[3:5] + rules.listed_address(peer[0], claim).encode() + b"\0"
+        if not rules.requests.allow(peer[0], now) or not rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
+            return []
         self.claims.pop(peer, None)
         if rules.believes(peer[0], claim):
             self.claims[peer] = claim
             if len(self.claims) > DRAFT_CLAIMS:
                 self.claims.popitem(last=False)
-        self.registry.note(peer[0], "iceball", port, "announced", now)
-        identity = self.cookie.make(endpoint(*peer[:2]).encode() + data[3:5], now) + data[3:5]
-        answer = b"\2" + identity + data[3:5] + rules.listed_address(peer[0], claim).encode() + b"\0"
-        if rules.requests.allow(peer[0], now) and rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
-            return [(answer, peer)]
-        return []
+        return [(answer, peer)]
 
     def guessed_out(self, peer: Peer, now: float) -> bool:
         """So many ids were wrong that the next right one may have been guessed."""

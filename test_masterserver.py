@@ -534,6 +534,17 @@ class RegistryTest(unittest.TestCase):
                 self.registry.in_blocks("iceball")
         self.assertLessEqual(len(self.registry.in_blocks("iceball")), 3)
 
+    def test_a_list_that_nobody_reads_again_keeps_nobody(self) -> None:
+        self.registry.rules.servers = self.registry.rules.servers_per_source = 1000
+        for port in range(1, 17):
+            self.hear(port)
+        self.registry.in_blocks("iceball")
+        for port in range(100, 1100):
+            self.hear(port)
+            self.registry.remove(self.registry.get("iceball", "203.0.113.9", port))
+            self.assertLessEqual(sum(len(order.moved) for order in self.registry.orders.values()), 2)
+        self.assertEqual(len(self.registry.in_order("iceball")), 16)
+
     def test_an_order_that_could_not_be_mended_is_made_anew(self) -> None:
         self.registry.rules.servers = self.registry.rules.servers_per_source = 1000
         for port in range(1, 21):
@@ -1920,6 +1931,19 @@ class IceballDraftTest(unittest.TestCase):
             peer = (source, 40000)
             self.send(b"\5" + self.request(0.0, peer, claim), 0.0, peer)
             self.assertIsNotNone(self.registry.get("iceball", listed, 20737), (source, claim))
+
+    def test_requests_that_get_no_answer_push_out_no_claimed_address(self) -> None:
+        peer = ("10.0.0.5", 40000)
+        identity = self.request(0.0, peer, b"198.51.100.1")
+        for port in range(2 * ms.DRAFT_CLAIMS):
+            self.send(hexa("01 0100 0151") + b"198.51.100.2\0", 0.01, ("10.9.9.9", 1024 + port))
+        self.send(b"\5" + identity, 0.1, peer)
+        self.assertEqual([server.address for server in self.registry.servers()], ["198.51.100.1"])
+
+    def test_who_was_exempt_may_not_go_on_guessing(self) -> None:
+        for start, exempt in (1000.0, self.peer[0]), (2000.0, ""):
+            reload(self.core, self.iceball, limits__exempt=exempt)
+            self.assertEqual(sum(bool(self.send(b"\5abcd", start + number / 2.5)) for number in range(100)) == 100, exempt != "")
 
     def test_bad_packets(self) -> None:
         self.assertEqual(self.send(hexa("01 0200 0151 00")), [hexa("07 0100")])
