@@ -5448,9 +5448,8 @@ def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) 
 class Made:
     """The bytes of a list, their ETag, and their compressed form once somebody has asked for it."""
 
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        self.etag = '"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest()
+    def __init__(self, body: bytes, etag: str) -> None:
+        self.body, self.etag = body, etag
         self.gzipped: Optional[bytes] = None
 
     def packed(self) -> bytes:
@@ -5463,16 +5462,19 @@ class Rendering:
     """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker: what belongs together is
     replaced in one piece, as the event loop may be answering with it."""
 
-    def __init__(self, make: Callable[[Blocks, float], bytes]) -> None:
+    def __init__(self, name: str, make: Callable[[Blocks, float], bytes]) -> None:
         self.make = make
         self.edition = 0
-        self.made = Made(b"")
+        self.made = Made(b"", "")
+        self.tag = '"%x-%s-%%d"' % (random.getrandbits(32), name)       # a hash of the bytes would take as long as they do to make
+        self.number = 0                     # moves only when the bytes do
 
     def refresh(self, edition: int, blocks: Blocks, now: float) -> Made:
         if edition != self.edition:
             body = self.make(blocks, now)
             if body != self.made.body:
-                self.made = Made(body)
+                self.number += 1
+                self.made = Made(body, self.tag % self.number)
             self.edition = edition
         return self.made
 
@@ -5648,7 +5650,7 @@ class Web(TcpProtocol):
             return answer
         packed = answer._replace(headers=answer.headers + (GZIPPED,),
                                  etag=answer.etag and answer.etag[:-1] + '-gz"')
-        made = answer.made or Made(answer.body)
+        made = answer.made or Made(answer.body, "")
 
         def done(body: bytes) -> Answer:
             return packed._replace(body=body)
@@ -5668,12 +5670,13 @@ class Web(TcpProtocol):
             chosen = Block([])
             chosen.servers = [server for block in blocks for server in block.servers
                               if server.players >= asked.players_min and is_called(server, part)]
-            return Made(make([chosen], request.now))
+            body = make([chosen], request.now)
+            return Made(body, etag_of(body))
         job = pick
         if known and asked == Asked(asked.game):
             rendering = self.renderings.get((name, asked.game))
             if rendering is None:
-                rendering = self.renderings[name, asked.game] = Rendering(make)
+                rendering = self.renderings[name, asked.game] = Rendering("%s-%s" % (name, asked.game), make)
             if rendering.edition == self.edition:
                 return answer(rendering.made)
             blocks = self.registry.in_blocks(asked.game)
@@ -5903,9 +5906,13 @@ class Web(TcpProtocol):
                                "servers": self.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
 
 
+def etag_of(body: bytes) -> str:
+    return '"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest()
+
+
 def fixed(text: str, type: str) -> Answer:
-    made = Made(text.encode("utf-8"))
-    return Answer(made.body, type, etag=made.etag)
+    body = text.encode("utf-8")
+    return Answer(body, type, etag=etag_of(body))
 
 
 class Look(NamedTuple):

@@ -5496,7 +5496,7 @@ class WebTest(unittest.TestCase):
         self.assertEqual((page.count(b"First title"), page.count(b">Second title<") > 0), (0, True))
 
     def test_a_tag_is_never_that_of_an_older_list(self) -> None:
-        """After a reload too: a reader who knows the list from before gets the new one."""
+        """The numbers in ETags start over with a reload, and a reader who knows the list from before gets the new one."""
         self.list(name="S")
         before = self.get("/master.json")
         self.core.settings.values["iceball.version"] += 1
