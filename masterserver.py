@@ -2047,7 +2047,7 @@ class Poller(UdpProtocol):
 
     def wait(self, target: Target, due: float) -> None:
         heapq.heappush(self.waiting, (due, next(self.numbers), target))
-        if len(self.waiting) > 2 * len(self.targets) + 100:         # most of them are removed since; to look costs less than to be told
+        if len(self.waiting) > 2 * len(self.targets) + 100:         # most are of removed ones: found together, and of a few not each time
             self.waiting = [entry for entry in self.waiting if self.asks(entry[2])]
             heapq.heapify(self.waiting)
 
@@ -2578,7 +2578,7 @@ class Hyperbol(TcpProtocol, Querier):
         if self.registry.get(self.game, address, port) is None:
             self.registry.admit(self.game, address, port, source)
             other = self.poller.targets.get((source, port))
-            if self.poller.find(self, source, port) is None:
+            if other is None or other.querier is not self:
                 if other is not None and (other.known or not other.querier.doubts(other)):
                     raise Refused("limit", "this port belongs to a server of another game")
                 if self.poller.crowded(self.game, source):
@@ -2877,7 +2877,7 @@ class SubSpacePing(UdpProtocol, Querier):
         self.rules, self.listeners = core.registry.rules, core.listeners
         self.claims: Dict[Tuple[str, int], Claim] = {}          # by source and announced port
         self.cookie = Cookie(os.urandom(16), 4)
-        self.proven: collections.OrderedDict[str, Set[int]] = collections.OrderedDict()         # ping ports by source, the oldest first
+        self.proven: collections.OrderedDict[str, Set[int]] = collections.OrderedDict()         # ping ports by source, the latest last
         # A name's password (None: listed before a restart, not announced since), the zones that have it, and when it was announced last
         self.owners: Dict[str, Tuple[Optional[bytes], Set[Server], float]] = {}
         self.known = Known(core, self)
@@ -5466,7 +5466,8 @@ class Rendering:
         self.make = make
         self.edition = 0
         self.made = Made(b"", "")
-        self.tag = '"%x-%s-%%d"' % (random.getrandbits(32), name)       # a hash of the bytes would take as long as they do to make
+        # Random, as the numbers start over with the program and with other settings; a hash of the bytes takes as long as to make them
+        self.tag = '"%x-%s-%%d"' % (random.getrandbits(32), name)
         self.number = 0                     # moves only when the bytes do
 
     def refresh(self, edition: int, blocks: Blocks, now: float) -> Made:
