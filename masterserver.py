@@ -138,6 +138,7 @@ COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once, each of the five ways in which
                                     # they can: 200 lists a second, and 0.8 Mbit/s for somebody who sends with false addresses
+KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and those that left most recently; and those whose leaving waits for it
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
 
@@ -1181,7 +1182,8 @@ class Registry:
                     del self.orders[game]           # it may never be read again, and would keep everybody who leaves
         server.rank = None
         if event == "gone":
-            self.left.add(server.key)
+            if len(self.left) < KNOWN_SERVERS:      # while the disk takes nothing; who comes and goes meanwhile is not on it
+                self.left.add(server.key)
         else:
             server.batch = self.batch
         for watcher in self.watchers[event, server.game] + self.watchers[event, ""]:
@@ -1363,7 +1365,6 @@ SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH
 SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1 = n players
 SPARKLINE_HOURS = 24
 
-KNOWN_SERVERS = 60_000      # rows in `server`: the 50,000 that can be listed, and those that left most recently
 STORAGE_BUSY_SECONDS = 0.2  # how long SQLite waits for another program's lock; the next batch tries again, and lists wait for this thread
 WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
 
@@ -6789,8 +6790,10 @@ class Keeper:
         trouble = str(result) if failed else self.storage.trouble       # which an empty batch does not end
         self.whole = bool(trouble) or self.storage.renewed != self.renewed
         self.renewed = self.storage.renewed
-        if failed and len(self.registry.left) < KNOWN_SERVERS:
-            self.registry.left |= {key for key in left if self.registry.get(*key) is None}
+        if failed:
+            newer, self.registry.left = self.registry.left, {key for key in left if self.registry.get(*key) is None}
+            if len(self.registry.left) < KNOWN_SERVERS:
+                self.registry.left |= newer
         if trouble:
             if "database" not in self.health and now - self.told_at >= TROUBLE_AGAIN_S:
                 self.told, self.told_at = True, now

@@ -6368,6 +6368,23 @@ class KeeperTest(unittest.TestCase):
             keeper.close(11.0, T0 + 101)
             self.assertEqual(saved(), ([2], [1], []))
 
+    def test_who_leaves_while_the_disk_takes_nothing(self) -> None:
+        """It is told who has gone when it can be written again; of those who come and go meanwhile so many are kept and no more."""
+        for submit in (lambda job, done: done(sqlite3.OperationalError("full"), 0.0), lambda job, done: None):         # full, or hanging
+            registry, keeper = self.start(0.0, T0)
+            here = registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e4, {"name": "S"})
+            keeper.tick(2.0, T0 + 2)
+            registry.remove(here)
+            with mock.patch.object(ms, "KNOWN_SERVERS", 50), mock.patch.object(ms.log, "error"), \
+                    mock.patch.object(keeper, "worker", mock.Mock(submit=submit)):
+                for number in range(400):
+                    registry.remove(registry.hear("iceball", "203.0.113.9", 2 + number, "203.0.113.9", 2.0, 1e4, {"name": "S"}))
+                    keeper.tick(4.0 + number, T0 + 4 + number)
+                self.assertLessEqual(len(registry.left), 60)
+            if not keeper.busy:
+                keeper.tick(500.0, T0 + 500)
+                self.assertEqual(keeper.storage.load(T0), [])
+
     def test_trouble_ends_when_something_is_written(self) -> None:
         """Not when there is nothing to write."""
         registry, keeper = self.start(0.0, T0)
