@@ -126,7 +126,7 @@ STOP_LOOK_S = 0.05                  # how often it is looked whether all have en
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
 DESCRIPTORS_KEPT = 28               # for what is no connection: standard streams, selector, database and its logs, log, look-ups, pages
 REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
-WORKER_JOBS = 64                    # waiting for the disk, half a second's work; who comes then is told to come again
+WORKER_JOBS = 64                    # waiting for one thread, half a second's work; who comes then is told to come again
 FAULT_RATE = 1, 20                  # tracebacks in the log a second / at once: a fault that packets can cause must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
@@ -1365,7 +1365,7 @@ SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH
 SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1 = n players
 SPARKLINE_HOURS = 24
 
-STORAGE_BUSY_SECONDS = 0.2  # how long SQLite waits for another program's lock; the next batch tries again, and lists wait for this thread
+STORAGE_BUSY_SECONDS = 0.2  # how long SQLite waits for another program's lock; the next batch tries again, and a server's page waits for this thread
 WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
 
 # The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
@@ -1773,6 +1773,7 @@ class Session:
     held = False                    # True: input waits for its turn, so that one peer does not keep the loop from the others
     wake_at: Optional[float] = None         # set by any method: tick() is called at this time as well
     job: Optional[Callable[[], Any]] = None         # work for a thread; its result comes to resume()
+    on_disk = False                 # the job reads the database, and waits for as long as the disk hangs
 
     def opened(self, now: float) -> bytes:
         return b""
@@ -5054,6 +5055,7 @@ class Later(NamedTuple):
 
     job: Callable[[], Any]
     then: Callable[[Any], Union[Answer, Later]]
+    on_disk: bool = False
 
 
 class Exchange(http.server.BaseHTTPRequestHandler):
@@ -5319,7 +5321,7 @@ class HttpSession(Session):
         """None: it comes later."""
         self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)         # for the next request, of which some may be here
         if isinstance(answer, Later):
-            self.job, self.then, self.waiting = answer.job, answer.then, exchange
+            (self.job, self.then, self.on_disk), self.waiting = answer, exchange
             return None
         response = exchange.response(answer)
         count = self.web.requests[exchange.route, exchange.status]
@@ -5850,7 +5852,7 @@ class Web(TcpProtocol):
                 shown.first_seen = min(shown.first_seen, known.first_seen)
             return Answer(server_page(shown, known and remembered(game, address, port, known), series, span, wall,
                                       self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
-        return Later(job, then) if storage else then((None, None))
+        return Later(job, then, True) if storage else then((None, None))
 
     def history_json(self, request: Request) -> Union[Answer, Later]:
         """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
@@ -5867,7 +5869,7 @@ class Web(TcpProtocol):
         def then(series: Series) -> Answer:
             return Answer(to_json({"game": game, "address": address, "port": port, "span": span, "start": series.start, "step": series.step,
                                    "players": series.means, "peak": series.peaks}), JSON_TYPE)
-        return Later(lambda: storage.history(game, address, port, span, wall), then)
+        return Later(lambda: storage.history(game, address, port, span, wall), then, True)
 
     def check(self, request: Request) -> Answer:
         """What became of what an address sent."""
@@ -6414,7 +6416,7 @@ class Connection:
         session = self.session
         if session.job is not None and not self.working:
             self.working = True
-            self.loop.disk.submit(session.job, self.resumed, WORKER_JOBS)
+            (self.loop.disk if session.on_disk else self.loop.lists).submit(session.job, self.resumed, WORKER_JOBS)
             if self.events:
                 self.watch()
         if session.wake_at is not None and session.wake_at != self.woken_at:
@@ -6917,6 +6919,7 @@ class Loop:
     """
 
     disk: Worker
+    lists: Worker
     # What each kind of loop does its own way
     open_all: Callable[[], None]                        # open what can fail; raises StartError
     round: Callable[[], None]                           # wait for what comes next, and see to it and to what is due
@@ -7092,6 +7095,7 @@ class MasterServer(Loop):
         super().__init__()
         self.timer_numbers = itertools.count()
         self.disk = Worker("disk", self.wake)
+        self.lists = Worker("lists", self.wake)             # apart from it, as a disk may hang
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.poller, self.disk, self.health) if self.storage else None
@@ -7449,6 +7453,7 @@ class MasterServer(Loop):
     def woken(self, now: float) -> None:
         super().woken(now)
         self.disk.deliver(now)
+        self.lists.deliver(now)
         if self.reload_asked:               # by a signal, which wakes
             self.reload_asked = False
             self.reload()
@@ -7463,6 +7468,7 @@ class MasterServer(Loop):
         self.log_events()
         for source in self.endpoints:
             source.sock.close()
+        self.lists.stop(0.0)
         self.disk.stop(5.0)
         self.disk.deliver(now)
         if self.keeper:

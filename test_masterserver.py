@@ -8092,6 +8092,15 @@ class FaultsTest(unittest.TestCase):
             worker.deliver(now)
         self.assertEqual(told, [1.0, 2.0, 3.0])
 
+    def test_no_list_waits_for_a_disk_that_hangs(self) -> None:
+        go_on = threading.Event()
+        with master(http__ports="0") as server, mock.patch.object(ms, "GZIP_INLINE_BYTES", 0):
+            server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+            try:
+                self.assertEqual(fetch(port_of(server, "http"), "/", "Accept-Encoding: gzip")[1]["Content-Encoding"], "gzip")
+            finally:
+                go_on.set()
+
     def test_too_many_wait_for_the_disk(self) -> None:
         with tempfile.TemporaryDirectory() as folder, master(http__ports="0", server__database=os.path.join(folder, "master.db")) as server:
             with mock.patch.object(ms, "WORKER_JOBS", 0):
