@@ -6676,6 +6676,7 @@ SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again; who is asked has longer (list_again)
 CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
+SAVE_LATE_S = 10.0                  # a batch takes milliseconds, on a disk that has to spin up some seconds: from here on that is trouble
 TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
 
@@ -6750,6 +6751,8 @@ class Keeper:
 
     def tick(self, now: float, wall: float) -> None:
         """Hand over what has changed, and once a minute the player counts."""
+        if self.busy and now - self.saved_at >= SAVE_LATE_S:
+            self.troubled("nothing has been written for %d s or more" % SAVE_LATE_S, now)
         if self.busy or now - self.saved_at < SAVE_S:
             return
         since, self.saved_at = self.saved_at, now
@@ -6797,15 +6800,18 @@ class Keeper:
             if len(self.registry.left) < KNOWN_SERVERS:
                 self.registry.left |= newer
         if trouble:
-            if "database" not in self.health and now - self.told_at >= TROUBLE_AGAIN_S:
-                self.told, self.told_at = True, now
-                log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
-            self.health["database"] = trouble
+            self.troubled(trouble, now)
         elif self.health.pop("database", "") and self.told:
             self.told = False
             log.info("the list is kept again")
         if result and not failed:
             self.recent = result
+
+    def troubled(self, trouble: str, now: float) -> None:
+        if "database" not in self.health and now - self.told_at >= TROUBLE_AGAIN_S:
+            self.told, self.told_at = True, now
+            log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
+        self.health["database"] = trouble
 
     def close(self, now: float, wall: float) -> None:
         """The last batch, once the worker has stopped."""

@@ -8131,6 +8131,18 @@ class DiskTest(unittest.TestCase):
                 keeper.written(set(), sqlite3.OperationalError("locked") if number % 2 == 0 else None, float(number))
         self.assertEqual([record.levelname for record in logged.records], ["ERROR", "INFO"])
 
+    def test_a_disk_that_hangs_is_told(self) -> None:
+        registry, keeper = self.keeper(os.path.join(self.folder, "master.db"))
+        waiting: List[Callable[[], None]] = []
+        with self.assertLogs("masterserver", "INFO") as logged, mock.patch.object(keeper, "worker", mock.Mock(
+                submit=lambda job, done: waiting.append(lambda: Virtual().submit(job, done)))):
+            for second in range(2, 30):
+                keeper.tick(float(second), T0 + second)
+                self.assertEqual(list(keeper.health), ["database"] if second >= 12 else [])
+            waiting.pop()()
+            self.assertEqual((keeper.health, waiting), ({}, []))
+        self.assertEqual([record.levelname for record in logged.records], ["ERROR", "INFO"])
+
     def test_a_disk_that_is_really_full(self) -> None:
         mount = os.path.join(self.folder, "disk")
         os.mkdir(mount)
