@@ -1290,6 +1290,13 @@ class Registry:
             for server in listed.values():
                 server.parts = None
 
+    def forget_part(self, name: str) -> None:
+        """Nor does this part of any server: it is made anew with the list that it stands in, if that is."""
+        for listed in self.games.values():
+            for server in listed.values():
+                if server.parts:
+                    server.parts.pop(name, None)
+
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
         """Remember what became of a packet, for the operator of that server."""
         if now >= self.notes_end:
@@ -5532,6 +5539,8 @@ class Web(TcpProtocol):
         self.edition = 1
         self.edition_at = float("-inf")
         self.edition_generation = -1
+        self.recent: Mapping[Key, Sequence[Optional[int]]] = {}        # what stands in the rows …
+        self.parts_epoch = 0.0          # … and what the times in /servers.json are counted from
         self.memo: Dict[bytes, Kept] = {}
         self.memo_bytes = 0
         self.last_words = b""
@@ -5574,6 +5583,12 @@ class Web(TcpProtocol):
     def tick(self, now: float) -> None:
         if now - self.edition_at >= RENDER_S:
             self.forget()               # answers tell the time (Date), whatever else they tell
+        recent, self.recent = self.recent, self.core.recent()
+        if recent is not self.recent and (recent or self.recent):
+            self.registry.forget_part("row")
+        if abs(self.epoch - self.parts_epoch) >= 1.0:           # the clock was put right
+            self.parts_epoch = self.epoch
+            self.registry.forget_part("servers.json")
 
     def turn(self, now: float) -> None:
         """Begin a new edition if it is time."""

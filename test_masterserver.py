@@ -5263,6 +5263,22 @@ class WebTest(unittest.TestCase):
             {"name": "S", "address": "203.0.113.9", "port": 20737, "players_current": 1, "players_max": 8, "mode": "ctf", "map": "m",
              "version": "0.2.1-37", "basedir": "ctf"}])
 
+    def test_what_moves_though_the_server_stays_as_it_is(self) -> None:
+        """The day's player counts in its row, and the times of a clock that was put right."""
+        days: List[Dict[ms.Key, List[Optional[int]]]] = [{}]
+        self.core = self.core._replace(recent=lambda: days[-1])
+        self.web = ms.Web(self.core)
+        server = self.list(name="S", players=3)
+        for hour in (0, 1, 2):
+            now = 100.0 * hour
+            self.web.tick(now)
+            self.assertIn(b"</span>" + ms.sparkline(days[-1].get(server.key, ())).encode() + b"<td", self.get("/", now=now)[2])
+            days.append({server.key: [None] * (23 - hour) + [3] * (1 + hour)})
+        for epoch in (0.0, 1.7e9, 1.6e9):
+            now, self.web.epoch = now + 100.0, epoch
+            self.web.tick(now)
+            self.assertEqual([found["first_seen"] for found in json.loads(self.get("/servers.json", now=now)[2].decode())["servers"]], [epoch])
+
     def test_hostile_names(self) -> None:
         names = ["<script>alert(1)</script>", "\"quoted\\ 'twice'", "new\nline", "\u2028sep", "\x7f\x00\x1b[1mz", "\U0001f600", "&amp;", "\ud800"]
         for port, name in enumerate(names, 1):
