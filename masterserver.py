@@ -6777,13 +6777,12 @@ class Keeper:
         batch = 0 if self.whole or stepped else registry.batch
         registry.batch += 1
         left, registry.left = registry.left, set()
-        players = registry.servers() if wall // 60 != self.minute else None
-        self.minute = wall // 60
+        counted, self.minute = wall // 60 != self.minute, wall // 60
         self.busy = True
-        self.worker.submit(functools.partial(self.write, batch, since, left, players, wall - now, wall),
+        self.worker.submit(functools.partial(self.write, batch, since, left, counted, wall - now, wall),
                            functools.partial(self.written, left))
 
-    def write(self, batch: int, since: float, left: Set[Key], players: Optional[List[Server]], epoch: float, wall: float
+    def write(self, batch: int, since: float, left: Set[Key], counted: bool, epoch: float, wall: float
               ) -> Optional[Dict[Key, List[Optional[int]]]]:
         """In the worker. A server that changes meanwhile is in the next batch again."""
         if self.rows is None:
@@ -6797,9 +6796,10 @@ class Keeper:
                 log.warning("%s: another program takes servers out of this database; each master needs one of its own ([server] database)",
                             self.storage.path)
             self.storage.save([stored_row(server, epoch) for server in self.registry.servers()], [], [])
-        if players is None:
+        if not counted:
             return None
-        rows = [(*server.key, server.players) for server in players if server.responding]
+        everybody, _ = self.registry.news(0, since)
+        rows = [(*server.key, server.players) for server in everybody if server.responding]
         rows += [(game, "", 0, census[1]) for game, census in list(self.registry.census.items())]
         return self.storage.sample(wall, rows)
 
@@ -6834,7 +6834,7 @@ class Keeper:
         try:
             if not self.busy:
                 registry = self.registry
-                self.write(0 if self.whole else registry.batch, self.saved_at, registry.left, None, wall - now, wall)
+                self.write(0 if self.whole else registry.batch, self.saved_at, registry.left, False, wall - now, wall)
         except sqlite3.Error as error:
             log.error("the list could not be kept at the end: %s", error)
         self.storage.close()

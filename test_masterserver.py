@@ -6401,6 +6401,18 @@ class KeeperTest(unittest.TestCase):
                 keeper.tick(500.0, T0 + 500)
                 self.assertEqual(keeper.storage.load(T0), [])
 
+    def test_players_are_counted_in_the_worker(self) -> None:
+        """To look at 50,000 servers takes longer than the event loop has."""
+        registry, keeper = self.start(0.0, T0)
+        registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e4, {"name": "S", "players": 3})
+        jobs: List[Callable[[], Any]] = []
+        with mock.patch.object(registry, "games", wraps=registry.games) as games, \
+                mock.patch.object(keeper, "worker", mock.Mock(submit=lambda job, done: jobs.append(job))):
+            keeper.tick(2.0, T0 + 2)
+            self.assertEqual(games.mock_calls, [])
+        jobs[0]()
+        self.assertEqual(keeper.storage.history("iceball", "203.0.113.9", 1, "day", T0 + 60).means[-1], 3)
+
     def test_trouble_ends_when_something_is_written(self) -> None:
         """Not when there is nothing to write."""
         registry, keeper = self.start(0.0, T0)
