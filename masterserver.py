@@ -1377,7 +1377,7 @@ WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; S
 
 # The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
 # rewrites a few pages. `server` keeps everyone seen within a year; its numbers are never given out twice
-# (AUTOINCREMENT), so that blocks of a server removed early belong to nobody and age away. Blocks sort by time first:
+# (AUTOINCREMENT), so that blocks of a server removed early can belong to nobody else. Blocks sort by time first:
 # one sample of all servers lies together, and so does what is to be thinned. There is no NOT NULL: no row from outside
 # breaks a constraint, and one that breaks means damage.
 SCHEMA_VERSION = 1          # PRAGMA user_version: the tables, and what the bytes in a block mean
@@ -1634,12 +1634,14 @@ class Storage:
 
     @staticmethod
     def _forget(db: sqlite3.Connection) -> None:
-        """Drop those gone longest when there are too many: 5 % at once, as finding them means to sort all."""
+        """Drop those gone longest when there are too many, with their history: 5 % at once, as finding them means to sort all."""
         [(count,)] = db.execute("SELECT count(*) FROM server")
         if count > KNOWN_SERVERS:
-            db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
-                       " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen LIMIT ?)",
-                       (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,))
+            gone = db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
+                              " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen LIMIT ?)",
+                              (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,)).rowcount
+            if gone > KNOWN_SERVERS // 20:          # fewer where more are listed than that: their blocks age away
+                db.execute("DELETE FROM block WHERE server NOT IN (SELECT id FROM server)")
 
     def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str = "BEGIN IMMEDIATE") -> Any:
         """Do `work` in a transaction; if the file turns out to be damaged, once more in a new one."""

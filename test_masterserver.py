@@ -759,8 +759,10 @@ class RegistryOnDisk(StorageCase):
             keeper.sample(T0, [("iceball", "", 0, 1)])
             for number in range(1, 151):
                 keeper.save([listed(number, T0 + number)], [], [])
+                keeper.sample(T0 + number, [listed(number)[:3] + (1,)])
                 keeper.save([], [], [listed(number)[:3]])
         self.assertLessEqual(self.sql("SELECT count(*) FROM server")[0][0], 100)
+        self.assertLessEqual(self.sql("SELECT count(*) FROM block")[0][0], 100)          # with their history
         self.assertIsNone(keeper.known(*listed(1)[:3]))
         self.assertIsNotNone(keeper.known(*listed(150)[:3]))
         self.assertIsNotNone(keeper.known("iceball", "", 0))
