@@ -6755,7 +6755,7 @@ class Keeper:
             if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:
                 continue
             try:
-                self.registry.admit(server.game, server.address, server.port, server.source, server.name)
+                self.registry.admit(server.game, server.address, server.port, server.source, server.name, server.named)
             except Refused:
                 self.registry.left.add(row[:3])
                 continue

@@ -6265,6 +6265,13 @@ class KeeperTest(unittest.TestCase):
         registry.expire(600.0)
         self.assertEqual(registry.servers(), [])
 
+    def test_those_named_in_the_ini_are_not_limited_after_a_restart_either(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        for port in range(1, 41):
+            registry.hear("hyperbol", "203.0.113.9", port, "203.0.113.9", 0.0, float("inf"), {"name": "S", "verified": "query"}, known=True)
+        registry, keeper = self.restart(keeper, T0 + 5)
+        self.assertEqual(registry.total, 40)
+
     def test_a_server_that_has_moved_is_left_at_one_address(self) -> None:
         registry, keeper = self.start(0.0, T0)
         for address in ("203.0.113.9", "203.0.113.8"):
