@@ -6790,10 +6790,9 @@ class Keeper:
         if self.rows is None:
             self.rows = self.read(wall)
         altered, heard = self.registry.news(batch, since)
-        renewed = self.storage.renewed
         if not self.storage.save([stored_row(server, epoch) for server in altered],
                                  [(server.last_seen + epoch, expiry(server, epoch), *server.key) for server in heard], list(left)):
-            if not self.shared and self.storage.renewed == renewed:         # not another file
+            if not self.shared and self.storage.renewed == self.renewed:        # not another file than at the last batch
                 self.shared = True
                 log.warning("%s: another program takes servers out of this database; each master needs one of its own ([server] database)",
                             self.storage.path)

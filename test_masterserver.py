@@ -6314,14 +6314,17 @@ class KeeperTest(unittest.TestCase):
                 self.assertEqual(len(keeper.storage.load(T0 + now + 7)), 2)
         self.assertEqual(["each master needs one of its own" in line for line in logged.output], [True])
         registry, keeper = self.start(0.0, T0 + 40)
-        for now in 1.0, 5.0:
+        for now in 1.0, 5.0, 9.0:
             for server in registry.servers():
                 registry.refresh(server, now)
             keeper.tick(now + 2, T0 + 42 + now)
             self.assertEqual((len(keeper.storage.load(T0 + 43 + now)), keeper.shared), (2, False))
+            keeper.tick(now + 3, T0 + 43 + now)             # the whole list
             with contextlib.suppress(FileNotFoundError, PermissionError):           # the latter under Windows
                 for end in "", "-wal", "-shm":
                     os.remove(self.path + end)              # which is another trouble, and told otherwise
+            if now == 5.0:
+                keeper.storage.recent(T0 + 44 + now)        # a page comes upon it first
 
     def test_a_clock_put_back_prolongs_no_life(self) -> None:
         registry, keeper = self.start(0.0, T0)
