@@ -1721,7 +1721,8 @@ class Storage:
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("PRAGMA journal_size_limit = %d" % WAL_BYTES).fetchall()
-        [(newest,)] = db.execute("SELECT max(start) FROM block WHERE step = ?", (MINUTE,))
+        # Not what a clock that was ahead has left
+        [(newest,)] = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?", (MINUTE, self._wall))
         self._sampled = newest or 0
 
     def _move_aside(self) -> None:

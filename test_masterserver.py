@@ -837,6 +837,14 @@ class HistoryOnDisk(StorageCase):
         self.assertEqual(self.day(keeper, T0 + 2 * ms.HOUR, "year"), ({T0: 14}, {T0: 28}))
         self.assertEqual(keeper.history("iceball", "", 0, "year", T0 + 2 * ms.HOUR).means[-2:], [7, None])
 
+    def test_a_clock_that_was_ahead_costs_no_quarter_at_a_restart(self):
+        keeper = self.storage()
+        for wall in (T0 + ms.YEAR, T0 + 45 * ms.MINUTE, T0 + 55 * ms.MINUTE):
+            keeper.sample(wall, [self.A + (3,)])
+        keeper.close()
+        self.storage(T0 + 65 * ms.MINUTE).sample(T0 + 65 * ms.MINUTE, [self.A + (5,)])
+        self.assertEqual(self.day(keeper, T0 + 80 * ms.MINUTE, "week")[0], {T0 + 45 * ms.MINUTE: 3})
+
     def test_mean_is_of_the_samples_there_are_and_rounds(self):
         self.assertEqual(ms.roll_up([0, 0, 0]), bytes(4))
         self.assertEqual(ms.roll_up([0, 1, 0]), struct.pack("<HH", 1, 1))
