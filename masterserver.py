@@ -1713,7 +1713,7 @@ class Storage:
         elif ((SCHEMA_VERSION < version < SCHEMA_LATER or tables.isdisjoint(SCHEMA))
                 and db.execute("PRAGMA quick_check").fetchall() == [("ok",)]):
             raise sqlite3.OperationalError("it belongs to another program or to a later version of this one; change [server] database")
-        elif version != SCHEMA_VERSION or not tables.issuperset(SCHEMA):
+        elif version not in (0, SCHEMA_VERSION) or not tables.issuperset(SCHEMA):           # 0: read in again from a .dump, which does not tell
             raise sqlite3.DatabaseError("the tables are not those of this program")
         with contextlib.suppress(sqlite3.OperationalError):     # file systems without shared memory: SQLite's default is slower and as safe
             # With the log and NORMAL a commit is a write without fsync: it outlives the process, and a power cut costs

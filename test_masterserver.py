@@ -1022,6 +1022,15 @@ class Damage(StorageCase):
             with self.subTest(size=size):
                 self.assert_renewed(data[:size])
 
+    def test_a_dump_that_is_read_in_again(self):
+        keeper = self.storage()
+        keeper.save([listed(1)], [], [])
+        keeper.close()
+        with contextlib.closing(sqlite3.connect(self.path)) as db, contextlib.closing(sqlite3.connect(self.path + "2")) as other:
+            other.executescript("".join(db.iterdump()))
+        os.replace(self.path + "2", self.path)
+        self.assertEqual((keeper.load(T0), keeper.set_aside), ([listed(1)], ""))
+
     def test_empty_is_new_and_not_damaged(self):
         self.put(b"")
         keeper = self.storage()
