@@ -6813,6 +6813,7 @@ class Keeper:
         self.whole = bool(trouble) or self.storage.renewed != self.renewed
         self.renewed = self.storage.renewed
         if failed:
+            self.minute = 0.0               # it may have been to be counted
             newer, self.registry.left = self.registry.left, {key for key in left if self.registry.get(*key) is None}
             if len(self.registry.left) < KNOWN_SERVERS:
                 self.registry.left |= newer

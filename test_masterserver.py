@@ -6442,19 +6442,27 @@ class KeeperTest(unittest.TestCase):
         jobs[0]()
         self.assertEqual(keeper.storage.history("iceball", "203.0.113.9", 1, "day", T0 + 60).means[-1], 3)
 
+    def test_a_file_that_is_locked_for_a_second_costs_no_minute(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e4, {"name": "S", "players": 3})
+        with mock.patch.object(keeper.storage, "_attempt", side_effect=sqlite3.OperationalError("locked")), mock.patch.object(ms.log, "error"):
+            keeper.tick(2.0, T0 + 2)
+        keeper.tick(4.0, T0 + 4)
+        self.assertEqual(keeper.storage.history("iceball", "203.0.113.9", 1, "day", T0 + 60).means[-1], 3)
+
     def test_trouble_ends_when_something_is_written(self) -> None:
         """Not when there is nothing to write."""
         registry, keeper = self.start(0.0, T0)
         keeper.tick(2.0, T0 + 2)
         with mock.patch.object(keeper.storage, "_attempt", side_effect=sqlite3.OperationalError("database or disk is full")), \
                 self.assertLogs("masterserver", "INFO") as logged:
-            for second in range(4, 100, 2):             # into the next minute, where the players are counted
-                keeper.tick(float(second), T0 + second)
-        for second in range(100, 110, 2):
+            self.assertRaises(sqlite3.Error, keeper.storage.recent, T0)         # by a page
+            keeper.tick(4.0, T0 + 4)
+        for second in range(6, 60, 2):
             keeper.tick(float(second), T0 + second)
             self.assertIn("full", keeper.health["database"])
         with self.assertLogs("masterserver", "INFO") as mended:
-            for second in range(110, 170, 2):
+            for second in range(60, 100, 2):            # in the next minute, where the players are counted
                 keeper.tick(float(second), T0 + second)
         self.assertEqual((len(logged.output), len(mended.output), keeper.health), (1, 1, {}))
 
