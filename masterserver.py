@@ -449,7 +449,7 @@ class Settings:
     def __init__(self, values: Optional[Mapping[str, str]] = None) -> None:
         """`values`: texts by name as for --set; anything wrong raises SettingsError."""
         self.path = ""              # of the ini, there or not
-        self.found = False          # it is there
+        self.found = False          # it is there, and not empty as while somebody writes it
         self.folder: Optional[str] = None       # where relative paths begin; None: settings made by a program, which keeps nothing unasked
         self.given: Set[str] = set()
         self.texts: Dict[str, str] = {}         # of the files that settings in TEXT_FILES name, read by the event loop
@@ -498,7 +498,7 @@ class Settings:
             raise SettingsError("%s: not UTF-8 text (%s); save it as UTF-8" % (path, error)) from None
         if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
             raise SettingsError("%s: cannot be read; is the name right?" % path)
-        self.path, self.found = path, bool(found)
+        self.path, self.found = path, bool(parser.sections())
         self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
@@ -7434,7 +7434,7 @@ class MasterServer(Loop):
             check_is_file(self.settings.path, SettingsError)
             new = self.read_again()
             if self.settings.found and not new.found:
-                raise SettingsError("%s: it is gone" % self.settings.path)
+                raise SettingsError("%s: it is gone or empty" % self.settings.path)
             read_text_files(new)
             self.settings.found = new.found
         except SettingsError as error:

@@ -6589,6 +6589,22 @@ class ReloadTest(unittest.TestCase):
                 self.assertEqual(server.settings["http.title"], title or "Second")
         self.assertIn("it is gone", logged.output[-1])
 
+    def test_an_ini_that_is_being_written(self) -> None:
+        """Many programs empty a file first: that takes nobody's ban away until the rest comes."""
+        with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver") as logged:
+            path = os.path.join(folder, "masterserver.ini")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write("[server]\ndatabase =\n[bans]\n203.0.113.9 = cheats\n")
+            server = ms.MasterServer(ms.Settings.load(path), reload=lambda: ms.Settings.load(path))
+            self.addCleanup(server.stop)
+            with open(path, "w", encoding="utf-8") as file:
+                server.tick(100.0)
+                self.assertEqual(server.rules.ban("203.0.113.9"), "cheats")
+                file.write("[server]\ndatabase =\n[bans]\n203.0.113.9 = more of it\n")
+            server.tick(110.0)
+            self.assertEqual(server.rules.ban("203.0.113.9"), "more of it")
+        self.assertRegex(logged.output[0], "the old settings stay in force: .* gone or empty")
+
     def test_what_the_ini_names(self) -> None:
         """A text file that comes later, or goes, or changes, is read once, and so is the ini that names it."""
         with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver") as logged:
