@@ -7240,7 +7240,7 @@ class MasterServer(Loop):
         else:
             acceptor.tally.connections += 1
             session = acceptor.protocol.session(address, now)
-            if len(self.connections) >= self.most:
+            for _ in range(len(self.connections) - self.most + 1):          # several if fewer are allowed since a reload
                 self.make_room(now)
         connection = Connection(self, sock, address, session, acceptor.tally, acceptor.name, now)
         if limited:
