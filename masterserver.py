@@ -5339,7 +5339,7 @@ class HttpSession(Session):
         self.done = exchange.close_connection
         if answer.etag and self.edition == self.web.edition:
             response = Lasting(response)
-            self.web.remember((PROXIED if self.proxied else b"") + self.request_bytes, Kept(response, self.done, count, exchange.client))
+            self.web.remember((PROXIED if exchange.client else b"") + self.request_bytes, Kept(response, self.done, count, exchange.client))
         return response
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -5615,7 +5615,7 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
 
     def remember(self, request: bytes, kept: Kept) -> None:
-        if len(request) > HTTP_MEMO_REQUEST_BYTES or request in self.memo:
+        if len(request) > HTTP_MEMO_REQUEST_BYTES or request in self.memo or self.leaving:
             return
         size = len(request) + len(kept.response)
         if self.memo_bytes + size > HTTP_MEMO_BYTES:

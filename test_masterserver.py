@@ -5590,6 +5590,12 @@ class WebTest(unittest.TestCase):
                     self.assertLessEqual(second - int(self.get("/style.css", now=now)[1]["Date"]), 1)
         self.assertEqual(made, sorted(set(made)))
 
+    def test_no_answer_from_memory_outlives_the_stop(self) -> None:
+        self.web.leave()
+        request = b"GET /style.css HTTP/1.1\r\nHost: x\r\n\r\n"
+        self.assertIn(b"Connection: keep-alive", self.exchange(request * 2)[1], "another one follows")
+        self.assertIn(b"Connection: close", self.exchange(request)[1])
+
     def test_a_head_alone(self) -> None:
         """Whatever goes wrong, the answer to HEAD has no body."""
         for request, status in ((b"HEAD /nosuch HTTP/1.0\r\n\r\n", 404), (b"HEAD / HTTP/2.0\r\n\r\n", 505), (b"HEAD / HTTP/1.1\r\n\r\n", 400),
@@ -5807,6 +5813,14 @@ class WebTest(unittest.TestCase):
                 paying.pop(client, None)
                 drive(self.web.session(address, 0.0), b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.8\r\n\r\n")
                 self.assertEqual([client in paying, "203.0.113.8" in paying], [True, address == "127.0.0.1"])
+        # A proxy that is trusted since it connected, and then one who says the same and is none
+        stranger, proxy = self.web.session("203.0.113.7", 0.0), self.web.session("203.0.113.50", 0.0)
+        self.core.settings.values["http.trusted_proxies"] = (ms.read_network("203.0.113.50"),)
+        self.web.read(self.core.settings)
+        for session, client in ((proxy, "203.0.113.9"), (stranger, "203.0.113.7")):
+            paying.clear()
+            drive(session, b"GET /style.css HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.9\r\n\r\n")
+            self.assertEqual(list(paying), [client])
 
     def test_who_takes_gzip(self) -> None:
         for value, takes in (("gzip", True), ("br, x-gzip;q=0.5", True), ("*", True), ("GZIP ; Q=1", True), ("br", False), ("", False),
