@@ -7023,8 +7023,9 @@ class Loop:
         self.bind()
         with self.life:
             if self.thread is None:
-                self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
+                thread.start()
+                self.thread = thread        # only now can a signal handler's stop() wait for it
 
     def stop(self) -> None:
         """End run(), from any thread, a callback or a signal handler, and wait for the thread if there is one, or until everything is bound:

@@ -10064,6 +10064,20 @@ class Embedded(unittest.TestCase):
                 server.bind()
             self.assertEqual(server.state, state)
 
+    def test_stop_from_a_signal_handler_while_the_thread_starts(self) -> None:
+        server = ms.MasterServer(LOOPBACK)
+        self.addCleanup(server.stop)
+        started = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            server.stop()
+            started(thread)
+        with mock.patch.object(threading.Thread, "start", start):
+            server.start()
+        assert server.thread is not None
+        server.thread.join(5)
+        self.assertEqual((server.state, server.wake_out.fileno()), ("closed", -1))
+
     def test_stop_from_a_callback(self) -> None:
         server = ms.MasterServer(LOOPBACK, lambda event, listed: server.stop())
         server.start()
