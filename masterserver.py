@@ -102,6 +102,7 @@ log = logging.getLogger("masterserver")
 # =====================================================================================================================
 
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
+CLOCK_STEP_S = 1.0                  # the wall clock was put right; one that is slewed moves by half a millisecond a second
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
 BACKLOG = 1024                      # connections that wait to be accepted: half a second of 2,000 a second, while the loop is held up
@@ -153,10 +154,10 @@ HTTP_TURN_REQUESTS = 16             # answered in one go (2 ms); then the others
 HTTP_MEMO_BYTES = 16 << 20          # answers remembered, all together
 HTTP_MEMO_REQUEST_BYTES = 2048      # a longer request is not worth remembering
 GZIP_MIN_BYTES = 600                # below this the header costs more than it saves
-GZIP_INLINE_BYTES = 65536           # compressed in the event loop (1 ms); more is done in the worker
+GZIP_INLINE_BYTES = 65536           # compressed in the event loop (1 ms); more is done in a worker
 GZIP_LEVEL = 6                      # within 5 % of level 9 on lists, at two thirds of its time or less
 RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
-RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in the worker
+RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in a worker
 RENDER_SERVER_S = 0.0001            # ten times what one server takes in it
 RENDER_STALE_S = 10.0               # and at least so often, for the times in it …
 RENDER_TIMES_S = 5.0                # … which are in parts that live so long: together they are 15 s old at the most
@@ -1315,7 +1316,7 @@ def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any])
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
-        made = server.parts         # the event loop may take it away while the worker renders
+        made = server.parts         # the event loop may take it away while a worker renders
         if made is None:
             made = server.parts = {}
         part = made.get(name)
@@ -5061,7 +5062,7 @@ class Answer(NamedTuple):
 
 
 class Later(NamedTuple):
-    """An answer that takes too long for the event loop: `job` runs in the worker, `then(result)` makes the answer of it."""
+    """An answer that takes too long for the event loop: `job` runs in a worker, `then(result)` makes the answer of it."""
 
     job: Callable[[], Any]
     then: Callable[[Any], Union[Answer, Later]]
@@ -5472,7 +5473,7 @@ class Made:
 
 
 class Rendering:
-    """One list as bytes, made once an edition if anybody asks for it. A long one is made in the worker: what belongs together is
+    """One list as bytes, made once an edition if anybody asks for it. A long one is made in a worker: what belongs together is
     replaced in one piece, as the event loop may be answering with it."""
 
     def __init__(self, name: str, make: Callable[[Blocks, float], bytes]) -> None:
@@ -5589,7 +5590,7 @@ class Web(TcpProtocol):
         recent, self.recent = self.recent, self.core.recent()
         if recent is not self.recent and (recent or self.recent):
             self.registry.forget_part("row")
-        if abs(self.epoch - self.parts_epoch) >= 1.0:           # the clock was put right
+        if abs(self.epoch - self.parts_epoch) > CLOCK_STEP_S:
             self.parts_epoch = self.epoch
             self.registry.forget_part("servers.json")
 
@@ -5664,7 +5665,7 @@ class Web(TcpProtocol):
         return answer
 
     def finish(self, exchange: Exchange, answer: Union[Answer, Later]) -> Union[Answer, Later]:
-        """Compress where the client takes it and it pays: small ones here, large ones in the worker."""
+        """Compress where the client takes it and it pays: small ones here, large ones in a worker."""
         if isinstance(answer, Later) or answer.status != 200 or len(answer.body) < GZIP_MIN_BYTES or GZIPPED in answer.headers:
             return answer
         answer = answer._replace(headers=answer.headers + (("Vary", "Accept-Encoding"),))
@@ -6146,8 +6147,8 @@ PROTOCOLS = (
 # =====================================================================================================================
 # 11  Event loop
 #
-# The only place with sockets and a clock. One thread serves every listener and connection; the clock is read once a wake-up. Two
-# more threads do what can block: one the disk and compression, one the resolution of names.
+# The only place with sockets and a clock. One thread serves every listener and connection; the clock is read once a wake-up. Three
+# more do what takes long: one has the disk, one makes and compresses long lists, one resolves names.
 # =====================================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -6376,7 +6377,7 @@ class Connection:
         self.out_since = self.progress_at = self.placed_at = now
         self.events = 0                     # what the selector watches for
         self.writing = False                # room to write is waited for
-        self.working = False                # the session's job is with the worker
+        self.working = False                # the session's job is with a worker
         self.eof = False                    # the peer sends no more
         self.linger_until = 0.0             # not 0: our last byte is out, what comes is read away until then
         self.linger_bytes = LINGER_BYTES
@@ -6692,7 +6693,6 @@ class Worker:
 
 SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 1,250 rows a second, one per cent of a core
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again; who is asked has longer (list_again)
-CLOCK_STEP_S = 1.0                  # a wall clock that is slewed moves by half a millisecond a second
 WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
 SAVE_LATE_S = 10.0                  # a batch takes milliseconds, on a disk that has to spin up some seconds: from here on that is trouble
 TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
@@ -7119,8 +7119,7 @@ class MasterServer(Loop):
         self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()        # whoever keeps them
         super().__init__()
         self.timer_numbers = itertools.count()
-        self.disk = Worker("disk", self.wake)
-        self.lists = Worker("lists", self.wake)             # apart from it, as a disk may hang
+        self.disk, self.lists = Worker("disk", self.wake), Worker("lists", self.wake)          # apart, as a disk may hang
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.poller, self.disk, self.health) if self.storage else None
@@ -7493,9 +7492,9 @@ class MasterServer(Loop):
         self.log_events()
         for source in self.endpoints:
             source.sock.close()
-        self.lists.stop(0.0)
-        self.disk.stop(5.0)
-        self.disk.deliver(now)
+        for worker in (self.lists, self.disk):
+            worker.stop(5.0)
+            worker.deliver(now)
         if self.keeper:
             self.keeper.close(now, time.time())
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
@@ -7680,7 +7679,7 @@ def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 GC_THRESHOLDS = 10_000, 20, 20      # servers live long and have no cycles: looking at them after every 700 costs 4 % of listing them
-SWITCH_S = 0.001                    # the event loop gets the interpreter back from the worker within this (Python's default is 5 ms)
+SWITCH_S = 0.001                    # the event loop gets the interpreter back from a worker within this (Python's default is 5 ms)
 EXIT_STATUSES = """exit status:
   0  ended as it was told to, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or all is well
   1  it cannot start as it stands, or cannot go on; standard error says why
