@@ -5752,7 +5752,8 @@ class Web(TcpProtocol):
     def announce(self, request: Request) -> Answer:
         """An announcement by HTTP; the address is the connection's."""
         source, now, game, port = request.address, request.now, "announce", 0
-        if request.exchange.header("Sec-Fetch-Site") not in ("", "none", "same-origin"):           # of browsers alone
+        header = request.exchange.header            # these two are of browsers, which tell the first to HTTPS and to their own machine alone
+        if (header("Sec-Fetch-Site") or header("Origin")) not in ("", "none", "same-origin", "http://" + header("Host")):
             raise HttpError(403, "A web page of another site announces nothing here.")
         try:
             sent = announced_fields(request.exchange, request.body)

@@ -6055,8 +6055,12 @@ class AnnounceTest(unittest.TestCase):
 
     def test_pages_of_other_sites_announce_nothing(self) -> None:
         form = b"game=mygame&port=4000"
-        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
-            found, headers, body = self.request("POST /announce HTTP/1.1\nContent-Length: %d\nSec-Fetch-Site: %s" % (len(form), site), form)
+        for site, status in (
+                ("Sec-Fetch-Site: cross-site", 403), ("Sec-Fetch-Site: same-site", 403), ("Origin: http://other.example", 403),
+                ("Origin: null", 403), ("Origin: http://x:1", 403), ("Sec-Fetch-Site: same-origin\nOrigin: https://x", 200),
+                ("Origin: http://x", 200), ("Sec-Fetch-Site: none", 200)):
+            self.registry.remove(self.registry.get("mygame", "203.0.113.9", 4000))
+            found, headers, body = self.request("POST /announce HTTP/1.1\nContent-Length: %d\n%s" % (len(form), site), form)
             self.assertEqual((found, "page" in json.loads(body).get("reason", "")), (status, status == 403))
             self.assertEqual(len(self.registry.servers()), status == 200)
         for path, invited in (("/announce", False), ("/servers.json", True), ("/", False)):
