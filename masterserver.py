@@ -5803,8 +5803,10 @@ class Web(TcpProtocol):
         server = self.registry.get(game, self.rules.listed_address(source), port)
         querier = self.core.announcers.get(game)
         target = None if querier is None else self.core.poller.find(querier, source, port)
-        if target is not None and not target.known:
-            self.core.poller.remove(target)
+        if target is not None:
+            target.announced = False
+            if not target.known:
+                self.core.poller.remove(target)
         if server is not None and server.source == source:
             self.registry.remove(server)
         elif target is None:

@@ -5977,6 +5977,20 @@ class AnnounceTest(unittest.TestCase):
         self.assertEqual(self.post(b"game=hyperbol&port=27888&action=stop", now=3.0)[0], 200)
         self.assertEqual((self.registry.servers("hyperbol"), self.core.poller.targets), ([], {}))
 
+    def test_stop_of_one_that_the_ini_names(self) -> None:
+        """It is listed for the ini's sake alone from then on, and goes when the ini names it no more."""
+        settings = {"games__mygame": "My Game", "limits__requests": "1000000"}
+        reload(self.core, self.hyperbol, hyperbol__servers="203.0.113.9:27888 1", **settings)
+        self.hyperbol.tick(0.0)
+        for now, action in ((1.0, ""), (40.0, "stop"), (80.0, "")):
+            [(query, peer)] = self.core.poller.tick(now)
+            self.core.poller.datagram(hyperbol_reply(o1=query[1:]), peer, now)
+            self.assertEqual(len(self.registry.servers("hyperbol")), 1)
+            if now < 80.0:
+                self.assertEqual(self.post({"game": "hyperbol", "port": 27888, "action": action}, now=now)[0], 200)
+        reload(self.core, self.hyperbol, **settings)
+        self.assertEqual((self.registry.servers("hyperbol"), self.core.poller.targets), ([], {}))
+
     def test_stop_does_not_reach_behind_a_router(self) -> None:
         self.registry.rules.address_map["192.168.1.5"] = "203.0.113.9"
         self.post({"game": "mygame", "port": 4000}, address="192.168.1.5")
