@@ -3671,6 +3671,8 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
     if header == b"KEEPALIVE":
         session.keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
+    if b"\n" in header:             # HTTP: a web page has its visitor's browser say in the body what it likes
+        raise Malformed("lines, which no message has")
     return b""                      # what else these programs say is meant for game servers, and harmless
 
 

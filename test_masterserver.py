@@ -3965,6 +3965,7 @@ class AioTest(unittest.TestCase):
         bomb = zlib.compress(bytes(100 << 20), 9)
         for data in (b"\xff\xff\xff\0", b"\1\0\xff\0", b"\1\0\0\2\4", b"\0\0\0\0", b"\x16\3\1\2\0", b"\x80", b"%", b"A" * 9000, b"\x0d" + b"A" * 9000,
                      b"13#N#D#%", b"13#N#D#1.2.3.4#5#6#%", b"13#N#D#-1#%", "13#N#D#२७#%".encode(), hexa("01000000 03"),
+                     b"POST / HTTP/1.1\r\nHost: x\r\n\r\n#%13#N#D#27010#%",
                      hexa("08000001 789c636060600000"), hexa("05000001 0000000000"), len(bomb).to_bytes(3, "little") + b"\1" + bomb):
             aio = aio_ready()
             session = aio.session("203.0.113.9", 0.0)
