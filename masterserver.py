@@ -1010,17 +1010,16 @@ class Order:
                 copied.servers, copied.ranks = list(places[place].servers), list(places[place].ranks)
             return changed[place]
 
-        for server, rank in self.moved.items():
-            if rank is not None:
-                block = own_block(rank)
-                at = bisect.bisect_left(block.ranks, rank)
-                del block.servers[at], block.ranks[at]
-            if listed(server):
-                rank = rank_of(server)
-                block = own_block(rank)
-                at = bisect.bisect_left(block.ranks, rank)
-                block.servers.insert(at, server)
-                block.ranks.insert(at, rank)
+        for left in filter(None, self.moved.values()):          # all of them first: two may have changed places
+            block = own_block(left)
+            at = bisect.bisect_left(block.ranks, left)
+            del block.servers[at], block.ranks[at]
+        for server in filter(listed, self.moved):
+            rank = rank_of(server)
+            block = own_block(rank)
+            at = bisect.bisect_left(block.ranks, rank)
+            block.servers.insert(at, server)
+            block.ranks.insert(at, rank)
         self.moved.clear()
         self.blocks = []
         for place, block in enumerate(places):

@@ -555,6 +555,17 @@ class RegistryTest(unittest.TestCase):
             self.assertRaises(IndexError, self.registry.in_blocks, "iceball")
         self.assertEqual([server.port for server in self.registry.in_order("iceball")], [1, *range(3, 21), 2])
 
+    def test_two_of_one_name_that_change_places(self) -> None:
+        self.registry.rules.servers = self.registry.rules.servers_per_source = 1000
+        for port in range(2, 22):
+            self.hear(port)
+        self.registry.rules.address_map = {"10.0.0.5": "203.0.113.7", "10.0.0.6": "203.0.113.8"}
+        for source, address in self.registry.rules.address_map.items():
+            self.registry.hear("iceball", address, 1, source, 0.0, 120.0, {})
+        self.registry.in_blocks("iceball")
+        self.registry.apply_rules(ms.Settings({"address_map.10.0.0.5": "203.0.113.8", "address_map.10.0.0.6": "203.0.113.7"}))
+        self.assertEqual(self.registry.in_order("iceball"), self.registry.servers("iceball"))
+
     def test_other_threads_leave_no_ranks_behind(self) -> None:
         """They may meet a server that is being changed."""
         server = self.hear(1, name="a", players=1)
