@@ -1239,6 +1239,8 @@ class Registry:
 
     def expire(self, now: float) -> None:
         """Drop every server that was silent for its lifetime; called once a second."""
+        if sum(map(len, self.endings.values())) > 3 * self.total + 1000:           # most have left before; of a restored one there are two
+            self.endings = {second: [server for server in ending if self.get(*server.key) is server] for second, ending in self.endings.items()}
         for second in sorted(s for s in self.endings if s <= now):
             ending = self.endings.pop(second)
             try:

@@ -460,6 +460,16 @@ class RegistryTest(unittest.TestCase):
             registry.remove(registry.servers()[0])                                                  # and gone
             self.assertEqual(registry.census["iceball"], [0, 0, 0])
 
+    def test_who_leaves_before_his_time_is_soon_forgotten(self) -> None:
+        """As one who is announced by HTTP and stopped, again and again."""
+        self.hear(1)
+        for _ in range(2000):
+            self.registry.remove(self.hear(2))
+        self.registry.expire(1.0)
+        self.assertEqual(sum(map(len, self.registry.endings.values())), 1)
+        self.registry.expire(120.0)
+        self.assertEqual((self.registry.servers(), self.registry.endings), ([], {}))
+
     def test_expiry_at_fractions_of_a_second(self) -> None:
         self.hear(1, now=0.7)
         self.hear(2, now=0.2)
