@@ -2990,13 +2990,13 @@ class SubSpacePing(UdpProtocol, Querier):
             fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
             if not server.lasting:
-                server.lifetime = claim.lifetime
+                fields["lifetime"] = claim.lifetime
             if target is None or target.querier is self:
                 self.poller.add(self, source, claim.port)
-            self.registry.refresh(server, now)
             if name and name.casefold() != server.name.casefold():
                 self.disown(server, server.name)
             self.registry.update(server, fields)
+            self.registry.refresh(server, now)
             self.own(server, claim.password, now)
             self.registry.note(source, "subspace", claim.port, "listed", now)
         return True

@@ -3194,6 +3194,14 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 world.run(600)
                 self.assertEqual([s.name for s in world.registry.servers()], ["Mine"] if zones or stays else [])
 
+    def test_who_stays_does_so_on_disk(self) -> None:
+        world = SubSpaceWorld(ZONE[0])
+        world.announce(zone_announcement(name=b"Mine"))
+        world.run(5)
+        world.registry.batch += 1
+        world.ping.announced("203.0.113.9", 25000, {"name": "Mine"}, world.now)
+        self.assertEqual(world.registry.news(world.registry.batch, math.inf), ([world.zone()], []))
+
     def test_named_by_its_public_address_and_announced_from_here(self) -> None:
         world = SubSpaceWorld("127.0.0.1", "203.0.113.9", server__public_address="203.0.113.9", subspace__zones="203.0.113.9:25000")
         seen = set()
