@@ -7966,8 +7966,10 @@ class HttpAnnouncer(TcpAnnouncer):
         super().__init__(server, now)
         self.host = ""              # for the Host header; else the address
         self.listed = self.leaving = self.goodbye = False
+        self.stale = False          # it has changed since it was announced
 
     def changed(self, now: float) -> None:
+        self.stale = True
         if self.listed and not self.refused:
             self.due = min(self.due, max(now, self.began + UPDATE_S))
 
@@ -7977,7 +7979,7 @@ class HttpAnnouncer(TcpAnnouncer):
 
     def opened(self, now: float) -> bytes:
         super().opened(now)
-        self.goodbye = self.leaving
+        self.goodbye, self.stale = self.leaving, False
         server = self.server
         fields: Dict[str, Any] = {"game": server.game, "port": server.port}
         if self.leaving:
@@ -8032,6 +8034,8 @@ class HttpAnnouncer(TcpAnnouncer):
             ttl = told.get("ttl")
             self.accepted("listed")
             self.due = now + min(max(10, ttl if isinstance(ttl, (int, float)) else 0), 3600) / 2     # in this order against NaN
+            if self.stale:
+                self.changed(now)
         elif 400 <= status < 500 and status not in (408, 429):
             self.refuse(reason, now)
         else:

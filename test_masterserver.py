@@ -9570,6 +9570,15 @@ class HttpAnnouncing(unittest.TestCase):
         self.announcer.changed(30.0)
         self.assertEqual(self.announcer.due, 5.0)
 
+    def test_a_change_while_the_answer_is_on_its_way(self) -> None:
+        self.announcer.opened(0.0)
+        self.announcer.changed(0.1)
+        self.announcer.receive(self.json_answer("200 OK", listed=True, ttl=120), 0.3)
+        self.announcer.closed(0.3)
+        self.assertEqual(self.announcer.due, 5.0)
+        self.answered(5.0, self.json_answer("200 OK", listed=True, ttl=120))
+        self.assertEqual(self.announcer.due, 65.0)
+
     def test_lifetimes_that_make_no_sense(self) -> None:
         for ttl, due in ((b"NaN", 5.0), (b"-1", 5.0), (b"1e999", 1800.0), (b"1" * 400, 1800.0), (b"null", 5.0)):
             self.answered(0.0, b'HTTP/1.1 200 OK\r\n\r\n{"listed":true,"ttl":' + ttl + b"}")
