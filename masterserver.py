@@ -8084,6 +8084,11 @@ class Link:
         self.told = ""
 
     @property
+    def lost(self) -> bool:
+        """It has to wait for its name: there is no address yet, or none that still leads there."""
+        return self.resolving and (not self.announcer.master[0] or self.announcer.failures > 0)
+
+    @property
     def hopeless(self) -> bool:
         """It has refused, or its name has never led anywhere."""
         return self.announcer.refused or self.unknown
@@ -8233,7 +8238,7 @@ class Announcement(Loop):
             self.failure = "; ".join("%s: %s" % (endpoint(link.host, link.port), link.announcer.state) for link in self.links)
             self.stopping = True
             return
-        due = min([self.next_tick] + [link.announcer.due for link in self.links if not (link.resolving or link.connecting or link.connection)])
+        due = min([self.next_tick] + [link.announcer.due for link in self.links if not (link.lost or link.connecting or link.connection)])
         for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
             key.data(time.monotonic())
 
@@ -8257,8 +8262,8 @@ class Announcement(Loop):
         elif link.connecting is not None:
             if now >= link.deadline:
                 self.connected(link, now, errno.ETIMEDOUT)
-        elif announcer.due <= now and not link.resolving:
-            if now >= link.resolve_at:
+        elif announcer.due <= now and not link.lost:
+            if now >= link.resolve_at and not link.resolving:
                 link.resolving = True
                 self.names.submit(functools.partial(resolved, link.host), functools.partial(self.found, link))
             elif link.datagrams is not None:

@@ -9847,6 +9847,22 @@ class Announcing(unittest.TestCase):
         announcement.found(link, "203.0.113.1", 1.0)
         self.assertFalse(link.hopeless)
 
+    def test_a_name_that_is_looked_up_again_holds_no_announcement_up(self) -> None:
+        """A look-up may take half a minute, and those of several masters wait for each other."""
+        announcement = ms.Announcement("iceball", 21737, "master.example")
+        self.addCleanup(announcement.stop)
+        announcement.bind()
+        link, = announcement.links
+        now = link.announcer.due
+        with mock.patch.object(announcement.names, "submit") as submit:
+            for address, failures, sent in (("", 0, 0), ("127.0.0.1", 0, 1), ("127.0.0.1", 1, 0)):
+                link.announcer.master, link.announcer.failures, link.announcer.due, link.resolving = (address, 9), failures, now, False
+                announcement.tally.sent = 0
+                for _ in range(3):
+                    announcement.advance(link, now, False)
+                self.assertEqual((submit.call_count, announcement.tally.sent), (1, sent))
+                submit.reset_mock()
+
     def test_questions_over_ipv6(self) -> None:
         try:
             with ms.bound_socket(socket.AF_INET6, "udp", "::1", 0) as free:
