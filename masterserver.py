@@ -4251,6 +4251,7 @@ footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
 .bar { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: center; gap: .75rem 2rem; }
 .bar h2 { margin: 0; }
 .tabs { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
+.tabs:empty { display: none; }
 .tabs a { padding: .25rem 0; border-bottom: 2px solid transparent; color: var(--soft); text-decoration: none; }
 .tabs a:hover { color: var(--ink); }
 .tabs a[aria-current] { border-color: var(--accent); color: var(--ink); font-weight: 650; }
@@ -4853,8 +4854,7 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
         head=fill(HEAD, title="%s · %s" % (titles.get(game, game), look.title) if game else look.title),
         intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
         totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
-        tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % tabs)
-        if len(titles) > 1 else "",
+        tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % (tabs if len(titles) > 1 else "")),
         search=fill(SEARCH, name=name, players_min=players_min or "",
                     game=fill(string.Template('<input type="hidden" name="game" value="$game">\n'), game=game)
                     if game else ""),

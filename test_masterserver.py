@@ -4481,7 +4481,8 @@ def render_list(servers, query=None, sparks=None, look=LOOK, wall=WALL):
              and server.players >= players_min]
     rows = b"".join(whole_row(server, (sparks or {}).get((server.address, server.port), ms.Html("")), wall,
                                     TITLES[server.game]) for server in found[:ms.PAGE_ROWS])
-    return ms.list_page(TITLES, counts, game, [rows], len(found),
+    titles = {key: title for key, title in TITLES.items() if counts[key] or key == game}
+    return ms.list_page(titles, counts, game, [rows], len(found),
                         sum(server.players for server in found), look, name=name, players_min=players_min,
                            hint=ms.Html("<pre><code>heartbeat = 127.0.0.1 27790</code></pre>"),
                            spark=ms.sparkline(range(24))).decode("utf-8")
@@ -4992,6 +4993,17 @@ class BrowserTest(unittest.TestCase):
         self.refresh()
         until(lambda: self.site.asked)
         self.assertEqual(self.site.asked[0], ("/", 304))
+
+    def test_tabs_come_and_go_with_their_games(self):
+        self.site.servers, others = [make_server()], [make_server(game="aio", address="192.0.2.2")]
+        self.open()
+        self.assertEqual(self.js("document.querySelector('#tabs').offsetHeight"), 0)
+        self.site.servers += others
+        self.refresh()
+        until(lambda: self.js("document.querySelector('#tabs').innerText").split() == ["All", "games2", "Iceball1", "AIO1"])
+        self.site.servers.remove(others[0])
+        self.refresh()
+        until(lambda: self.js("document.querySelector('#tabs').offsetHeight") == 0)
 
     def test_live_update_keeps_search_sort_and_selection(self):
         self.open("/?sort=-players")
