@@ -139,7 +139,7 @@ COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once, each of the five ways in which
                                     # they can: 200 lists a second, and 0.8 Mbit/s for somebody who sends with false addresses
-KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and those that left most recently; and those whose leaving waits for it
+KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and who was here for longest; and whose leaving waits for it
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
 
@@ -1636,11 +1636,12 @@ class Storage:
 
     @staticmethod
     def _forget(db: sqlite3.Connection) -> None:
-        """Drop those gone longest when there are too many, with their history: 5 % at once, as finding them means to sort all."""
+        """Drop those gone that were here for the shortest time when there are too many, with their history, so that nobody who lists one
+        server after another takes others' history or fills the disk: 5 % at once, as finding them means to sort all."""
         [(count,)] = db.execute("SELECT count(*) FROM server")
         if count > KNOWN_SERVERS:
             gone = db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
-                              " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen LIMIT ?)",
+                              " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen - first_seen, last_seen LIMIT ?)",
                               (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,)).rowcount
             if gone > KNOWN_SERVERS // 20:          # fewer where more are listed than that: their blocks age away
                 db.execute("DELETE FROM block WHERE server NOT IN (SELECT id FROM server)")

@@ -773,7 +773,7 @@ class RegistryOnDisk(StorageCase):
         self.assertEqual(keeper.known(*listed(1)[:3]), ms.Remembered(T0, T0 + ms.DAY, '{"name":"new"}'))
         self.assertIsNone(keeper.known("aio", *listed(1)[1:3]))
 
-    def test_those_gone_longest_are_forgotten_when_there_are_too_many(self):
+    def test_of_those_here_equally_long_the_ones_gone_longest_are_forgotten_when_there_are_too_many(self):
         keeper = self.storage()
         with mock.patch.object(ms, "KNOWN_SERVERS", 100):
             keeper.save([listed(0)], [], [])
@@ -788,6 +788,19 @@ class RegistryOnDisk(StorageCase):
         self.assertIsNotNone(keeper.known(*listed(150)[:3]))
         self.assertIsNotNone(keeper.known("iceball", "", 0))
         self.assertEqual(keeper.load(T0), [listed(0)])
+
+    def test_who_lists_one_server_after_another_drives_no_old_one_out(self):
+        keeper = self.storage()
+        old = listed(0)[:3]
+        keeper.save([listed(0)], [], [])
+        keeper.save([], [(T0 + ms.DAY, T0 + ms.DAY + 100, *old)], [])
+        keeper.save([], [], [old])
+        with mock.patch.object(ms, "KNOWN_SERVERS", 100):
+            for number in range(1, 151):
+                keeper.save([listed(number, T0 + 2 * ms.DAY + number)], [], [])
+                keeper.save([], [], [listed(number)[:3]])
+        self.assertEqual(keeper.known(*old), ms.Remembered(T0, T0 + ms.DAY, "{}"))
+        self.assertLessEqual(self.sql("SELECT count(*) FROM server")[0][0], 100)
 
     @timing
     def test_ten_thousand_rows_load_quickly(self):
