@@ -4379,7 +4379,7 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
 }
 
 /* One server, one check */
-h1 bdi, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
+h1, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
 h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
   display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent); border-radius: 3px; color: var(--accent);
