@@ -55,7 +55,6 @@ import ipaddress
 import itertools
 import json
 import logging
-import logging.handlers
 import math
 import netrc
 import os
@@ -67,7 +66,6 @@ import selectors
 import signal
 import socket
 import sqlite3
-import stat
 import string
 import struct
 import sys
@@ -8690,6 +8688,8 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 
 
 def complain(text: str) -> None:
+    for handler in log.handlers:                # what led to it comes first
+        handler.flush()
     with contextlib.suppress(OSError):          # whatever standard error is, the exit status tells
         if text and sys.stderr is not None:
             print("masterserver.py: %s" % text, file=sys.stderr, flush=True)
@@ -8818,134 +8818,85 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
         signal.signal(number, lambda number, frame: stop())
 
 
-def sparing() -> Callable[[logging.LogRecord], bool]:
-    """A filter for the log that lets through as many tracebacks as FAULT_RATE has."""
-    limiter = Limiter(FAULT_RATE)
-    return lambda record: not record.exc_info or limiter.allow("", time.monotonic())
-
-
-LOG_FILE_BYTES = 10 << 20           # and three older ones are kept: 40 MB at the most
-
-
-class LogFile(logging.handlers.RotatingFileHandler):
-    """Goes on in the same file where its folder lets none be renamed; the next try is so much later. Where another program has renamed or
-    removed the file, it begins a new one."""
-
-    def shouldRollover(self, record: logging.LogRecord) -> int:
-        former, path = self.stream, self.baseFilename
-        with contextlib.suppress(OSError):          # as long as there is no such folder, the former file takes the lines
-            found = os.stat(path) if os.path.exists(path) else None
-            if former and not (found and os.path.samestat(found, os.fstat(former.fileno()))):
-                if found is None or stat.S_ISREG(found.st_mode):
-                    self.stream = self._open()
-                elif not os.fstat(former.fileno()).st_nlink:        # what stands there may take no lines, and a file that nobody sees would grow
-                    self.stream = open(os.devnull, "a", encoding="utf-8")
-                if self.stream is not former:
-                    former.close()
-        return super().shouldRollover(record)
-
-    def doRollover(self) -> None:
-        self.maxBytes = LOG_FILE_BYTES
-        try:
-            super().doRollover()
-        except OSError as error:
-            self.maxBytes += os.path.getsize(self.baseFilename)
-            log.warning("the log file cannot be rotated, and grows: %s", error)
-
-
-class PipeLog(logging.Handler):
-    """A pipe, a socket or a terminal whose reader may have stopped reading: lines are lost then, and counted; to wait for him would stop
-    the server. Raises OSError where that cannot be had."""
-
-    def __init__(self, where: Union[int, str]) -> None:
-        """`where`: a descriptor, as of standard error, or a path."""
-        super().__init__()
-        self.lost, self.rest = 0, b""               # lines, and what is left of one that went out in part
-        self.write: Callable[[bytes], int] = len
-        self.end: Callable[[], None] = lambda: None
-        mode = os.stat(where).st_mode
-        if isinstance(where, int) and stat.S_ISSOCK(mode):
-            sock = socket.socket(fileno=os.dup(where))
-            self.write, self.end = lambda line: sock.send(line, socket.MSG_DONTWAIT), sock.close
-        elif stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "a file keeps nobody waiting")
-        else:                               # opened anew, as others may write to this one and be ready to wait
-            # A named pipe that may be read too takes lines before there is a reader, and when one has gone another may come
-            access = os.O_RDWR if isinstance(where, str) and stat.S_ISFIFO(mode) and os.access(where, os.R_OK) else os.O_WRONLY
-            own = os.open(where if isinstance(where, str) else "/proc/self/fd/%d" % where,
-                          access | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-            self.write, self.end = functools.partial(os.write, own), functools.partial(os.close, own)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        told = "%d lines are missing here\n" % self.lost if self.lost else ""
-        line = (told + self.format(record) + "\n").encode("utf-8", "backslashreplace")
-        try:
-            if self.rest:
-                self.rest = self.rest[self.write(self.rest):]
-            if self.rest:
-                raise BlockingIOError
-            self.rest, self.lost = line[self.write(line):], 0
-        except OSError:
-            self.lost += 1
-
-    def close(self) -> None:
-        self.end()
-        self.write, self.end = len, lambda: None
-        super().close()
-
-
-LOG_LINES = 1000                    # wait for a console
+LOG_FILE_BYTES, LOG_FILES = 10 << 20, 3         # one, and so many older ones: 40 MB at the most
+LOG_LINES = 1000                    # wait for the thread that writes them
+LOG_RETRY_S = 0.1                   # after a write that failed
 LOG_END_S = 1.0                     # for what waits when the program ends
 
 
-class ConsoleLog(logging.handlers.QueueHandler):
-    """Standard error under Windows, where nothing but a thread of its own can be kept waiting: by a console in which somebody has clicked,
-    or by a pipe that nobody reads. Lines for which there is no room are lost, and counted."""
+class Log(logging.Handler):
+    """Lines for standard error or a file, written by a thread: a terminal in which somebody has selected text, a pipe that nobody reads or a
+    full disk keeps nobody else waiting. Lines for which there is no room by then are lost, and counted.
 
-    def __init__(self) -> None:
-        self.waiting: queue.Queue[Optional[logging.LogRecord]] = queue.Queue(LOG_LINES)         # None: the end
-        super().__init__(self.waiting)
-        self.lost = 0
-        threading.Thread(target=self.write, args=(logging.StreamHandler(),), name="masterserver log", daemon=True).start()
+    No buffer of Python's is between: one that cannot be emptied keeps the interpreter from ending, and repeats what was tried again."""
 
-    def enqueue(self, record: logging.LogRecord) -> None:
-        if self.lost:
-            record.msg = "%d lines are missing here\n%s" % (self.lost, record.msg)
+    def __init__(self, path: str) -> None:
+        """`path`: "" for standard error. Raises OSError; io.UnsupportedOperation where that is no file."""
+        self.path, self.limit, self.inode, self.lost = path, LOG_FILE_BYTES, -1, 0
+        self.faults = Limiter(FAULT_RATE)
+        self.file = open(os.devnull if path or sys.stderr is None else os.dup(sys.stderr.fileno()), "wb", 0)
+        if path and (os.path.isdir(path) or not is_special(path)):          # to open a pipe or a device may take for ever
+            self.follow()
+        self.waiting: queue.Queue[bytes] = queue.Queue(LOG_LINES)
+        super().__init__()
+        threading.Thread(target=self.write, name="masterserver log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and not self.faults.allow("", time.monotonic()):
+            return
+        told = "%d lines are missing here\n" % self.lost if self.lost else ""
         try:
-            self.waiting.put_nowait(record)
+            self.waiting.put_nowait((told + self.format(record) + "\n").encode("utf-8", "backslashreplace"))
             self.lost = 0
         except queue.Full:
             self.lost += 1
 
-    def write(self, console: logging.Handler) -> None:
-        for record in iter(self.waiting.get, None):
-            console.emit(record)
+    def flush(self) -> None:
+        """Wait until everything is written, but not long; the interpreter asks for it at its end."""
+        with self.waiting.all_tasks_done:
+            self.waiting.all_tasks_done.wait_for(lambda: not self.waiting.unfinished_tasks, LOG_END_S)
+
+    def write(self) -> None:
+        """The thread. What cannot be written is tried again: a disk gets room, a pipe another reader."""
+        while True:
+            line = self.waiting.get()
+            while line:
+                with contextlib.suppress(OSError):
+                    if self.path:
+                        self.follow()
+                    line = line[self.file.write(line):]         # None: nothing, of what others have made non-blocking
+                if line:
+                    time.sleep(LOG_RETRY_S)
             self.waiting.task_done()
 
-    def close(self) -> None:
-        deadline = time.monotonic() + LOG_END_S
-        while self.waiting.unfinished_tasks and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with contextlib.suppress(queue.Full):
-            self.waiting.put_nowait(None)
-        super().close()
+    def follow(self) -> None:
+        """Begin a new file if the former is full, or somebody has renamed or removed it. Raises OSError."""
+        stamp = file_stamp(self.path)
+        if stamp and stamp[1] < self.limit and stamp[2] == self.inode:
+            return
+        self.inode = -1
+        self.file.close()                           # Windows renames no open file
+        if stamp and stamp[1] >= self.limit:
+            names = [self.path] + ["%s.%d" % (self.path, number) for number in range(1, LOG_FILES + 1)]
+            try:
+                for number in range(LOG_FILES, 0, -1):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.replace(names[number - 1], names[number])
+            except OSError as error:                # it grows, and that is tried again when it has grown by as much
+                log.warning("the log file cannot be rotated, and grows: %s", error)
+        self.file = open(self.path, "ab", 0)
+        found = os.fstat(self.file.fileno())
+        self.inode, self.limit = found.st_ino, (found.st_size // LOG_FILE_BYTES + 1) * LOG_FILE_BYTES
 
 
 def start_log(settings: Settings) -> None:
     handler: logging.Handler
-    path = settings.file("server.log_file")
-    if path:
-        try:
-            handler = PipeLog(path) if is_special(path) else LogFile(path, maxBytes=LOG_FILE_BYTES, backupCount=3, encoding="utf-8")
-        except OSError as error:
-            raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
-    else:
-        try:
-            handler = ConsoleLog() if WINDOWS else PipeLog(sys.stderr.fileno())
-        except (OSError, AttributeError):       # it is a file, or the system has nothing of the kind
-            handler = logging.StreamHandler()
-    handler.addFilter(sparing())
-    logging.raiseExceptions = False         # a full disk under the log is no reason for a traceback a line
+    try:
+        handler = Log(settings.file("server.log_file"))
+    except io.UnsupportedOperation:         # as IDLE's window
+        handler = logging.StreamHandler()
+    except OSError as error:
+        raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(settings["server.log_level"].upper())
@@ -9036,13 +8987,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
-    elif is_special(path):
-        try:
-            if not stat.S_ISFIFO(os.stat(path).st_mode):        # whose reader would take that for the end
-                PipeLog(path).close()
-        except OSError as error:
-            errors.append("[server] log_file: %s" % error)
-    elif path and not writable(path + ".new"):
+    elif path and not is_special(path) and not writable(path + ".new"):
         warnings.append("[server] log_file: %s cannot be rotated, and would grow; its folder cannot be written." % path)
     bound = settings["server.bind"]
     if any(":" in address for address in bound):

@@ -28,7 +28,6 @@ import logging
 import math
 import os
 import platform
-import queue
 import random
 import re
 import select
@@ -7116,11 +7115,153 @@ def run_program(*options: str, input: str = "", timeout: float = 20.0) -> subpro
 
 
 
-class LogFileTest(unittest.TestCase):
+class LogTest(unittest.TestCase):
+    """Nobody waits for standard error or the log file, what is lost is counted, and the log goes on when it can."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = os.path.join(folder.name, "log")
+
+    def log(self, path: str = "", descriptor: int = -1) -> ms.Log:
+        with mock.patch.object(sys, "stderr", mock.Mock(fileno=lambda: descriptor)):
+            handler = ms.Log(path)
+        self.addCleanup(lambda: handler.file.close())
+        return handler
+
+    def write(self, handler: ms.Log, *texts: str) -> None:
+        for text in texts:
+            handler.handle(logging.LogRecord("x", 20, "x", 1, text, (), None))
+
+    def written(self, name: str = "") -> List[str]:
+        with open(self.path + name, encoding="utf-8") as file:
+            return file.read().split("\n")[:-1]
+
     def test_it_is_beside_the_ini_wherever_the_program_is_started(self) -> None:
         with RunningServer(server__log_file="master.log") as server:
             with open(os.path.join(server.folder.name, "master.log"), encoding="utf-8") as file:
                 eventually(lambda: file.seek(0) == 0 and "the page is at http://" in file.read())
+
+    def test_who_does_not_read_stops_nothing(self) -> None:
+        """Lines for which there is no room are counted where they are missing, and all others arrive."""
+        pairs: List[Tuple[int, ...]] = [os.pipe()]
+        if not ms.WINDOWS:
+            import pty
+            pairs += [os.pipe(), tuple(sock.detach() for sock in socket.socketpair()), pty.openpty()]
+            os.set_blocking(pairs[1][1], False)
+        texts = ["line %d %s" % (number, "x" * 600) for number in range(3000)]
+        for reading, writing in pairs:
+            handler = self.log(descriptor=writing)
+            with open(reading, "rb", 0) as reader:
+                began = time.monotonic()
+                with mock.patch.object(ms, "LOG_END_S", 0.1):
+                    self.write(handler, *texts)
+                    handler.flush()
+                self.assertLess(time.monotonic() - began, 5)
+                lost, data = handler.lost, b""
+                self.assertGreater(lost, 0)
+                finished = threading.Thread(target=lambda: (handler.flush(), self.write(handler, "the last"), handler.flush()))
+                with mock.patch.object(ms, "LOG_END_S", 20):
+                    finished.start()
+                    while b"the last" not in data:
+                        data += reader.read(1 << 20)
+                    finished.join()
+                os.close(writing)
+                handler.file.close()
+            found = data.decode().split()
+            self.assertEqual(" ".join(found[-7:]), "%d lines are missing here the last" % lost)
+            numbers = [int(number) for word, number in zip(found, found[1:]) if word == "line"]
+            told = [int(number) for number, word in zip(found, found[1:]) if word == "lines"]
+            self.assertEqual((numbers, len(numbers) + sum(told)), (sorted(set(numbers)), len(texts)))
+
+    @unittest.skipIf(ms.WINDOWS, "what a child inherits is another there")
+    def test_the_program_serves_and_ends_though_nobody_reads(self) -> None:
+        reading, writing = os.pipe()
+        with open(reading, "rb", 0), open(writing, "wb", 0) as pipe:
+            os.set_blocking(writing, False)
+            for size in 4096, 1:
+                while pipe.write(b"x" * size):
+                    pass
+            os.set_blocking(writing, True)
+            server = RunningServer("--verbose", preexec=lambda: os.dup2(writing, 2))
+            self.assertEqual(fetch(server.port("http"), "/healthz")[0], 200)
+            began = time.monotonic()
+            self.assertEqual(server.stop(), 0)
+            self.assertLess(time.monotonic() - began, 10)
+
+    def test_what_cannot_be_written_is_tried_again(self) -> None:
+        """As on a disk that is full for a while, and by a descriptor that others have made non-blocking."""
+        handler = self.log(self.path)
+        sink = mock.Mock(write=mock.Mock(side_effect=[4, OSError(errno.ENOSPC, "No space left on device"), None, 6, 9]))
+        with mock.patch.object(handler, "file", sink), mock.patch.object(ms, "LOG_RETRY_S", 0.01):
+            self.write(handler, "two parts", "the next")
+            handler.flush()
+        self.assertEqual([call[0][0] for call in sink.write.call_args_list], [b"two parts\n"] + [b"parts\n"] * 3 + [b"the next\n"])
+
+    def test_a_log_that_cannot_be(self) -> None:
+        with mock.patch.object(ms, "log") as log:
+            for path in os.path.dirname(self.path), self.path + "/x":
+                self.assertRaisesRegex(ms.StartError, r"change \[server\] log_file", ms.start_log, ms.Settings({"server.log_file": path}))
+            for stderr in None, io.StringIO():          # closed, and as IDLE's
+                with mock.patch.object(sys, "stderr", stderr):
+                    ms.start_log(ms.Settings({}))
+                handler = log.addHandler.call_args[0][0]
+                self.write(handler, "a line")
+                handler.flush()
+            self.assertRegex(stderr.getvalue(), "INFO a line\n$")
+            log.addHandler.call_args_list[0][0][0].file.close()
+
+    def test_the_last_words_come_after_the_log(self) -> None:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            with mock.patch.object(ms.log, "handlers", [mock.Mock(flush=lambda: stderr.write("the log\n"))]):
+                ms.complain("the end")
+        self.assertEqual(stderr.getvalue(), "the log\nmasterserver.py: the end\n")
+
+    @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
+    def test_a_pipe_takes_the_log_before_and_after_its_reader(self) -> None:
+        os.mkfifo(self.path)
+        handler = self.log(self.path)
+        for text in "before", "after":
+            self.write(handler, text)
+            with open(self.path, "rb", 0) as reader:
+                self.assertEqual(reader.read(100), text.encode() + b"\n")
+                self.assertNotIn("log_file", str(ms.check(ms.Settings(dict(LOOPBACK, **{"server.log_file": self.path})))))
+
+    def test_a_file_rotates(self) -> None:
+        with mock.patch.object(ms, "LOG_FILE_BYTES", 1000):
+            handler = self.log(self.path)
+            self.write(handler, *["line %2d %s" % (number, "x" * 91) for number in range(55)])
+            handler.flush()
+            self.assertEqual([len(self.written(name)) for name in (".3", ".2", ".1", "")], [10, 10, 10, 5])
+            self.assertEqual([line[:7] for name in (".3", ".2", ".1", "") for line in self.written(name)], ["line %d" % n for n in range(20, 55)])
+            with mock.patch.object(ms.log, "handlers", [handler]), mock.patch.object(os, "replace", side_effect=PermissionError(13, "denied")):
+                self.write(handler, *["more %s" % ("x" * 94) for number in range(10)])
+                handler.flush()
+            text = "\n".join(self.written())
+            self.assertEqual((text.count("more"), text.count("cannot be rotated, and grows"), len(self.written(".1"))), (10, 1, 10))
+            self.write(handler, *["still %s" % ("x" * 93) for number in range(10)])
+            handler.flush()
+            self.assertEqual(self.written(".1")[0][:7], "line 50")
+
+    @unittest.skipIf(ms.WINDOWS, "Windows renames no open file")
+    def test_a_file_that_is_renamed_or_replaced(self) -> None:
+        """As logrotate does; nobody waits for what is no file, and nothing fills the disk where nobody sees it."""
+        handler = self.log(self.path)
+        self.write(handler, "before")
+        handler.flush()
+        os.rename(self.path, self.path + ".old")
+        self.write(handler, "in a new file")
+        handler.flush()
+        self.assertEqual((self.written(".old"), self.written()), (["before"], ["in a new file"]))
+        for make, unmake in ((os.mkdir, os.rmdir), (functools.partial(os.symlink, self.path + "/x/y"), os.remove)):
+            os.remove(self.path)
+            make(self.path)
+            self.write(handler, "waits")
+            eventually(lambda: handler.file.closed)
+            unmake(self.path)
+            self.write(handler, "seen again")
+            handler.flush()
+            self.assertEqual(self.written(), ["waits", "seen again"])
 
 
 class EventLogTest(unittest.TestCase):
@@ -8213,11 +8354,12 @@ class FaultsTest(unittest.TestCase):
                     self.assertEqual(fetch(port_of(server, "http"), "/healthz")[0], 200)
 
     def test_tracebacks_are_few(self) -> None:
-        sparing = ms.sparing()
-        record = ms.logging.LogRecord("x", 40, "x", 1, "x", (), (ValueError, ValueError("x"), None))
-        self.assertEqual(sum(sparing(record) for _ in range(1000)), ms.FAULT_RATE[1])
-        record.exc_info = None
-        self.assertTrue(all(sparing(record) for _ in range(1000)))
+        handler = ms.Log(os.devnull)
+        for fault, lines in ((ValueError, ValueError("x"), None), ms.FAULT_RATE[1]), (None, 1000):
+            with mock.patch.object(handler, "format", return_value="x") as written:
+                for _ in range(1000):
+                    handler.handle(logging.LogRecord("x", 40, "x", 1, "x", (), fault))
+            self.assertEqual(written.call_count, lines)
 
     def test_a_watcher_that_fails_keeps_nobody_in_the_list(self) -> None:
         registry = make_core().registry
@@ -8527,152 +8669,6 @@ class ServiceTest(unittest.TestCase):
             self.assertEqual(server.rules.ban("192.0.2.1"), "me")
             os.mkdir(path)                                  # there, and cannot be read
             self.assertRaises(ms.SettingsError, ms.Settings.load, path, missing_ok=True)
-
-    @unittest.skipUnless(sys.platform == "linux" and os.path.exists("/dev/ptmx"), "a terminal can be opened anew on Linux alone")
-    def test_a_terminal_that_nobody_reads_stops_nothing(self) -> None:
-        ours, theirs = os.openpty()
-        with open(ours, "rb", 0) as screen, open(theirs, "wb", 0):
-            for where in theirs, os.ttyname(theirs):        # as standard error, and as [server] log_file
-                handler = ms.PipeLog(where)
-                self.addCleanup(handler.close)
-                for number in range(3000):
-                    handler.emit(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
-                self.assertGreater(handler.lost, 0)
-                data = b""
-                while b"lines are missing here" not in data:
-                    data += screen.read(65536)
-                    handler.emit(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
-            self.assertTrue(os.get_blocking(theirs))
-
-    @unittest.skipUnless(sys.platform == "linux", "a pipe can be opened anew on Linux alone")
-    def test_a_log_that_nobody_reads_stops_nothing(self) -> None:
-        ours, theirs = socket.socketpair()
-        reading, writing = os.pipe()
-        with ours, theirs, open(reading, "rb", 0) as pipe, open(writing, "wb", 0):
-            for descriptor, read in ((theirs.fileno(), ours.recv), (writing, pipe.read)):
-                handler = ms.PipeLog(descriptor)
-                self.addCleanup(handler.close)
-                for number in range(3000):
-                    handler.emit(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
-                lost = handler.lost
-                self.assertGreater(lost, 0)
-                data = b""
-                while not data.endswith(b"missing here\nthe last\n"):
-                    data += read(1 << 20)
-                    handler.emit(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
-                self.assertIn(b"\n%d lines are missing here\n" % lost, data)
-                self.assertTrue(os.get_blocking(descriptor), "who else writes there may wait as before")
-                handler.write = mock.Mock(side_effect=[4, BlockingIOError, 9, 99])
-                for text in ("in two parts", "lost", "the next"):
-                    handler.emit(logging.LogRecord("x", 20, "x", 1, text, (), None))
-                self.assertEqual([call[0][0] for call in handler.write.call_args_list],
-                                 [b"in two parts\n", b"wo parts\n", b"wo parts\n", b"1 lines are missing here\nthe next\n"])
-
-    def test_a_console_that_nobody_reads_stops_nothing(self) -> None:
-        """As Windows has them; a pipe is one of them."""
-        for reads in (True, False):
-            reading, writing = os.pipe()
-            with open(reading, "rb", 0) as pipe, open(writing, "w") as console, mock.patch.object(ms, "LOG_END_S", 0.2):
-                with mock.patch.object(sys, "stderr", console):
-                    handler = ms.ConsoleLog()
-                writer = next(thread for thread in threading.enumerate() if thread.name == "masterserver log")
-                began = time.monotonic()
-                for number in range(4000):
-                    handler.handle(logging.LogRecord("x", 20, "x", 1, "line %d %s", (number, "x" * 100), None))
-                data = b""                  # more than pipe and queue have room for, so that many are lost, whenever the thread has its turns
-                while reads and not re.search(b"x\r?\n[0-9]+ lines are missing here\r?\n(line|the last)", data):
-                    data += pipe.read(1 << 20)
-                    handler.handle(logging.LogRecord("x", 20, "x", 1, "the last", (), None))
-                handler.close()
-                self.assertLess(time.monotonic() - began, 10)
-                reader = threading.Thread(target=lambda: [None for _ in iter(lambda: pipe.read(1 << 20), b"")])
-                reader.start()
-                while writer.is_alive():
-                    with contextlib.suppress(queue.Full):
-                        handler.waiting.put_nowait(None)
-                    writer.join(0.1)
-                console.close()
-                reader.join(5)
-
-    @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
-    def test_a_pipe_takes_the_log_before_and_after_its_reader(self) -> None:
-        import fcntl
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "pipe")
-            os.mkfifo(path)
-            handler = ms.PipeLog(path)
-            self.addCleanup(handler.close)
-            for number in range(2):
-                handler.emit(logging.LogRecord("x", 20, "x", 1, "line %d", (number,), None))
-                with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", 0) as reader:
-                    self.assertEqual(reader.read(100), b"line %d\n" % number)
-                    with mock.patch.object(ms, "PipeLog", side_effect=AssertionError("whoever reads would take the end for the end")):
-                        self.assertNotIn("log_file", str(ms.check(ms.Settings(dict(LOOPBACK, **{"server.log_file": path})))))
-                    with mock.patch.object(os, "access", return_value=False):           # it may be written and not read
-                        other = ms.PipeLog(path)
-                    self.assertEqual(fcntl.fcntl(other.write.args[0], fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR), os.O_WRONLY)
-                    other.close()
-
-    @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
-    def test_a_log_that_is_replaced_by_what_is_no_file(self) -> None:
-        """Lines do not fill the disk where nobody sees them, and nobody waits."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "log")
-            handler = ms.LogFile(path, encoding="utf-8")
-            self.addCleanup(handler.close)
-            for make, unmake in ((os.mkfifo, os.remove), (os.mkdir, os.rmdir), (functools.partial(os.symlink, os.devnull), os.remove)):
-                former = handler.stream
-                handler.emit(logging.LogRecord("x", 20, "x", 1, "before", (), None))
-                os.remove(path)
-                make(path)
-                handler.emit(logging.LogRecord("x", 20, "x", 1, "lost", (), None))
-                self.assertTrue(former.closed)
-                unmake(path)
-                handler.emit(logging.LogRecord("x", 20, "x", 1, "seen again", (), None))
-                with open(path, encoding="utf-8") as file:
-                    self.assertEqual(file.read(), "seen again\n")
-
-    @unittest.skipIf(ms.WINDOWS, "Windows renames no open file")
-    def test_the_log_rotates_and_survives_its_folder(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "log")
-            handlers = list(ms.log.handlers)
-            level, propagate = ms.log.level, ms.log.propagate
-            try:
-                ms.start_log(ms.Settings({"server.log_file": path}))
-                handler = ms.log.handlers[-1]
-                with open(path, "w") as file:
-                    file.write("x" * (10 << 20))
-                handler.stream.seek(0, 2)
-                ms.log.info("one line more")
-                self.assertEqual(sorted(os.listdir(folder)), ["log", "log.1"])
-                with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(handler, "stream", mock.Mock(
-                        write=mock.Mock(side_effect=OSError(28, "No space left on device")))):
-                    ms.log.info("lost")
-                self.assertEqual(stderr.getvalue(), "")
-                os.rename(path, path + ".old")              # as logrotate does
-                ms.log.info("in a new file")
-                with open(path) as file:
-                    self.assertIn("in a new file", file.read())
-                if hasattr(os, "mkfifo"):
-                    os.rename(path, path + ".old")
-                    os.mkfifo(path)
-                    ms.log.info("into the former file")         # and nobody waits
-                    os.rename(path + ".old", path)
-                refused = PermissionError(13, "Permission denied")
-                with mock.patch.object(ms, "LOG_FILE_BYTES", 1000), mock.patch.object(os, "rename", side_effect=refused):
-                    handler.maxBytes = 1000
-                    for number in range(12):
-                        ms.log.info("line %d %s", number, "x" * 100)
-                with open(path) as file:
-                    text = file.read()
-                self.assertEqual([text.count(word) for word in ("line 0 ", "line 11 ", "cannot be rotated, and grows")], [1, 1, 1])
-                handler.close()
-            finally:
-                ms.log.handlers[:] = handlers
-                ms.log.setLevel(level)
-                ms.log.propagate = propagate
-                ms.logging.raiseExceptions = True
 
 
 # --- Client tools ----------------------------------------------------------------------------------------------------
