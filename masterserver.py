@@ -8832,29 +8832,32 @@ class Log(logging.Handler):
 
     def __init__(self, path: str) -> None:
         """`path`: "" for standard error. Raises OSError; io.UnsupportedOperation where that is no file."""
-        self.path, self.limit, self.inode, self.lost = path, LOG_FILE_BYTES, -1, 0
+        self.path, self.limit, self.inode = path, LOG_FILE_BYTES, -1
+        self.taken = self.written = self.lost = 0           # lines
         self.faults = Limiter(FAULT_RATE)
         self.file = open(os.devnull if path or sys.stderr is None else os.dup(sys.stderr.fileno()), "wb", 0)
         if path and (os.path.isdir(path) or not is_special(path)):          # to open a pipe or a device may take for ever
             self.follow()
-        self.waiting: queue.Queue[bytes] = queue.Queue(LOG_LINES)
+        self.waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()        # a signal handler that logs may interrupt its put()
         super().__init__()
         threading.Thread(target=self.write, name="masterserver log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and not self.faults.allow("", time.monotonic()):
             return
-        told = "%d lines are missing here\n" % self.lost if self.lost else ""
-        try:
-            self.waiting.put_nowait((told + self.format(record) + "\n").encode("utf-8", "backslashreplace"))
-            self.lost = 0
-        except queue.Full:
+        if self.waiting.qsize() >= LOG_LINES:
             self.lost += 1
+            return
+        told = "%d lines are missing here\n" % self.lost if self.lost else ""
+        self.lost = 0
+        self.taken += 1
+        self.waiting.put((told + self.format(record) + "\n").encode("utf-8", "backslashreplace"))
 
     def flush(self) -> None:
         """Wait until everything is written, but not long; the interpreter asks for it at its end."""
-        with self.waiting.all_tasks_done:
-            self.waiting.all_tasks_done.wait_for(lambda: not self.waiting.unfinished_tasks, LOG_END_S)
+        deadline = time.monotonic() + LOG_END_S
+        while self.written < self.taken and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def write(self) -> None:
         """The thread. What cannot be written is tried again: a disk gets room, a pipe another reader."""
@@ -8867,7 +8870,7 @@ class Log(logging.Handler):
                     line = line[self.file.write(line):]         # None: nothing, of what others have made non-blocking
                 if line:
                     time.sleep(LOG_RETRY_S)
-            self.waiting.task_done()
+            self.written += 1
 
     def follow(self) -> None:
         """Begin a new file if the former is full, or somebody has renamed or removed it. Raises OSError."""
