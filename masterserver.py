@@ -6690,10 +6690,13 @@ class Worker:
             except Exception:
                 log.exception("an error of the program after work of the thread %s", self.name)
 
-    def stop(self, timeout: float) -> None:
-        if self.thread is not None:
-            self.jobs.put(None)
-            self.thread.join(timeout)
+    def stop(self, timeout: float) -> bool:
+        """True: it has ended. False: it is still at something."""
+        if self.thread is None:
+            return True
+        self.jobs.put(None)
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
 
 
 SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 1,250 rows a second, one per cent of a core
@@ -6839,10 +6842,9 @@ class Keeper:
     def close(self, now: float, wall: float) -> None:
         """The last batch, once the worker has stopped."""
         self.rows = []                      # what could not be read stays as it is
+        registry = self.registry
         try:
-            if not self.busy:
-                registry = self.registry
-                self.write(0 if self.whole else registry.batch, self.saved_at, registry.left, False, wall - now, wall)
+            self.write(0 if self.whole else registry.batch, self.saved_at, registry.left, False, wall - now, wall)
         except sqlite3.Error as error:
             log.error("the list could not be kept at the end: %s", error)
         self.storage.close()
@@ -7497,11 +7499,14 @@ class MasterServer(Loop):
         self.log_events()
         for source in self.endpoints:
             source.sock.close()
+        self.lists.stop(5.0)
+        ended = self.disk.stop(5.0)
         for worker in (self.lists, self.disk):
-            worker.stop(5.0)
             worker.deliver(now)
-        if self.keeper:
+        if self.keeper and ended:
             self.keeper.close(now, time.time())
+        elif self.keeper:                   # whoever touched the file now would wait for that thread
+            log.error("the list could not be kept at the end: the disk takes too long")
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
         for connection in list(self.connections) + list(self.refused):
             connection.close(now)

@@ -8456,6 +8456,20 @@ class DiskTest(unittest.TestCase):
             self.assertEqual((keeper.health, waiting), ({}, []))
         self.assertEqual([record.levelname for record in logged.records], ["ERROR", "INFO"])
 
+    def test_a_stop_does_not_wait_for_a_disk_that_hangs(self) -> None:
+        go_on = threading.Event()
+        server = ms.MasterServer({"http.ports": "0", "server.database": os.path.join(self.folder, "master.db")})
+        self.addCleanup(server.storage.close)
+        self.addCleanup(server.disk.stop, 20.0)
+        self.addCleanup(go_on.set)
+        server.start()
+        server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+        touched = mock.Mock(side_effect=sqlite3.OperationalError("that thread has it"))
+        with mock.patch.object(server.disk, "stop", lambda timeout: ms.Worker.stop(server.disk, 0.1)), \
+                mock.patch.multiple(server.storage, save=touched, close=touched), self.assertLogs("masterserver", "ERROR") as logged:
+            server.stop()
+        self.assertEqual((touched.call_count, len(logged.output), server.state), (0, 1, "closed"))
+
     def test_a_disk_that_is_really_full(self) -> None:
         mount = os.path.join(self.folder, "disk")
         os.mkdir(mount)
