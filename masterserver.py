@@ -5730,7 +5730,7 @@ class Web(TcpProtocol):
         end = functools.lru_cache(maxsize=None)(lambda second: b"%d},\n" % second)
 
         def make(servers: List[Server]) -> bytes:
-            made = parts(servers, "servers.json", lambda server: server_json(server, epoch))
+            made = parts(servers, "servers.json", lambda server: server_json(server, self.epoch))       # not `epoch`: tick() may have come since
             return b"".join([piece for server, part in zip(servers, made) for piece in (part, end((server.last_seen + epoch) // 1))])
         rows = [block.part("servers.json", make, now // RENDER_TIMES_S) for block in blocks]
         if rows:
@@ -5831,7 +5831,7 @@ class Web(TcpProtocol):
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "row", lambda server: server_row(
-                server, sparkline(recent.get(server.key, ())), titles.get(server.game, server.game)))
+                server, sparkline(self.core.recent().get(server.key, ())), titles.get(server.game, server.game)))       # not `recent` either
             return b"".join([piece for server, (before, after) in zip(servers, made)
                              for piece in (before, seen((server.last_seen + epoch) // 1), after)])
         total = sum(len(block.servers) for block in rows)

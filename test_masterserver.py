@@ -5352,6 +5352,22 @@ class WebTest(unittest.TestCase):
             self.web.tick(now)
             self.assertEqual([found["first_seen"] for found in json.loads(self.get("/servers.json", now=now)[2].decode())["servers"]], [epoch])
 
+    def test_a_clock_that_is_put_right_while_a_list_is_made(self) -> None:
+        """In a worker, which goes on with the new time."""
+        self.list(1)
+        self.list(2)
+        self.web.tick(0.0)
+        render = ms.server_json
+
+        def tick_before(server: ms.Server, epoch: float) -> bytes:
+            self.web.epoch = 1.7e9
+            self.web.tick(0.0)
+            return render(server, epoch)
+        with mock.patch.object(ms, "server_json", tick_before):
+            self.get("/servers.json", now=1.0)
+        found = json.loads(self.get("/servers.json", now=100.0)[2].decode())["servers"]
+        self.assertEqual(found[1]["first_seen"], 1.7e9)
+
     def test_hostile_names(self) -> None:
         names = ["<script>alert(1)</script>", "\"quoted\\ 'twice'", "new\nline", "\u2028sep", "\x7f\x00\x1b[1mz", "\U0001f600", "&amp;", "\ud800"]
         for port, name in enumerate(names, 1):
