@@ -6517,7 +6517,8 @@ class KeeperTest(unittest.TestCase):
 
     def test_who_leaves_while_the_disk_takes_nothing(self) -> None:
         """It is told who has gone when it can be written again; of those who come and go meanwhile so many are kept and no more."""
-        for submit in (lambda job, done: done(sqlite3.OperationalError("full"), 0.0), lambda job, done: None):         # full, or hanging
+        full, slow = sqlite3.OperationalError("full"), []
+        for submit in (lambda job, done: done(full, 0.0), lambda job, done: None, lambda job, done: slow.append(done)):       # or hanging, or slow
             registry, keeper = self.start(0.0, T0)
             here = registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e4, {"name": "S"})
             keeper.tick(2.0, T0 + 2)
@@ -6527,6 +6528,8 @@ class KeeperTest(unittest.TestCase):
                 for number in range(400):
                     registry.remove(registry.hear("iceball", "203.0.113.9", 2 + number, "203.0.113.9", 2.0, 1e4, {"name": "S"}))
                     keeper.tick(4.0 + number, T0 + 4 + number)
+                    if slow and number % 2:
+                        slow.pop()(full, 0.0)
                 self.assertLessEqual(len(registry.left), 60)
             if not keeper.busy:
                 keeper.tick(500.0, T0 + 500)
