@@ -3101,6 +3101,8 @@ class SubSpacePing(UdpProtocol, Querier):
             if poll.answered and (server.unconfirmed or server.stays):
                 self.registry.refresh(server, now)          # the others live by their announcements
             self.registry.update(server, fields)
+            if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
+                self.own(server, None, now)
             return True
         if claim is None and not target.known:          # its zone has gone, or comes from another source now
             self.known.drop(source, port)

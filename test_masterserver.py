@@ -2988,6 +2988,24 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.announce(zone_announcement(name=name, password=b"secret"))
             self.assertEqual(world.outcome()[0], outcome)
 
+    def test_a_name_that_is_nobodys_any_more_is_his_who_is_there(self) -> None:
+        """While a zone of the ini was silent another one had its name, and has left since."""
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
+        world.announce(zone_announcement(name=b"Mine", password=b"secret"))
+        world.run(40)
+        world.zones = {("203.0.113.8", 25001): asss}
+        world.run(200)
+        world.announce(zone_announcement(name=b"Mine", password=b"other"), "203.0.113.8")
+        world.run(2)
+        world.zones = {(ZONE[0], 25001): asss, ("203.0.113.7", 25001): asss}
+        world.run(200)
+        self.assertEqual([(s.address, s.name, s.responding) for s in world.registry.servers()], [(ZONE[0], "Mine", True)])
+        world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.7")
+        self.assertEqual(world.outcome("203.0.113.7")[0], "name")
+        world.announce(zone_announcement(name=b"Mine", password=b"secret"))
+        self.assertEqual(world.outcome()[0], "listed")
+        self.assertEqual([owner for owner, _, _ in world.ping.owners.values()], [b"secret"])
+
     def test_the_ini_names_a_zone_no_more_after_a_restart(self) -> None:
         """Whether it has announced itself is not known then; it has time to do so again, and keeps its name until then."""
         for announces, reloads in (False, False), (True, False), (True, True):
