@@ -122,6 +122,7 @@ ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at
 STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
 STOP_FRESH_S = 0.3                  # a round trip (and PLACE_S): within it a new connection brings its request, and a body goes on
 STOP_LOOK_S = 0.05                  # how often it is looked whether all have ended
+STOP_DISK_S = 5.0                   # and for a batch under way, which takes milliseconds; a disk that hangs for longer costs what came since
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
 DESCRIPTORS_KEPT = 28               # for what is no connection: standard streams, selector, database and its logs, log, look-ups, pages
 REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
@@ -1291,7 +1292,7 @@ class Registry:
                 server.parts = None
 
     def forget_part(self, name: str) -> None:
-        """Nor does this part of any server: it is made anew with the list that it stands in, if that is."""
+        """This part of every server does not hold any more: it is made anew when the list that it stands in is."""
         for listed in self.games.values():
             for server in listed.values():
                 if server.parts:
@@ -7505,8 +7506,8 @@ class MasterServer(Loop):
         self.log_events()
         for source in self.endpoints:
             source.sock.close()
-        self.lists.stop(5.0)
-        ended = self.disk.stop(5.0)
+        self.lists.stop(STOP_DISK_S)
+        ended = self.disk.stop(STOP_DISK_S)
         for worker in (self.lists, self.disk):
             worker.deliver(now)
         if self.keeper and ended:
