@@ -67,7 +67,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 SLOW = sys.flags.dev_mode or "PyPy" in sys.version          # the interpreter is; the largest counts are smaller there
 PROGRAM = os.path.join(HERE, "masterserver.py")
 # Of a module Python keeps the compiled form, so that it starts in half the time; as a script the README's commands start it
-START = [sys.executable, "-W", "error", "-X", "dev", "-m", "masterserver"]
+PYTHON = [sys.executable, "-W", "error", "-X", "dev"]
+START = [*PYTHON, "-m", "masterserver"]
+# What it does once a second is done ten times as often, for tests that wait for it
+HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER_S = 0.1; sys.exit(ms.main())"]
 os.environ["PYTHONPATH"] = HERE
 
 
@@ -98,7 +101,7 @@ def feed(session: ms.Session, data: bytes, size: int, now: float = 0.0) -> bytes
 class RunningServer:
     """The program in a process of its own, on free ports of loopback; whatever it writes to standard error is kept in `log`."""
 
-    def __init__(self, *options: str, preexec: Optional[Callable[[], Any]] = None, **settings: str) -> None:
+    def __init__(self, *options: str, start: Sequence[str] = START, preexec: Optional[Callable[[], Any]] = None, **settings: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.ready_file = os.path.join(self.folder.name, "ready.json")
         chosen = {"server.bind": "127.0.0.1", "iceball.port": "0", "http.ports": "0"}
@@ -107,7 +110,7 @@ class RunningServer:
         self.config = os.path.join(self.folder.name, "masterserver.ini")
         with open(self.config, "w", encoding="utf-8"):
             pass
-        command = [*START, "--config", self.config, "--ready-file", self.ready_file, *options, *["--exit-with-stdin"] * ms.WINDOWS]
+        command = [*start, "--config", self.config, "--ready-file", self.ready_file, *options, *["--exit-with-stdin"] * ms.WINDOWS]
         for name, value in chosen.items():
             command += ["--set", "%s=%s" % (name, value)]
         self.stderr = open(os.path.join(self.folder.name, "stderr"), "w+b")
@@ -4373,7 +4376,7 @@ class AioScenario(unittest.TestCase):
             game.bind(("127.0.0.1", 0))
             game.settimeout(5)
             framed_port = game.getsockname()[1]
-            with RunningServer("-v", aio__port="0", aio__text_greeting_after="0.5", aio__news_file=news, aio__news="-") as self.server:
+            with RunningServer("-v", start=HURRIED, aio__port="0", aio__text_greeting_after="0.3", aio__news_file=news, aio__news="-") as self.server:
                 text, binary, framed = self.connect(hexa("01 00000000") + b"%1#0#%"), self.connect(), self.connect()
                 text.sendall(b"13#Text [1/8]#D#1001#%\n")
                 self.assertEqual(self.until(text, b"13#%"), b"%SUCCESS#13#%")
@@ -6607,7 +6610,7 @@ class KeeperTest(unittest.TestCase):
 
 class ReloadTest(unittest.TestCase):
     def test_reload(self) -> None:
-        with RunningServer() as server:
+        with RunningServer(start=HURRIED) as server:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
                 game.settimeout(5)
                 game.connect(("127.0.0.1", server.port("iceball")))
@@ -6777,7 +6780,7 @@ class RestartTest(unittest.TestCase):
     def test_kill_and_start_again(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             database = os.path.join(folder, "master.db")
-            server = RunningServer(server__database=database)
+            server = RunningServer(start=HURRIED, server__database=database)
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
                 game.settimeout(5)
                 game.connect(("127.0.0.1", server.port("iceball")))
@@ -8322,7 +8325,7 @@ class DescriptorsTest(unittest.TestCase):
     def test_64_descriptors_and_200_clients(self) -> None:
         import resource
         with tempfile.TemporaryDirectory() as folder, RunningServer(
-                aio__port="0", server__database=os.path.join(folder, "master.db"), server__log_file=os.path.join(folder, "log"),
+                start=HURRIED, aio__port="0", server__database=os.path.join(folder, "master.db"), server__log_file=os.path.join(folder, "log"),
                 preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))) as server, contextlib.ExitStack() as stack:
             with contextlib.closing(GameServer(server.port("iceball"))) as game:
                 game.announce()
@@ -8676,7 +8679,7 @@ class ServiceTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.bind(os.path.join(folder, "notify"))
             manager.settimeout(5)
-            with mock.patch.dict(os.environ, NOTIFY_SOCKET=manager.getsockname(), WATCHDOG_USEC="1000000"), RunningServer() as server:
+            with mock.patch.dict(os.environ, NOTIFY_SOCKET=manager.getsockname(), WATCHDOG_USEC="1000000"), RunningServer(start=HURRIED) as server:
                 self.assertEqual(manager.recv(100), b"READY=1")
                 self.assertEqual(manager.recv(100), b"WATCHDOG=1")
                 server.process.send_signal(signal.SIGHUP)
@@ -8988,7 +8991,7 @@ class SubSpaceOnTheWire(unittest.TestCase):
             ms.MasterServer(dict(off, **{"server.bind": "203.0.113.77", "subspace.port": "0"})).bind()
 
     def test_a_zone_is_listed_and_leaves(self) -> None:
-        with RunningServer(subspace__port="0") as master:
+        with RunningServer(start=HURRIED, subspace__port="0") as master:
             port = master.port("subspace")
             self.assertEqual(master.port("subspace", index=1), port + 1)
             with FakeServer(asss) as zone, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -9380,7 +9383,7 @@ class HyperbolProgramTest(unittest.TestCase):
         names = [b"Fun & Games", b"<b>", b"\xe9t\xe9 \"'"[:5].decode("cp1252").encode("utf-8"), b"four"]
         with GameServers([{"o5": name} for name in names]) as game, tempfile.TemporaryDirectory() as folder:
             known = "\n".join("127.0.0.1:%d %d" % (port, number) for number, port in enumerate(game.ports))
-            with RunningServer(server__bind=host, hyperbol__port="20203", hyperbol__servers=known):
+            with RunningServer(start=HURRIED, server__bind=host, hyperbol__port="20203", hyperbol__servers=known):
                 def listed() -> bool:
                     with socket.create_connection((host, 20203), 5) as sock:
                         sock.sendall(sock.recv(12)[4:8] + b"\xff\0\0\0")
@@ -9409,7 +9412,7 @@ class HyperbolProgramTest(unittest.TestCase):
                              sorted((port, "1", str(number)) for number, port in enumerate(game.ports)))
 
     def test_announced_over_http_and_polled(self) -> None:
-        with GameServers([{}]) as game, RunningServer(hyperbol__port="0", games__mygame="My Game") as server:
+        with GameServers([{}]) as game, RunningServer(start=HURRIED, hyperbol__port="0", games__mygame="My Game") as server:
             def post(body: str) -> Tuple[int, Dict[str, Any]]:
                 request = urllib.request.Request("http://127.0.0.1:%d/announce" % server.port("http"), body.encode())
                 with urllib.request.urlopen(request, timeout=5) as response:
