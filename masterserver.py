@@ -2963,6 +2963,8 @@ class SubSpacePing(UdpProtocol, Querier):
         proven. Raises Refused."""
         server = self.zone(source, claim.port)
         target = self.poller.targets.get((source, claim.port + 1))
+        if target is not None and target.querier is not self:           # also a zone restored since could not be asked, and would stay for ever
+            raise Refused("limit", "the port after it belongs to a server of another game")
         name = claim.fields.get("name", "")
         self.admit_owner(claim, server, now)
         if server is None:
@@ -2971,8 +2973,6 @@ class SubSpacePing(UdpProtocol, Querier):
             if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
                 raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
             self.registry.admit("subspace", self.registry.rules.listed_address(source), claim.port, source, name)
-            if target is not None and target.querier is not self:
-                raise Refused("limit", "the port after it belongs to a server of another game")
             self.registry.note(source, "subspace", claim.port, "announced", now)
             crowded = target is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
             if crowded:
@@ -2991,8 +2991,7 @@ class SubSpacePing(UdpProtocol, Querier):
             fields["details"] = dict(server.details, **claim.fields.get("details", {}))
             if not server.lasting:
                 fields["lifetime"] = claim.lifetime
-            if target is None or target.querier is self:
-                self.poller.add(self, source, claim.port)
+            self.poller.add(self, source, claim.port)
             if name and name.casefold() != server.name.casefold():
                 self.disown(server, server.name)
             self.registry.update(server, fields)

@@ -3442,6 +3442,29 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.announce(ANNOUNCEMENT)
         self.assertIs(world.core.poller.targets["203.0.113.9", 25001], other)
 
+    def test_a_zone_restored_where_another_game_is_by_now(self) -> None:
+        """As from a database that could be read only later: nobody asks it, so nothing that announces it keeps it in the list."""
+        before = SubSpaceWorld(ZONE[0])
+        before.announce(ANNOUNCEMENT)
+        before.run(5)
+        row = ms.stored_row(before.zone(), T0)
+        world = SubSpaceWorld()
+        hyperbol = ms.Hyperbol(world.core)
+        hyperbol.announced("203.0.113.9", 25001, {}, 0.0)
+        keeper = ms.Keeper(mock.Mock(path=""), world.registry, world.core.poller, Virtual(), {})
+        keeper.rows = [row]
+        keeper.list_again(10.0, T0 + 10)
+        world.zones["203.0.113.9", 25001] = lambda question: hyperbol_reply(o1=question[1:])
+        world.run(5)
+        self.assertEqual({server.game for server in world.registry.servers()}, {"hyperbol", "subspace"})
+        for _ in range(5):
+            with contextlib.suppress(ms.Refused):
+                world.ping.announced("203.0.113.9", 25000, {}, world.now)
+            world.announce(ANNOUNCEMENT)
+            world.run(60)
+        self.assertEqual([server.game for server in world.registry.servers()], ["hyperbol"])
+        self.assertEqual(world.outcome()[0], "limit")
+
     def test_fuzz(self) -> None:
         rng = random.Random(5)
         world = SubSpaceWorld()
