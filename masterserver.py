@@ -1612,8 +1612,8 @@ class Storage:
         for step, (covers, kept) in BLOCKS.items():
             # An hour more, as a series ends up to 16 minutes ago.
             db.execute("DELETE FROM block WHERE step = ? AND start < ?", (step, wall - kept - covers - HOUR))
-        # What was listed when the process was killed, expired while it was down and never came back. No server lives a
-        # day unheard.
+        # What was listed when the process was killed, expired while it was down and never came back. No server outlives
+        # its expiry by a day.
         self._leave(db, "expires < ?", (wall - DAY,))
         # A week more: by then the last block of hours is gone too. The totals stay, one row a game.
         db.execute("DELETE FROM server WHERE last_seen < ? AND address != '' AND id NOT IN (SELECT server FROM listed)",
@@ -6710,7 +6710,8 @@ RESTORED_S = 60.0                   # for servers without a lifetime of their ow
 WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
 SAVE_LATE_S = 10.0                  # a batch takes milliseconds, on a disk that has to spin up some seconds: from here on that is trouble
 TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
-LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from
+LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from …
+NAMED_S = float(YEAR)               # … and one that the ini names, which may be silent for as long
 
 
 class Keeper:
@@ -6857,7 +6858,7 @@ class Keeper:
 
 
 def expiry(server: Server, epoch: float) -> float:
-    return server.last_seen + (LASTING_S if server.stays else server.lifetime) + epoch
+    return server.last_seen + (NAMED_S if server.named else LASTING_S if server.lasting else server.lifetime) + epoch
 
 
 def stored_row(server: Server, epoch: float) -> ListedRow:

@@ -6428,6 +6428,19 @@ class KeeperTest(unittest.TestCase):
         registry.expire(600.0)
         self.assertEqual(registry.servers(), [])
 
+    def test_named_servers_may_be_silent_for_days(self) -> None:
+        """They stay on disk, or the next time that they are heard of it would seem that another program had taken them out."""
+        registry, keeper = self.start(0.0, T0)
+        server = registry.hear("subspace", "203.0.113.9", 1, "203.0.113.9", 0.0, 180.0, {"name": "S", "responding": False}, known=True)
+        for hour in range(3 * 24):
+            now = 3600.0 * hour + 2
+            with mock.patch.object(ms, "log") as log:
+                keeper.tick(now, T0 + now)
+        self.assertEqual([row[:3] for row in keeper.storage.load(T0 + now)], [server.key])
+        registry.refresh(server, now + 1)
+        keeper.tick(now + 2, T0 + now + 2)
+        self.assertFalse(keeper.shared or log.warning.called)
+
     def test_those_named_in_the_ini_are_not_limited_after_a_restart_either(self) -> None:
         registry, keeper = self.start(0.0, T0)
         for port in range(1, 41):
