@@ -794,15 +794,18 @@ class Refused(Exception):
 class Rules:
     """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload.
 
-    The limiters are shared by all protocols: datagrams (and messages within a connection), new connections, and requests, which
-    are what costs more than a look-up or is answered with more than came.
+    The limiters are shared by all protocols: datagrams and messages within a connection, new connections, and requests, which
+    are what costs more than a look-up or is answered with more than came. The address of what comes by UDP may be false, so that has
+    limiters of its own: a flood in somebody's name takes nothing from what he does by TCP.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.datagrams, self.connections, self.requests = (
-            Limiter(settings["limits." + name], self.verdict) for name in ("datagrams", "connections", "requests"))
-        # To the poller's questions: a flood in a server's name, sent to other ports, is not to make that seem silent
-        self.answers = Limiter(settings["limits.datagrams"], self.verdict)
+        # `answers` to the poller's questions: a flood in a server's name, sent to other ports, is not to make that seem silent
+        self.limiters = {name: [Limiter(settings["limits." + name], self.verdict) for _ in range(number)]
+                         for name, number in (("datagrams", 3), ("connections", 1), ("requests", 2))}
+        self.datagrams, self.answers, self.messages = self.limiters["datagrams"]
+        self.connections, = self.limiters["connections"]
+        self.udp_requests, self.requests = self.limiters["requests"]
         self.surplus = Limiter(SURPLUS_BYTES)
         self.read(settings)
 
@@ -816,9 +819,9 @@ class Rules:
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
-        for name in ("datagrams", "connections", "requests"):
-            getattr(self, name).set_rate(settings["limits." + name])
-        self.answers.set_rate(settings["limits.datagrams"])
+        for name, limiters in self.limiters.items():
+            for limiter in limiters:
+                limiter.set_rate(settings["limits." + name])
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
@@ -2456,7 +2459,7 @@ class IceballDraft:
         self.registry.note(peer[0], "iceball", port, "announced", now)
         identity = self.cookie.make(endpoint(*peer[:2]).encode() + data[3:5], now) + data[3:5]
         answer = b"\2" + identity + data[3:5] + rules.listed_address(peer[0], claim).encode() + b"\0"
-        if not rules.requests.allow(peer[0], now) or not rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
+        if not rules.udp_requests.allow(peer[0], now) or not rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
             return []
         self.claims.pop(peer, None)
         if rules.believes(peer[0], claim):
@@ -2908,7 +2911,7 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         if len(data) in (4, 8):
-            if not self.rules.requests.allow(peer[0], now) or len(data) == 8 and self.proves(data, peer, now):
+            if not self.rules.udp_requests.allow(peer[0], now) or len(data) == 8 and self.proves(data, peer, now):
                 return []
             answer = self.ping(data)
             surplus = len(answer) - len(data)
@@ -3310,7 +3313,7 @@ class ListLink(SubSpaceLink):
     def send(self, now: float) -> List[bytes]:
         out = super().send(now)
         # The first request is paid for by the connection. One list at a time: with no packet under way, all of the last one has arrived.
-        if self.wanted is not None and not self.flights and (not self.requests or self.protocol.rules.requests.allow(self.address, now)):
+        if self.wanted is not None and not self.flights and (not self.requests or self.protocol.rules.udp_requests.allow(self.address, now)):
             self.requests += 1
             self.payloads, self.wanted = self.protocol.chunks(self.wanted, now), None
             out += super().send(now)
@@ -3352,7 +3355,7 @@ class SubSpaceList(UdpProtocol):
                 raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
             # A repeated connect changes nothing, unless the peer has its list: then it wants another
             if link is None or link.key != data[2:6] or link.requests and not link.flights:
-                if not self.rules.requests.allow(peer[0], now):
+                if not self.rules.udp_requests.allow(peer[0], now):
                     return []
                 self.proven.pop(peer, None)
                 link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
@@ -3810,7 +3813,7 @@ class AioSession(Session):
                         break
                     self.greet_at = self.wake_at = None
                 answer = self.dialect(self, now)
-                if answer is not None and not self.aio.rules.datagrams.allow(self.address, now):
+                if answer is not None and not self.aio.rules.messages.allow(self.address, now):
                     raise Malformed("too many messages from one address")
             except Malformed as error:
                 self.buffer = b""

@@ -7923,14 +7923,14 @@ class SourceLimitsTest(unittest.TestCase):
         server = master(subspace__port="0", hyperbol__port="0", aio__port="0", http__ports="0")
         self.addCleanup(server.stop)
         server.bind()
-        self.assertTrue(server.rules.requests.allow("203.0.113.9", 0.0))
+        self.assertTrue(server.rules.udp_requests.allow("203.0.113.9", 0.0))
         for text in ("0.01/1", "0.01/3"):
             server.settings.values["limits.requests"] = ms.read_rate(text)
             server.apply()
             ping = next(p for p in server.protocols if isinstance(p, ms.SubSpacePing))
             answered = sum(bool(ping.datagram(PING_TIME, ("203.0.113.9", 1), 0.0)) for _ in range(9))
             self.assertEqual(answered, int(text[-1]))
-            self.assertFalse(server.rules.requests.allow("203.0.113.9", 0.0), "one bucket for all protocols")
+            self.assertFalse(server.rules.udp_requests.allow("203.0.113.9", 0.0), "one bucket for all protocols")
 
     def test_datagrams_on_the_wire(self) -> None:
         with master(iceball__port="0", limits__datagrams="0.01/20") as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
@@ -7957,6 +7957,17 @@ class SourceLimitsTest(unittest.TestCase):
                 question, asker = game.recvfrom(100)
                 game.sendto(hyperbol_reply(o1=question[1:]), asker)
                 self.assertTrue(eventually(lambda: [listed.responding for listed in server.registry.servers()] == [True]))
+
+    def test_a_flood_in_somebodys_name_takes_nothing_from_his_connections(self) -> None:
+        with master(subspace__port="0", aio__port="0", http__ports="0", limits__datagrams="0.01/20", limits__requests="0.01/5") as server, \
+                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood, \
+                socket.create_connection(("127.0.0.1", port_of(server, "aio"))) as game:
+            for _ in range(30):
+                flood.sendto(b"ping", ("127.0.0.1", port_of(server, "subspace") + 1))
+            eventually(lambda: server.tallies["subspace"].limited == 10)
+            game.sendall(b"13#Mine#D#27010#%\n")
+            self.assertTrue(eventually(lambda: [listed.name for listed in server.registry.servers()] == ["Mine"]))
+            self.assertEqual(fetch(port_of(server, "http"), "/")[0], 200)
 
     def test_open_connections_of_one_source(self) -> None:
         """One more than allowed is told so in a valid answer, never by a reset; one that left makes room."""
