@@ -1529,6 +1529,8 @@ class Storage:
             # history.
             if minute // HOUR != self._sampled // HOUR and 0 < minute - self._sampled <= 2 * HOUR:
                 self._thin(db, minute)
+            # Who expired while nobody served, and would come alive if the clock were put back before the next start
+            self._leave(db, "expires < ?", (minute,))
             db.executemany("INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen, fields)"
                            " VALUES (?, ?, ?, ?, ?, '{}')", [row[:3] + (wall, wall) for row in players])
             for *key, count in players:
@@ -1613,14 +1615,13 @@ class Storage:
 
     def _thin(self, db: sqlite3.Connection, wall: float) -> None:
         for step, (covers, kept) in BLOCKS.items():
-            # An hour more, as a series ends up to 16 minutes ago.
-            db.execute("DELETE FROM block WHERE step = ? AND start < ?", (step, wall - kept - covers - HOUR))
-        # What was listed when the process was killed, expired while it was down and never came back. No server outlives
-        # its expiry by a day.
-        self._leave(db, "expires < ?", (wall - DAY,))
-        # A week more: by then the last block of hours is gone too. The totals stay, one row a game.
-        db.execute("DELETE FROM server WHERE last_seen < ? AND address != '' AND id NOT IN (SELECT server FROM listed)",
-                   (wall - YEAR - WEEK - HOUR,))
+            # An hour more, as a series ends up to 16 minutes ago. No more than the two oldest at a time, of which one comes new: an hour of a
+            # clock that is ahead costs no month, and what was left when the clock leapt goes all the same.
+            db.execute("DELETE FROM block WHERE step = ? AND start < ? AND start <= (SELECT min(start) FROM block WHERE step = ?) + ?",
+                       (step, wall - kept - covers - HOUR, step, covers))
+        # Whose last block is gone too. The totals stay, one row a game.
+        db.execute("DELETE FROM server WHERE last_seen < (SELECT min(start) FROM block WHERE step = ?) AND address != ''"
+                   " AND id NOT IN (SELECT server FROM listed)", (HOUR,))
 
     # -- the file
 

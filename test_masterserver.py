@@ -756,6 +756,15 @@ class RegistryOnDisk(StorageCase):
         keeper.save([listed(1, life=10), listed(2, life=11)], [], [])
         self.assertEqual([row[2] for row in keeper.load(T0 + 10)], [1002])
 
+    def test_who_expired_while_nobody_served_does_not_come_alive_when_the_clock_is_put_back(self):
+        keeper = self.storage()
+        keeper.save([listed(1, life=100), listed(2, life=900)], [], [])
+        keeper.close()
+        keeper = self.storage(T0 + 600)
+        keeper.sample(T0 + 600, [])
+        keeper.close()
+        self.assertEqual([row[2] for row in self.storage().load(T0 + 30)], [1002])
+
     def test_touches_move_expiry_and_nothing_else(self):
         keeper = self.storage()
         keeper.save([listed(1, fields='{"a":1}')], [], [])
@@ -778,7 +787,7 @@ class RegistryOnDisk(StorageCase):
     def test_of_those_here_equally_long_the_ones_gone_longest_are_forgotten_when_there_are_too_many(self):
         keeper = self.storage()
         with mock.patch.object(ms, "KNOWN_SERVERS", 100):
-            keeper.save([listed(0)], [], [])
+            keeper.save([listed(0, life=200)], [], [])
             keeper.sample(T0, [("iceball", "", 0, 1)])
             for number in range(1, 151):
                 keeper.save([listed(number, T0 + number)], [], [])
@@ -789,7 +798,7 @@ class RegistryOnDisk(StorageCase):
         self.assertIsNone(keeper.known(*listed(1)[:3]))
         self.assertIsNotNone(keeper.known(*listed(150)[:3]))
         self.assertIsNotNone(keeper.known("iceball", "", 0))
-        self.assertEqual(keeper.load(T0), [listed(0)])
+        self.assertEqual(keeper.load(T0), [listed(0, life=200)])
 
     def test_who_lists_one_server_after_another_drives_no_old_one_out(self):
         keeper = self.storage()
@@ -924,6 +933,7 @@ class HistoryOnDisk(StorageCase):
         keeper.save([listed(1)], [], [])
         keeper.save([], [], [listed(1)[:3]])
         keeper.save([listed(2)], [], [])        # killed before it could be reported gone
+        keeper.save([self.A + (T0 + 2 * ms.YEAR, T0, T0, "{}")], [], [])
         for step, span in steps.items():
             covers, kept = ms.BLOCKS[step]
             keeper.sample(T0, [listed(1)[:3] + (5,)])
@@ -939,12 +949,28 @@ class HistoryOnDisk(StorageCase):
             for late in (kept + covers, kept + covers + ms.HOUR, kept + covers + 2 * ms.HOUR):
                 keeper.sample(T0 + late, [self.A + (1,)])
             self.assertEqual(self.sql(count, step, T0 + ms.QUARTER)[0][0], 0, step)
-        self.assertEqual(keeper.load(T0), [])
+        self.assertEqual([row[:3] for row in keeper.load(T0)], [self.A])
         self.assertIsNone(keeper.known(*listed(1)[:3]))
         self.assertIsNone(keeper.known(*listed(2)[:3]))
-        self.assertIsNotNone(keeper.known(*self.A))     # first sampled a year ago, but ...
         orphans = self.sql("SELECT count(*) FROM block WHERE server NOT IN (SELECT id FROM server)")
         self.assertEqual(orphans[0][0], 0)
+
+    def test_an_hour_of_a_clock_that_is_ahead_costs_the_oldest_alone(self):
+        keeper = self.storage()
+        keeper.save([self.A + (T0 + 2 * ms.YEAR, T0, T0, "{}"), listed(2, life=50 * ms.DAY)], [], [])
+        for hour in range(40 * 24):
+            keeper.sample(T0 + hour * ms.HOUR, [self.A + (5,)] + [listed(2)[:3] + (5,)] * (hour == 20 * 24))
+        keeper.save([], [(T0 + 20 * ms.DAY,) * 2 + listed(2)[:3]], [])
+        keeper.save([], [], [listed(2)[:3]])
+        here = lambda span: len(self.day(keeper, T0 + 40 * ms.DAY, span)[0])
+        before = here("month"), here("year")
+        for minute in range(70):
+            keeper.sample(T0 + 40 * ms.DAY + ms.YEAR + minute * ms.MINUTE, [self.A + (5,)])
+        keeper.sample(T0 + 40 * ms.DAY, [self.A + (5,)])
+        self.assertGreater(before[0], 30 * 24)
+        self.assertGreaterEqual(here("month"), before[0] - 24)
+        self.assertGreaterEqual(here("year"), before[1] - 7 * 24)
+        self.assertIsNotNone(keeper.known(*listed(2)[:3]))
 
     def test_sparklines(self):
         keeper = self.storage()
