@@ -814,6 +814,7 @@ class Rules:
         self.address_map: Dict[str, str] = settings["address_map"]
         self.official: Dict[Tuple[str, int], bool] = settings["official"]
         self.priority: Dict[Tuple[str, int], int] = settings["priority"]
+        self.games: Dict[str, str] = settings["games"]
         self.blocked, self.exempt = Networks(settings["blocked"]), Networks(settings["limits.exempt"])
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])         # why one is blocked is the operator's alone
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
@@ -1192,12 +1193,14 @@ class Registry:
             watcher(event, server)
 
     def apply_rules(self, settings: Settings) -> None:
-        """After a reload: addresses and marks as the settings have them now, and those out who are banned since."""
+        """After a reload: addresses and marks as the settings have them now, and those out who are banned since or whose game is not served
+        any more."""
+        closed = self.rules.games.keys() - settings["games"]
         self.rules.read(settings)
         moving: Dict[Server, Key] = {}
         for server in self.servers():
             address = self.rules.listed_address(server.source) if server.mapped else server.address
-            if self.rules.ban(*{server.source, server.address, address}) or self.rules.refused_name(server.name):
+            if server.game in closed or self.rules.ban(*{server.source, server.address, address}) or self.rules.refused_name(server.name):
                 self.remove(server)
             elif server.address != address:
                 moving[server] = server.game, address, server.port

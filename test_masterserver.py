@@ -6131,6 +6131,13 @@ class AnnounceTest(unittest.TestCase):
         reload(self.core, self.hyperbol, **settings)
         self.assertEqual((self.registry.servers("hyperbol"), self.core.poller.targets), ([], {}))
 
+    def test_a_game_that_the_ini_names_no_more_leaves_with_its_servers(self) -> None:
+        for game in ("mygame", "other"):
+            self.post({"game": game, "port": 4000})
+        self.registry.hear("iceball", "203.0.113.9", 4000, "203.0.113.9", 0.0, 120.0, {})
+        reload(self.core, self.web, games__other="Another title")
+        self.assertEqual({server.game for server in self.registry.servers()}, {"iceball", "other"})
+
     def test_stop_does_not_reach_behind_a_router(self) -> None:
         self.registry.rules.address_map["192.168.1.5"] = "203.0.113.9"
         self.post({"game": "mygame", "port": 4000}, address="192.168.1.5")
