@@ -5844,7 +5844,7 @@ class Web(TcpProtocol):
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "row", lambda server: server_row(
-                server, sparkline(self.core.recent().get(server.key, ())), titles.get(server.game, server.game)))       # not `recent` either
+                server, sparkline(self.core.recent().get(server.key, ())), self.titles().get(server.game, server.game)))       # nor what was
             return b"".join([piece for server, (before, after) in zip(servers, made)
                              for piece in (before, seen((server.last_seen + epoch) // 1), after)])
         total = sum(len(block.servers) for block in rows)

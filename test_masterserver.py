@@ -5670,6 +5670,24 @@ class WebTest(unittest.TestCase):
         page = drive(web.session("127.0.0.1", 2.0), request, 2.0)
         self.assertEqual((page.count(b"First title"), page.count(b">Second title<") > 0), (0, True))
 
+    def test_a_title_that_changes_while_a_list_is_made(self) -> None:
+        """In a worker, which goes on with the new one."""
+        core = make_core(games__mygame="First title")
+        web = ms.Web(core)
+        for port in (1, 2):
+            core.registry.hear("mygame", "203.0.113.9", port, "203.0.113.9", 0.0, 1e9, {"name": "S"})
+        render = ms.server_row
+
+        def reload_before(*arguments: Any) -> Tuple[bytes, bytes]:
+            if arguments[0].port == 1:
+                core.settings.values["games"] = {"mygame": "Second title"}
+                web.read(core.settings)
+            return render(*arguments)
+        request = b"GET /?name=s HTTP/1.0\r\n\r\n"
+        with mock.patch.object(ms, "server_row", reload_before):
+            drive(web.session("127.0.0.1", 0.0), request, 0.0)
+        self.assertNotIn(b"First title", drive(web.session("127.0.0.1", 2.0), request, 2.0))
+
     def test_a_tag_is_never_that_of_an_older_list(self) -> None:
         """The numbers in ETags start over with a reload, and a reader who knows the list from before gets the new one."""
         self.list(name="S")
