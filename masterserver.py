@@ -5127,7 +5127,8 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.target = urllib.parse.urlsplit(self.path)
         except ValueError:
             raise HttpError(400, "The path cannot be read.") from None
-        path = self.target.path or "/"          # of http://host, as clients of a proxy ask
+        # Of http://host, as clients of a proxy ask, and of the server as such (RFC 9110, 9.3.7)
+        path = "/" if (self.command, self.path) == ("OPTIONS", "*") else self.target.path or "/"
         if path in ROUTES:
             self.route = path
 

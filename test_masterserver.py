@@ -6022,6 +6022,11 @@ class WebTest(unittest.TestCase):
         for path in ("/?name=%20", "/?players_min=0", "/", "/?name=%00"):
             self.assertIn(b'name="name" value=""', self.get(path, now=11.0)[2])
 
+    def test_options_of_the_server_as_such(self) -> None:
+        """RFC 9110, 9.3.7."""
+        self.assertEqual(self.get("*", method="OPTIONS")[:2], self.get("/", method="OPTIONS")[:2])
+        self.assertEqual(self.get("*")[0], 404)
+
     def test_limited_clients_get_a_list(self) -> None:
         self.list(1)
         statuses = [self.get("/master.json", address="203.0.113.50")[0] for _ in range(60)]
