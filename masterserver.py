@@ -157,6 +157,7 @@ GZIP_INLINE_BYTES = 65536           # compressed in the event loop (1 ms); more 
 GZIP_LEVEL = 6                      # within 5 % of level 9 on lists, at two thirds of its time or less
 RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
 RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in a worker
+SEARCH_INLINE_SERVERS = RENDER_INLINE_SERVERS // HTTP_TURN_REQUESTS     # looked at for one answer, of which a client has so many in one go
 RENDER_SERVER_S = 0.0001            # ten times what one server takes in it
 RENDER_STALE_S = 10.0               # and at least so often, for the times in it …
 RENDER_TIMES_S = 5.0                # … which are in parts that live so long: together they are 15 s old at the most
@@ -1285,10 +1286,6 @@ class Registry:
             order.mend(lambda server: self.get(*server.key) is server)
         self.orders[game] = order
         return order.blocks
-
-    def in_order(self, game: str = "") -> List[Server]:
-        """The same as servers(), sooner."""
-        return [server for block in self.in_blocks(game) for server in block.servers]
 
     def forget_parts(self) -> None:
         """What was made of servers does not hold any more, though none has changed."""
@@ -5711,7 +5708,7 @@ class Web(TcpProtocol):
                               if server.players >= asked.players_min and is_called(server, part)]
             body = make([chosen], request.now)
             return Made(body, etag_of(body))
-        job = pick
+        job, most = pick, SEARCH_INLINE_SERVERS
         if known and asked == Asked(asked.game):
             rendering = self.renderings.get((name, asked.game))
             if rendering is None:
@@ -5719,10 +5716,10 @@ class Web(TcpProtocol):
             if rendering.edition == self.edition:
                 return answer(rendering.made)
             blocks = self.registry.in_blocks(asked.game)
-            job = functools.partial(rendering.refresh, self.edition, blocks, request.now)
+            job, most = functools.partial(rendering.refresh, self.edition, blocks, request.now), RENDER_INLINE_SERVERS
         else:
             blocks, rows = self.registry.in_blocks(asked.game) if known else [], sys.maxsize            # all are looked at
-        if min(sum(len(block.servers) for block in blocks), rows) > RENDER_INLINE_SERVERS:
+        if min(sum(len(block.servers) for block in blocks), rows) > most:
             return Later(job, answer)
         return answer(job())
 
@@ -5909,7 +5906,7 @@ class Web(TcpProtocol):
                                    "players": series.means, "peak": series.peaks}), JSON_TYPE)
         return Later(lambda: storage.history(game, address, port, span, wall), then, True)
 
-    def check(self, request: Request) -> Answer:
+    def check(self, request: Request) -> Union[Answer, Later]:
         """What became of what an address sent."""
         text = request.query.get("address", "").strip()[:100] or request.address
         port = whole_number(request, "port", 0, 65535)
@@ -5919,8 +5916,16 @@ class Web(TcpProtocol):
             return Answer(check_page(text, port, [("That is not an IP address", "A server's address is a number such as 203.0.113.7.")],
                                      [], [], 0.0, self.look()).encode("utf-8"), HTML_TYPE, 400)
         addresses = {address, self.rules.listed_address(address)}
-        listed = [server for server in self.registry.in_order()
-                  if (server.address in addresses or server.source == address) and port in (0, server.port)]
+        blocks = self.registry.in_blocks()
+
+        def find() -> List[Server]:
+            return [server for block in blocks for server in block.servers
+                    if (server.address in addresses or server.source == address) and port in (0, server.port)]
+        then = functools.partial(self.checked, address, port, addresses, request.now)
+        return Later(find, then) if self.registry.total > SEARCH_INLINE_SERVERS else then(find())
+
+    def checked(self, address: str, port: int, addresses: Set[str], now: float, listed: List[Server]) -> Answer:
+        """The page, once it is known who is listed."""
         # What is heard of a listed server is not noted each time
         heard = [(server.source, server.game, server.port, server.last_seen, "listed", "")
                  for server in listed if server.responding and not server.unconfirmed]
@@ -5937,9 +5942,9 @@ class Web(TcpProtocol):
                      address if self.rules.listed_address(source) == address else source,         # which one is behind a public address is not told
                      announced, *outcome_words(outcome, detail)) for source, protocol, announced, at, outcome, detail in heard]
         state = [outcome_words("banned", ban)] if ban else []
-        if any(self.rules.datagrams.spent(source, request.now) for source in addresses):
+        if any(self.rules.datagrams.spent(source, now) for source in addresses):
             state.append(outcome_words("flood", "%g" % self.settings["limits.datagrams"][0]))
-        return Answer(check_page(address, port, state, findings, [as_shown(server, epoch) for server in listed], request.now + epoch,
+        return Answer(check_page(address, port, state, findings, [as_shown(server, epoch) for server in listed], now + epoch,
                                  self.look()).encode("utf-8"), HTML_TYPE)
 
     def healthz(self, request: Request) -> Answer:

@@ -409,6 +409,10 @@ class LimiterTest(unittest.TestCase):
 
 # --- Registry --------------------------------------------------------------------------------------------------------
 
+def in_order(registry: ms.Registry, game: str = "") -> List[ms.Server]:
+    return [server for block in registry.in_blocks(game) for server in block.servers]
+
+
 class RegistryTest(unittest.TestCase):
     def setUp(self) -> None:
         self.registry = make_core(limits__servers_per_source="3", limits__servers="5").registry
@@ -423,7 +427,7 @@ class RegistryTest(unittest.TestCase):
         for port in (3, 1, 2):
             ranks.add(ms.rank_of(self.hear(port, name="Iceball Server")))
         self.assertEqual(len(ranks), 3)             # or finding one of 10,000 means looking at all of them
-        self.assertEqual([server.port for server in self.registry.in_order("iceball")], [1, 2, 3])
+        self.assertEqual([server.port for server in in_order(self.registry, "iceball")], [1, 2, 3])
 
     def test_listed_changed_gone(self) -> None:
         self.hear(1, name="a", players=1, max_players=8)
@@ -523,7 +527,7 @@ class RegistryTest(unittest.TestCase):
             if rng.random() < (0.3 if turn < 2000 else 0.02):
                 for game in ("", "iceball", "aio"):
                     wanted, blocks = registry.servers(game), registry.in_blocks(game)
-                    self.assertEqual(registry.in_order(game), wanted)
+                    self.assertEqual(in_order(registry, game), wanted)
                     self.assertEqual([told(s) for s in wanted], [text for block in blocks for text in block.part("told", lambda servers: [
                         told(server) for server in servers])], "what was made of a block is of its servers as they are")
                     self.assertTrue(all(0 < len(block.servers) <= 2 * ms.BLOCK_SERVERS for block in blocks))
@@ -555,7 +559,7 @@ class RegistryTest(unittest.TestCase):
             self.hear(port)
             self.registry.remove(self.registry.get("iceball", "203.0.113.9", port))
             self.assertLessEqual(sum(len(order.moved) for order in self.registry.orders.values()), 2)
-        self.assertEqual(len(self.registry.in_order("iceball")), 16)
+        self.assertEqual(len(in_order(self.registry, "iceball")), 16)
 
     def test_an_order_that_could_not_be_mended_is_made_anew(self) -> None:
         self.registry.rules.servers = self.registry.rules.servers_per_source = 1000
@@ -565,7 +569,7 @@ class RegistryTest(unittest.TestCase):
         self.hear(2, name="Other")
         with mock.patch.object(ms.Order, "mend", side_effect=IndexError):
             self.assertRaises(IndexError, self.registry.in_blocks, "iceball")
-        self.assertEqual([server.port for server in self.registry.in_order("iceball")], [1, *range(3, 21), 2])
+        self.assertEqual([server.port for server in in_order(self.registry, "iceball")], [1, *range(3, 21), 2])
 
     def test_two_of_one_name_that_change_places(self) -> None:
         self.registry.rules.servers = self.registry.rules.servers_per_source = 1000
@@ -576,7 +580,7 @@ class RegistryTest(unittest.TestCase):
             self.registry.hear("iceball", address, 1, source, 0.0, 120.0, {})
         self.registry.in_blocks("iceball")
         self.registry.apply_rules(ms.Settings({"address_map.10.0.0.5": "203.0.113.8", "address_map.10.0.0.6": "203.0.113.7"}))
-        self.assertEqual(self.registry.in_order("iceball"), self.registry.servers("iceball"))
+        self.assertEqual(in_order(self.registry, "iceball"), self.registry.servers("iceball"))
 
     def test_other_threads_leave_no_ranks_behind(self) -> None:
         """They may meet a server that is being changed."""
@@ -669,7 +673,7 @@ class RegistryTest(unittest.TestCase):
     def test_who_watches_sees_a_move_as_going_and_coming(self) -> None:
         self.registry.rules.address_map = {"10.0.0.5": "203.0.113.7", "10.0.0.6": "203.0.113.8"}
         servers = [self.registry.hear("iceball", address, 1, source, 0.0, 120.0, {}) for source, address in self.registry.rules.address_map.items()]
-        self.assertEqual(self.registry.in_order(), servers)
+        self.assertEqual(in_order(self.registry), servers)
         seen: List[Tuple[str, str]] = []
         self.registry.watch(lambda event, server: seen.append((event, server.address)))
         self.registry.watch(lambda event, server: self.fail("its protocol goes on with it"), "iceball")
@@ -677,11 +681,11 @@ class RegistryTest(unittest.TestCase):
         self.registry.apply_rules(ms.Settings(official))
         self.assertEqual([event for event, _ in seen], ["gone", "gone", "listed", "listed"])
         self.assertEqual(sorted(seen), [(event, address) for event in ("gone", "listed") for address in ("203.0.113.7", "203.0.113.8")])
-        self.assertEqual(self.registry.in_order(), servers[::-1])
+        self.assertEqual(in_order(self.registry), servers[::-1])
         self.assertEqual([server.official for server in servers], [False, True])
         self.registry.watchers["gone", "iceball"].clear()
         self.registry.expire(121.0)
-        self.assertEqual((self.registry.servers(), self.registry.in_order()), ([], []))
+        self.assertEqual((self.registry.servers(), in_order(self.registry)), ([], []))
 
     def test_heard_is_bounded_and_forgets_the_oldest(self) -> None:
         for i in range(ms.HEARD_SOURCES + 10):
@@ -6003,8 +6007,8 @@ class WebTest(unittest.TestCase):
     def test_a_filtered_list_has_a_tag_and_many_are_looked_through_elsewhere(self) -> None:
         for port in range(1, 31):
             self.list(port, name="Server %d" % port, players=port)
-        for inline in (4000, 10):                       # made at once, and by the worker
-            with mock.patch.object(ms, "RENDER_INLINE_SERVERS", inline):
+        for inline in (250, 10):                        # made at once, and by the worker
+            with mock.patch.object(ms, "SEARCH_INLINE_SERVERS", inline):
                 for path, found in (("/servers.json?name=server", 30), ("/servers.json?players_min=30&game=iceball", 1),
                                     ("/?name=30", 1), ("/?name=x", 0)):
                     session = self.web.session("127.0.0.1", 9.0)
@@ -6014,6 +6018,9 @@ class WebTest(unittest.TestCase):
                     self.assertEqual((status, body.count(b"203.0.113.9") // (1 if "json" in path else 2)), (200, found))
                     self.assertIn(b" 304 ", drive(self.web.session("127.0.0.1", 9.0), (
                         request % (path, "If-None-Match: %s\r\n" % headers["ETag"])).encode(), 9.0)[:20])
+                request = b"GET /check?address=203.0.113.9&port=7 HTTP/1.1\r\nHost: x\r\n\r\n"
+                self.assertEqual(not self.web.session("127.0.0.1", 9.0).receive(request, 9.0), inline == 10)
+                self.assertIn(b"Listed now: 1 server", self.exchange(request, now=9.0)[1])
         self.assertEqual((len(self.web.renderings), len(self.registry.orders)), (0, 2))
         tag = self.get("/servers.json?name=server", now=9.0)[1]["ETag"]
         self.assertNotEqual(self.get("/servers.json?name=server%2030", now=9.0)[1]["ETag"], tag)
