@@ -5353,6 +5353,8 @@ class HttpSession(Session):
         return response
 
     def resume(self, result: Any, now: float) -> bytes:
+        if self.done:                       # it has taken too long
+            return b""
         self.job = None
         try:
             if isinstance(result, Exception):
@@ -5401,8 +5403,11 @@ class HttpSession(Session):
         return self.web.dismissal()
 
     def tick(self, now: float) -> bytes:
-        if now < self.deadline or self.job or self.done:
+        if now < self.deadline or self.done:
             return b""
+        if self.job:
+            self.waiting.close_connection = True        # the worker is still at this one
+            return self.resume(TimeoutError("it takes too long"), now)
         if self.buffer or self.exchange:
             return self.refuse(HttpError(408, "The request did not arrive in time."))
         self.done = True
@@ -6565,7 +6570,7 @@ class Connection:
         elif self.out:
             if now - max(self.progress_at, self.out_since) >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
                 self.close(now)
-        elif not self.working:
+        else:
             sent = self.tally.sent
             self.call(self.session.tick, now)
             if self.tally.sent > sent:          # greeted: its request comes now

@@ -8607,6 +8607,27 @@ class DiskTest(unittest.TestCase):
             self.assertEqual((keeper.health, waiting), ({}, []))
         self.assertEqual([record.levelname for record in logged.records], ["ERROR", "INFO"])
 
+    def test_a_page_does_not_wait_for_a_disk_that_hangs(self) -> None:
+        """It says so; what the disk gives in the end is nobody's, and a connection that still lives then hears no more."""
+        go_on = threading.Event()
+        request = b"GET /history.json?game=iceball HTTP/1.1\r\nHost: x\r\n\r\n" * 2
+        with mock.patch.object(ms, "HTTP_HEAD_S", 0.1), mock.patch.object(ms, "HTTP_IDLE_S", 0.1), \
+                tempfile.TemporaryDirectory() as folder, master(http__ports="0", server__database=os.path.join(folder, "db")) as server:
+            server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+            try:
+                with socket.create_connection(("127.0.0.1", port_of(server, "http")), 10) as client:
+                    client.sendall(request)
+                    status, headers, body, rest = split_response(read_all(client))
+                    self.assertEqual((status, headers["Connection"], rest), (503, "close", b""))
+                    self.assertIn(b"it takes too long", body)
+                    [connection] = server.connections
+                    go_on.set()
+                    eventually(lambda: not connection.working)
+            finally:
+                go_on.set()
+            eventually(lambda: not server.connections)
+        self.assertEqual(server.tallies["http"].errors, 0)
+
     def test_a_stop_does_not_wait_for_a_disk_that_hangs(self) -> None:
         go_on = threading.Event()
         server = ms.MasterServer({"http.ports": "0", "server.database": os.path.join(self.folder, "master.db")})
