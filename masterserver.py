@@ -400,7 +400,7 @@ SETTINGS = (
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
             "Seconds between two questions to a game server that answers questions (Hyperbol, SubSpace, AIO).", live=True),
-    Setting("poll", "rate", "500", read_number(1, 100000),
+    Setting("poll", "rate", "500", read_number(4, 100000),          # with fewer, new servers that are silent keep all others from being asked
             "Questions a second at the most, to all servers together, without the pings that a flood of announcements is answered with.", live=True),
     Setting("official", "", "", read_flag, "Servers marked as official.", live=True,
             read_key=read_numeric_endpoint, example="203.0.113.7:20737 = yes"),
@@ -2010,8 +2010,8 @@ class Poller(UdpProtocol):
         return []
 
     def tick(self, now: float) -> Replies:
-        """A quarter of the questions for the new and another for the silent, then those who are due, then what is left: with four questions
-        or more, a flood of new ones that are silent keeps nobody from being asked."""
+        """A quarter of the questions for the new and another for the silent, then those who are due, then what is left: a flood of new ones
+        that are silent keeps nobody from being asked."""
         out: Replies = []
         self.asked, self.ticked_at = 0, now
         budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE, math.ceil(POLL_QUESTIONS * len(self.targets) / self.interval)))

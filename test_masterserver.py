@@ -223,6 +223,7 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[iceball]\nprot = 1\n", "prot", "did you mean port")
         self.wrong("[iceball]\nport = many\n", "[iceball] port = many", "a number")
         self.wrong("[iceball]\nport = 65536\n", "65535")
+        self.wrong("[poll]\nrate = 3\n", "from 4")
         self.wrong("[iceball]\nversion = new\n", "0.2.1-37")
         self.wrong("[official]\nsomewhere = yes\n", "ADDRESS:PORT")
         self.wrong("[official]\n1.2.3.4:5 = perhaps\n", "yes or no")
@@ -1386,7 +1387,7 @@ class PollerTest(unittest.TestCase):
         self.assertIn(("203.0.113.9", 5000), [peer for _, peer in self.poller.tick(1.0)])
 
     def test_the_rate_holds_for_long_answers_too(self) -> None:
-        self.poller.read(ms.Settings({"poll.rate": "3"}))
+        self.poller.read(ms.Settings({"poll.rate": "4"}))
         self.querier.steps = 5
         for number in 1, 2:
             self.poller.add(self.querier, address_of(number), 5000)
@@ -1397,7 +1398,7 @@ class PollerTest(unittest.TestCase):
             while questions:
                 asked[-1] += 1
                 questions += self.poller.datagram(*questions.pop(0), second + 0.1)
-        self.assertEqual((asked, len(self.querier.answered)), ([3, 3, 3, 1], 2))
+        self.assertEqual((asked, len(self.querier.answered)), ([4, 4, 2, 0], 2))
 
     def test_queries_are_spread_over_the_interval(self) -> None:
         for number in range(500):
@@ -1495,7 +1496,7 @@ class PollerTest(unittest.TestCase):
         self.assertEqual((len(times), max(gaps)), (500, 5))
 
     def test_rate_in_all(self) -> None:
-        poller = make_core(poll__rate="3").poller
+        poller = make_core(poll__rate="4").poller
         querier = Asked(steps=3)
         for number in range(20):
             poller.add(querier, address_of(number), 5000)
@@ -1503,9 +1504,9 @@ class PollerTest(unittest.TestCase):
             queries = poller.tick(float(second))
             for data, peer in queries:  # grows: the next step is asked at once, within the rate
                 queries += poller.datagram(data, peer, second + 0.01)
-            self.assertLessEqual(len(queries), 3)
+            self.assertLessEqual(len(queries), 4)
             if len(querier.answered) < 20:
-                self.assertEqual(len(queries), 3)
+                self.assertEqual(len(queries), 4)
         self.assertEqual({target.address for target in querier.answered}, {address_of(number) for number in range(20)})
 
     def test_one_source_cannot_have_thousands_asked(self) -> None:
