@@ -6826,7 +6826,8 @@ class Keeper:
         altered, heard = self.registry.news(batch, since)
         if not self.storage.save([stored_row(server, epoch) for server in altered],
                                  [(server.last_seen + epoch, expiry(server, epoch), *server.key) for server in heard], list(left)):
-            if not self.shared and self.storage.renewed == self.renewed:        # not another file than at the last batch
+            # Not another file than at the last batch, and nobody has moved meanwhile
+            if not self.shared and self.storage.renewed == self.renewed and all(server.batch < batch for server in heard):
                 self.shared = True
                 log.warning("%s: another program takes servers out of this database; each master needs one of its own ([server] database)",
                             self.storage.path)

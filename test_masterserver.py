@@ -6537,6 +6537,22 @@ class KeeperTest(unittest.TestCase):
         registry, _ = self.start(0.0, T0 + 10, server__public_address="203.0.113.7")
         self.assertEqual({server.address for server in registry.servers()}, {"203.0.113.7", "198.51.100.7"})
 
+    def test_who_moves_while_a_batch_is_written_was_taken_out_by_nobody(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        server = registry.hear("iceball", "127.0.0.1", 1, "127.0.0.1", 0.0, 1e6, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+        registry.refresh(server, 10.0)
+
+        def move_after(batch: int, then: float) -> Any:
+            found = ms.Registry.news(registry, batch, then)
+            registry.apply_rules(ms.Settings({"server.public_address": "203.0.113.9"}))
+            return found
+        with mock.patch.object(registry, "news", move_after):
+            keeper.tick(11.0, T0 + 11)
+        self.assertFalse(keeper.shared)
+        keeper.tick(13.0, T0 + 13)
+        self.assertEqual([row[1] for row in keeper.storage.load(T0 + 14)], ["203.0.113.9"])
+
     def test_another_program_takes_servers_out_of_the_database(self) -> None:
         registry, keeper = self.start(0.0, T0)
         for port in 1, 2:
