@@ -3102,8 +3102,8 @@ class SubSpacePing(UdpProtocol, Querier):
                 fields["named"] = True
                 if not poll.answered:
                     fields["unconfirmed"] = False           # it is known to be silent
-            if poll.answered and (server.unconfirmed or server.stays):
-                self.registry.refresh(server, now)          # the others live by their announcements
+            if poll.answered and (server.unconfirmed or server.stays or self.rules.datagrams.spent(source, now)):
+                self.registry.refresh(server, now)          # the others live by their announcements, if a flood in their names lets any in
             self.registry.update(server, fields)
             if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
                 self.own(server, None, now)

@@ -2706,6 +2706,18 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(world.outcome()[0], "listed")
         self.assertEqual([len(question) for question, _ in world.asked], [8, 4])
 
+    def test_a_flood_in_a_zones_name_that_lets_no_announcement_in(self) -> None:
+        """The zone answers, and stays; once there is no flood it lives by its announcements again."""
+        world = SubSpaceWorld(ZONE[0])
+        world.announce(ANNOUNCEMENT)
+        for _ in range(600):
+            for _ in range(500):
+                world.registry.rules.datagrams.allow(ZONE[0], world.now + 1.1)          # until its answer is here
+            world.run(1)
+        self.assertIsNotNone(world.zone())
+        world.run(240)
+        self.assertIsNone(world.zone())
+
     def test_not_listed_without_an_answer(self) -> None:
         world = SubSpaceWorld()
         world.zones["203.0.113.9", 25001] = lambda question: None
