@@ -7386,6 +7386,16 @@ class LogTest(unittest.TestCase):
                 ms.complain("the end")
         self.assertEqual(stderr.getvalue(), "the log\nmasterserver.py: the end\n")
 
+    @unittest.skipUnless(sys.platform == "linux", "elsewhere it has another name than its own")
+    def test_a_file_that_is_standard_error_which_is_a_socket(self) -> None:
+        """As under systemd: a socket has no name by which it can be opened."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.settimeout(10)
+            script = "import masterserver as ms; ms.start_log(ms.Settings({'server.log_file': '/dev/stderr'})); ms.log.info('told')"
+            subprocess.run([sys.executable, "-c", script], cwd=HERE, stderr=ours, timeout=20, check=True)
+            self.assertIn(b"INFO told\n", theirs.recv(4096))
+
     @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
     def test_a_pipe_takes_the_log_before_and_after_its_reader(self) -> None:
         os.mkfifo(self.path)
