@@ -926,6 +926,16 @@ class Server(Heard):
         """For as long as it answers, however long it does not announce itself."""
         return self.named or self.lasting
 
+    @property
+    def nameless(self) -> bool:
+        """It has told no name, and has its address for one."""
+        return self.name == endpoint(self.address, self.port)
+
+    def move(self, address: str) -> None:
+        if self.nameless:
+            self.name = endpoint(address, self.port)
+        self.address = address
+
 
 # What outlives a restart, in this order; what comes new comes last
 STORED: Dict[str, Any] = {
@@ -1227,7 +1237,7 @@ class Registry:
         for before, _ in arrived:
             del self.games[before.game][before.address, before.port]
         for before, server in arrived:
-            server.address = moving[server][1]
+            server.move(moving[server][1])
             self.games[server.game][server.address, server.port] = server
             server.official, server.priority = self.rules.marks((server.address, server.port))
             self.left.add(before.key)
@@ -3029,6 +3039,8 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def own(self, server: Server, password: Optional[bytes], now: float) -> None:
         """`password`: None if it is not known."""
+        if server.nameless:
+            return
         before, servers, announced_at = self.owners.get(server.name.casefold(), (None, set(), now))
         if server not in servers and not any(other.responding for other in servers):         # listed for the ini's sake, and not there
             before, servers = None, set()
@@ -6783,7 +6795,7 @@ class Keeper:
                 self.registry.left.add(row[:3])
                 continue
             if server.mapped or server.mapped is None and (server.verified == "query" or server.address == server.source):      # an older database
-                server.address = self.registry.rules.listed_address(server.source)          # as it is now
+                server.move(self.registry.rules.listed_address(server.source))          # as it is now
                 if server.address != row[1]:
                     moved.append(row[:3])
             if self.registry.get(*server.key) or server.key in left or server.key in self.registry.left:

@@ -3080,6 +3080,21 @@ class SubSpaceAnnouncements(unittest.TestCase):
         reload(world.core, world.ping, **{"address_map.192.168.1.5": "203.0.113.7"})
         self.assertEqual([(s.address, s.named) for s in world.registry.servers()], [("203.0.113.7", False)])
 
+    def test_who_has_no_name_has_his_address_for_one_after_a_move_too(self) -> None:
+        """By a reload or while the master was down; and no name stays owned."""
+        world = SubSpaceWorld("192.168.1.5", subspace__zones="192.168.1.5:25000")
+        world.run(40)
+        zones = lambda: [(zone.name, zone.address) for zone in world.registry.servers()]
+        self.assertEqual(zones(), [("192.168.1.5:25000", "192.168.1.5")])
+        reload(world.core, world.ping, subspace__zones="192.168.1.5:25000", **{"address_map.192.168.1.5": "203.0.113.7"})
+        self.assertEqual(zones(), [("203.0.113.7:25000", "203.0.113.7")])
+        world = world.restarted(50.0, "192.168.1.5", subspace__zones="192.168.1.5:25000", **{"address_map.192.168.1.5": "203.0.113.8"})
+        world.run(40)
+        self.assertEqual(zones(), [("203.0.113.8:25000", "203.0.113.8")])
+        reload(world.core, world.ping)
+        world.run(200)
+        self.assertEqual((zones(), world.ping.owners), ([], {}))
+
     def test_a_flood_of_false_claims_lets_everybody_in(self) -> None:
         """Who answers is asked when he announces himself for the second time; and restored zones have their turn."""
         world = SubSpaceWorld("203.0.113.9", limits__exempt="0.0.0.0/0")
