@@ -1209,13 +1209,13 @@ class Registry:
         closed = self.rules.games.keys() - settings["games"]
         self.rules.read(settings)
         moving: Dict[Server, Key] = {}
-        for server in self.servers():
+        for server in [server for listed in self.games.values() for server in listed.values()]:
             address = self.rules.listed_address(server.source) if server.mapped else server.address
             if server.game in closed or self.rules.ban(*{server.source, server.address, address}) or self.rules.refused_name(server.name):
                 self.remove(server)
             elif server.address != address:
                 moving[server] = server.game, address, server.port
-            else:
+            elif (server.official, server.priority) != self.rules.marks((address, server.port)):
                 official, priority = self.rules.marks((address, server.port))
                 self.update(server, {"official": official, "priority": priority})
         self.move(moving)
