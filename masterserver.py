@@ -8650,15 +8650,13 @@ def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
 
 
 def list_iceball(host: str, port: int) -> List[Dict[str, Any]]:
-    connection = http.client.HTTPConnection(host, port, timeout=FETCH_S)
     try:
-        connection.request("GET", "/master.json", headers={"Connection": "close"})
-        response = connection.getresponse()
-        body = response.read(FETCH_BYTES)
+        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=FETCH_S)) as connection:
+            connection.request("GET", "/master.json", headers={"Connection": "close"})
+            response = connection.getresponse()
+            body = response.read(FETCH_BYTES)
     except http.client.HTTPException as error:
         raise Malformed("HTTP: %r" % error) from None
-    finally:
-        connection.close()
     try:
         return [{"address": clean(str(s["address"])), "port": int(s["port"]), "name": clean(str(s["name"])),
                  "mode": clean(str(s["mode"])), "map": clean(str(s["map"])), "players": int(s["players_current"]),

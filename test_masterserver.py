@@ -9052,6 +9052,10 @@ class ClientTools(unittest.TestCase):
                 self.assertIn("that is no host name", err)
             status, out, err = command("export", host)
             self.assertEqual((status, out, err), (3, "", "masterserver.py: No list from %s:20203: that is no host name\n" % host))
+        for game in ms.LISTS:               # whatever the look-up says to it
+            status, out, err = command("list", "--game", game, "a master")
+            self.assertEqual((status, out), (1, ""), game)
+            self.assertIn("masterserver.py: a master:%d: " % ms.LISTS[game][1], err)
 
     def test_a_master_that_comes_to_no_end(self) -> None:
         def drip(first: bytes, more: bytes) -> Callable[[socket.socket], None]:
