@@ -1487,7 +1487,7 @@ class Storage:
         file without a log, and heeds no lock."""
         if any(has_content(self.path + suffix) for suffix in ("-wal", "-journal")):
             raise sqlite3.OperationalError("a log stands beside the file")
-        db = sqlite3.connect("file:%s?mode=ro&immutable=1" % urllib.parse.quote(self.path, ""), uri=True)
+        db = sqlite3.connect("file:%s?mode=ro&immutable=1" % urllib.parse.quote(os.fsencode(self.path), ""), uri=True)
         try:
             return self._listed(db, wall)
         finally:

@@ -1295,6 +1295,15 @@ class Trouble(StorageCase):
         with self.assertRaises(sqlite3.OperationalError):
             keeper.load(T0)
 
+    @unittest.skipUnless(sys.platform == "linux", "elsewhere names of files are text")
+    def test_a_folder_whose_name_is_no_text(self):
+        self.path = os.path.join(self.folder, os.fsdecode(b"caf\xe9"), "master.db")
+        os.mkdir(os.path.dirname(self.path))
+        keeper = self.storage()
+        keeper.save([listed(1)], [], [])
+        keeper.close()
+        self.assertEqual(keeper.peek(T0), [listed(1)])
+
     def test_damaged_file_that_cannot_be_renamed(self):
         with open(self.path, "wb") as file:
             file.write(b"noise" * 1000)
