@@ -183,6 +183,11 @@ class SettingsError(Exception):
 read_text = str.strip
 
 
+def read_path(text: str) -> str:
+    os.fsencode(text)           # raises ValueError where the locale has no bytes for it
+    return text.strip()
+
+
 def read_flag(text: str) -> bool:
     value = configparser.ConfigParser.BOOLEAN_STATES.get(text.strip().lower())
     if value is None:
@@ -358,20 +363,20 @@ SETTINGS = (
             "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
     Setting("server", "public_address", "", read_public,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
-    Setting("server", "database", "masterserver.db", read_text,
+    Setting("server", "database", "masterserver.db", read_path,
             "What outlives a restart: the list and the history of player counts (SQLite). A path, from the folder of this file on; "
             "empty: nothing is kept."),
     Setting("server", "refuse_names", "", read_list(read_pattern, "\n"),
             "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
             "How much is logged; debug tells of every bad packet.", live=True),
-    Setting("server", "log_file", "", read_text, "A file for the log, from the folder of this file on, rotated at 10 MB; empty: standard error."),
+    Setting("server", "log_file", "", read_path, "A file for the log, from the folder of this file on, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
     Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
     Setting("http", "intro", "", read_text, "A sentence or two at the top of the page.", live=True),
-    Setting("http", "template", "", read_text, "A file with your own list page; its placeholders stand at LIST_PAGE in the program.", live=True),
-    Setting("http", "stylesheet", "", read_text, "A file with your own style.css.", live=True),
+    Setting("http", "template", "", read_path, "A file with your own list page; its placeholders stand at LIST_PAGE in the program.", live=True),
+    Setting("http", "stylesheet", "", read_path, "A file with your own style.css.", live=True),
     Setting("http", "trusted_proxies", "", read_list(read_network),
             "Networks of reverse proxies whose X-Forwarded-For header is believed.", live=True),
     Setting("iceball", "port", "27790", read_port, "UDP port for announcements."),
@@ -395,7 +400,7 @@ SETTINGS = (
     Setting("aio", "text_greeting_after", "1.2", read_number(0, 4, float),
             "Seconds of silence before the greeting that text clients wait for."),
     Setting("aio", "news", "", read_text, "What players read under News.", live=True),
-    Setting("aio", "news_file", "", read_text, "A text file with the news instead; read again when it changes.", live=True),
+    Setting("aio", "news_file", "", read_path, "A text file with the news instead; read again when it changes.", live=True),
     Setting("games", "", "", read_text, "Games of your own, announced by HTTP: id = Title.", live=True,
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),

@@ -264,6 +264,12 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual((settings["server.bind"], settings["server.public_address"], settings["address_map"]),
                          (("127.0.0.1", "::1"), "1.2.3.4", {"10.0.0.1": "1.2.3.4"}))
 
+    def test_a_name_for_which_the_locale_has_no_bytes(self) -> None:
+        with mock.patch.object(os, "fsencode", lambda text: text.encode("ascii")):
+            for name in ("server.database", "server.log_file") + ms.TEXT_FILES:
+                section, _, key = name.partition(".")
+                self.wrong("[%s]\n%s = caf\u00e9\n" % (section, key), "[%s] %s = caf\u00e9" % (section, key), "'ascii' codec")
+
     def test_missing_file(self) -> None:
         self.assertRaisesRegex(ms.SettingsError, "nowhere.ini", ms.Settings.load, "nowhere.ini")
         self.assertEqual(command("--check", "--config", "")[0], 2)
