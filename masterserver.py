@@ -8064,7 +8064,7 @@ class HttpAnnouncer(TcpAnnouncer):
             response.begin()
             body = response.read(HTTP_BODY_BYTES)
         except (http.client.HTTPException, ValueError) as error:
-            self.failed("the answer cannot be read: %s" % (error or type(error).__name__), now)
+            self.failed("the answer cannot be read: %s" % ascii(str(error) or type(error).__name__)[:TEXT_CHARACTERS], now)
             return
         self.answered(response.status, body, now)
 

@@ -9881,6 +9881,11 @@ class HttpAnnouncing(unittest.TestCase):
             self.assertIn(words, self.announcer.state)
             self.assertGreater(self.announcer.due, 0.5)
 
+    def test_what_is_no_master_writes_no_lines_of_its_own_into_the_log(self) -> None:
+        for response in b"SSH-2.0-\x1b[31mred\r\n", b"\r\n" * 9, b"\x07" * 9000, b"HTTP/1.1 \x1b[2J\r\n\r\n":
+            self.answered(0.0, response)
+            self.assertRegex(self.announcer.state, "^the answer cannot be read: [ -~]{3,512}$")
+
     def test_no_answer(self) -> None:
         self.announcer.opened(0.0)
         self.announcer.tick(19.0)
