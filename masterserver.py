@@ -1464,7 +1464,7 @@ class Storage:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = os.path.realpath(path) if os.path.islink(path) else path        # SQLite's logs are beside the file that a link leads to
         self.trouble = ""
         self.set_aside = ""
         self.renewed = 0

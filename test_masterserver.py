@@ -1322,6 +1322,23 @@ class Trouble(StorageCase):
         self.recovers(keeper)
         self.assertNotEqual(keeper.set_aside, "")
 
+    @unittest.skipIf(os.name == "nt", "links need a privilege there")
+    def test_a_link_to_a_damaged_file(self):
+        """Of the two it is the file that is set aside, and the new one is where the link leads."""
+        folder = os.path.join(self.folder, "elsewhere")
+        os.mkdir(folder)
+        os.symlink(os.path.join(folder, "master.db"), self.path)
+        with open(self.path, "wb") as file:
+            file.write(b"noise" * 1000)
+        keeper = self.storage()
+        keeper.save([listed(1)], [], [])
+        keeper.close()
+        self.assertEqual(sorted(os.listdir(self.folder)), ["elsewhere", "master.db"])
+        self.assertTrue(os.path.islink(self.path))
+        self.assertEqual(sorted(os.listdir(folder)), ["master.db", os.path.basename(keeper.set_aside)])
+        self.assertEqual(self.storage().load(T0), [listed(1)])
+        self.assertEqual(ms.Storage(":memory:").path, ":memory:")
+
     @unittest.skipIf(os.name == "nt", "an open file cannot be deleted there")
     def test_deleted_or_replaced_under_us(self):
         keeper = self.storage()
