@@ -8929,7 +8929,8 @@ class Log(logging.Handler):
         self.inode = -1
         self.file.close()                           # Windows renames no open file
         if stamp and stamp[1] >= self.limit:
-            names = [self.path] + ["%s.%d" % (self.path, number) for number in range(1, LOG_FILES + 1)]
+            path = os.path.realpath(self.path)      # where a link leads stays the place of the log
+            names = [path] + ["%s.%d" % (path, number) for number in range(1, LOG_FILES + 1)]
             try:
                 for number in range(LOG_FILES, 0, -1):
                     with contextlib.suppress(FileNotFoundError):

@@ -7469,6 +7469,18 @@ class LogTest(unittest.TestCase):
             handler.flush()
             self.assertEqual(self.written(".1")[0][:7], "line 50")
 
+    @unittest.skipIf(ms.WINDOWS, "links need a privilege there")
+    def test_a_log_that_a_link_leads_to_rotates_there(self) -> None:
+        folder = os.path.join(os.path.dirname(self.path), "elsewhere")
+        os.mkdir(folder)
+        os.symlink(os.path.join(folder, "real"), self.path)
+        with mock.patch.object(ms, "LOG_FILE_BYTES", 1000):
+            handler = self.log(self.path)
+            self.write(handler, *["x" * 99] * 15)
+            handler.flush()
+        self.assertEqual((os.path.islink(self.path), len(self.written())), (True, 5))
+        self.assertEqual(sorted(os.listdir(folder)), ["real", "real.1"])
+
     @unittest.skipIf(ms.WINDOWS, "Windows renames no open file")
     def test_a_file_that_is_renamed_or_replaced(self) -> None:
         """As logrotate does; nobody waits for what is no file, and nothing fills the disk where nobody sees it."""
