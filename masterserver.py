@@ -9016,8 +9016,9 @@ def unserved(server: MasterServer) -> List[str]:
 
 
 def writable(path: str) -> bool:
-    """Whether this file can be written, or made if it is not there; nothing is made."""
-    return not os.path.isdir(path) and os.access(path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK)
+    """Whether this file, or where a link leads, can be written, or made if it is not there; nothing is made."""
+    place = path if os.path.exists(path) else os.path.dirname(os.path.realpath(path))
+    return os.path.isdir(place) == (place != path) and os.access(place, os.W_OK)
 
 
 def check(settings: Settings) -> Tuple[List[str], List[str]]:
@@ -9034,13 +9035,13 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         errors += str(error).split("\n")
     server.stop()
     path = settings.file("server.database")
-    if path and (is_special(path) or not writable(path) or not writable(path + "-wal")):         # SQLite makes files beside it
+    if path and (is_special(path) or not writable(path) or not writable(os.path.realpath(path) + "-wal")):         # SQLite makes files beside it
         (errors if "server.database" in settings.given and not has_content(path) else warnings).append(
             "[server] database: %s cannot be written; the list would not outlive a restart." % path)
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
-    elif path and not is_special(path) and not writable(path + ".new"):
+    elif path and not is_special(path) and not writable(os.path.realpath(path) + ".new"):
         warnings.append("[server] log_file: %s cannot be rotated, and would grow; its folder cannot be written." % path)
     bound = settings["server.bind"]
     if any(":" in address for address in bound):

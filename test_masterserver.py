@@ -10795,6 +10795,21 @@ class Checking(unittest.TestCase):
     def test_an_address_that_this_machine_does_not_have(self) -> None:
         self.assertIn("[server] bind", self.check(server__bind="203.0.113.77")[0])
 
+    @unittest.skipIf(ms.WINDOWS, "links need a privilege there")
+    def test_what_a_link_leads_to(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file, link, nowhere = (os.path.join(folder, name) for name in ("file", "link", "nowhere"))
+            ms.write_file(file, b"a file is no folder")
+            os.symlink(os.path.join(folder, "none", "x"), nowhere)
+            os.mkdir(os.path.join(folder, "good"))
+            os.symlink(os.path.join(folder, "good", "x"), link)
+            for name in "log_file", "database":
+                for path in nowhere, os.path.join(file, "x"):
+                    self.assertIn("[server] %s: %s cannot be written" % (name, path), self.check(**{"server__" + name: path})[0])
+                reachable = lambda path, mode: path.startswith(os.path.join(folder, "good"))        # noqa: E731
+                with mock.patch.object(os, "access", reachable):
+                    self.assertNotIn(name, "".join(self.check(**{"server__" + name: link})))
+
     def test_a_log_that_cannot_be_written(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for path in (folder, os.path.join(folder, "none", "log")):
