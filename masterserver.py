@@ -503,7 +503,7 @@ class Settings:
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text (%s); save it as UTF-8" % (path, error)) from None
         if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
-            raise SettingsError("%s: cannot be read; is the name right?" % path)
+            raise SettingsError("%s: cannot be read; is the name right, and may this user read it?" % path)
         self.path, self.found = path, bool(parser.sections())
         self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():

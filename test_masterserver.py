@@ -271,7 +271,7 @@ class SettingsTest(unittest.TestCase):
                 self.wrong("[%s]\n%s = caf\u00e9\n" % (section, key), "[%s] %s = caf\u00e9" % (section, key), "'ascii' codec")
 
     def test_missing_file(self) -> None:
-        self.assertRaisesRegex(ms.SettingsError, "nowhere.ini", ms.Settings.load, "nowhere.ini")
+        self.assertRaisesRegex(ms.SettingsError, "nowhere.ini: .*name right, and may this user", ms.Settings.load, "nowhere.ini")
         self.assertEqual(command("--check", "--config", "")[0], 2)
         self.assertEqual(ms.Settings.load("nowhere.ini", missing_ok=True)["iceball.port"], 27790)
 
