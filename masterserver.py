@@ -7153,7 +7153,7 @@ class MasterServer(Loop):
                          self.health, self.listeners, self.gauges, lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
         self.tell: Callable[[str], None] = lambda state: None       # how we are, to whoever started us
-        self.descriptors = descriptor_limit()
+        self.descriptors: Callable[[int], int] = lambda wanted: descriptor_limit()           # how many there may be, of so many
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_trouble = ""               # why it was not taken over
@@ -7179,6 +7179,7 @@ class MasterServer(Loop):
     # Sockets
 
     def open_all(self) -> None:
+        self.measure_room()                 # sockets want some of it already
         problems = []                       # all of them, as another program often holds several ports
         for row in PROTOCOLS:
             ports = self.settings[row.setting] if row.setting else 0
@@ -7320,7 +7321,8 @@ class MasterServer(Loop):
 
     def measure_room(self) -> None:
         """How many connections there may be, and how many refused ones beside them: as the ini says, and as descriptors allow."""
-        free = max(2, self.descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
+        descriptors = self.descriptors(self.settings["limits.connections_total"] + 2 * REFUSED_CONNECTIONS)
+        free = max(2, descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
         self.most_refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
         self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
         self.most_of_source = self.settings["limits.connections_open"]
@@ -9085,7 +9087,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     manager = ServiceManager()
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
     server.tell = manager.tell
-    server.descriptors = descriptor_limit(raise_to=settings["limits.connections_total"] + 2 * REFUSED_CONNECTIONS)
+    server.descriptors = descriptor_limit
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)

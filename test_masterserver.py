@@ -8529,6 +8529,17 @@ class GameServer:
 
 @unittest.skipUnless(sys.platform == "linux", "limits and processor time as Linux has them")
 class DescriptorsTest(unittest.TestCase):
+    def test_more_connections_by_a_reload(self) -> None:
+        """They want descriptors as those at the start do, and the program may have more than it was given."""
+        import resource
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with RunningServer(preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))) as server:
+            for total in 2000, 3000:            # the default, and more
+                eventually(lambda: resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] > min(total, hard - 1))
+                with open(server.config, "w", encoding="utf-8") as file:
+                    file.write("[limits]\nconnections_total = 3000\n")
+                server.process.send_signal(signal.SIGHUP)
+
     @timing
     def test_64_descriptors_and_200_clients(self) -> None:
         import resource
