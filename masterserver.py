@@ -9091,7 +9091,8 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)
-    signal.set_wakeup_fd(server.wake_out.fileno(), warn_on_full_buffer=False)
+    held = server.wake_out.dup(), server.wake_in.dup()          # as a signal may come when the server has closed its own
+    signal.set_wakeup_fd(held[0].fileno(), warn_on_full_buffer=False)
     if hasattr(gc, "set_threshold"):        # PyPy's collector has no such settings
         gc.set_threshold(*GC_THRESHOLDS)
     gc.disable()                            # nothing that is made until everything listens is garbage
@@ -9123,6 +9124,8 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     finally:
         signal.set_wakeup_fd(-1)
         server.stop()
+        for sock in held:
+            sock.close()
         manager.close()
     for name, tally in server.tallies.items():
         counts = {field: getattr(tally, field) for field in TALLY_HELP}

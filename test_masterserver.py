@@ -7255,6 +7255,13 @@ class LoopTest(unittest.TestCase):
                 while server.process.poll() is None and time.monotonic() < deadline:
                     server.process.send_signal(number)
                     time.sleep(0.001)
+        # When the server has closed everything
+        program = ("import masterserver as ms, os, signal, sys; ms.write_file = lambda path, data: os.kill(os.getpid(), signal.SIGINT)\n"
+                   "def close(self, whole=ms.Loop.close): whole(self), os.kill(os.getpid(), signal.SIGINT)\n"
+                   "ms.Loop.close = close; sys.exit(ms.main())")
+        done = subprocess.run([sys.executable, "-c", program, "--set", "server.bind=127.0.0.1", "--set", "server.database=", "--ready-file", "x"]
+                              + ["--set=%s=" % row.setting for row in ms.PROTOCOLS if row.setting], cwd=HERE, stderr=subprocess.PIPE, timeout=20)
+        self.assertEqual((done.returncode, b"ignored" in done.stderr), (0, False), done.stderr)
 
     def test_never_a_reset(self) -> None:
         """Closing a socket with unread input sends a reset, and a reset ends the player's game."""
