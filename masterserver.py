@@ -9181,7 +9181,9 @@ def command_export(arguments: argparse.Namespace) -> int:
             complain(str(error))
         else:
             say(done)
-        time.sleep(arguments.every)
+        pauses = math.ceil(arguments.every)
+        for _ in range(pauses):             # Ctrl+Break interrupts none, and would be heeded at the end of a long one
+            time.sleep(arguments.every / pauses)
 
 
 def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> str:
