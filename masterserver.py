@@ -8360,7 +8360,8 @@ class Announcement(Loop):
             if status is None:
                 status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if status:
-                raise OSError(status, os.strerror(status))
+                windows = getattr(socket, "errorTab", {})           # whose strerror() does not know the numbers of its sockets
+                raise OSError(status, windows.get(status) or os.strerror(status))
             self.server.address = canonical(sock.getsockname()[0])
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:

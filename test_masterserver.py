@@ -10220,6 +10220,14 @@ class Announcing(unittest.TestCase):
             with self.assertRaises(ValueError):
                 ms.read_players(line)
 
+    def test_no_connection_is_told_in_the_words_of_the_system(self) -> None:
+        """Windows keeps those of its sockets elsewhere."""
+        with socket.socket() as closed, mock.patch.object(ms.socket, "errorTab", {errno.ECONNREFUSED: "Nobody there."}, create=True), \
+                self.assertLogs("masterserver") as logs:
+            closed.bind(("127.0.0.1", 0))
+            with ms.Announcement("aio", 27010, ["127.0.0.1:%d" % closed.getsockname()[1]]):
+                eventually(lambda: any("no connection: Nobody there." in line for line in logs.output))
+
     def test_questions_are_answered_where_the_port_is_free(self) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game, self.assertLogs("masterserver", "INFO") as logs:
             game.bind(("0.0.0.0", 0))
