@@ -1390,6 +1390,7 @@ WIDTHS = {MINUTE: 2, QUARTER: 4, HOUR: 4}                           # bytes of a
 SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH), "year": (HOUR, YEAR)}
 SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1 = n players
 SPARKLINE_HOURS = 24
+WALL_END = 3e10             # the year 2920: times on disk beyond it, or before 1970, are noise, and Windows has no calendar for them
 
 STORAGE_BUSY_SECONDS = 0.2  # how long SQLite waits for another program's lock; the next batch tries again, and a server's page waits for this thread
 WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
@@ -1520,11 +1521,11 @@ class Storage:
         return not (listed or seen or gone) or self._run(work)
 
     def known(self, game: str, address: str, port: int) -> Optional[Remembered]:
-        """What is remembered of a server, also of one that left within the year; None if nothing is."""
+        """What is remembered of a server, also of one that left within the year; None if nothing is, or its times are noise."""
         rows = self._run(lambda db: typed(db.execute(
             "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields FROM server LEFT JOIN listed"
             " ON id = server WHERE id = " + SERVER_ID, (game, address, port)), float, float, str), "BEGIN")
-        return Remembered(*rows[0]) if rows else None
+        return Remembered(*rows[0]) if rows and all(0 <= at < WALL_END for at in rows[0][:2]) else None
 
     # -- history
 
@@ -6742,7 +6743,6 @@ class Worker:
 
 SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 1,250 rows a second, one per cent of a core
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again; who is asked has longer (list_again)
-WALL_END = 1e11                     # the year 5138: times on disk beyond it are noise, and no calendar has them
 SAVE_LATE_S = 10.0                  # a batch takes milliseconds, on a disk that has to spin up some seconds: from here on that is trouble
 TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from …

@@ -795,6 +795,18 @@ class RegistryOnDisk(StorageCase):
         self.assertEqual(keeper.known(*listed(1)[:3]), ms.Remembered(T0, T0 + ms.DAY, '{"name":"new"}'))
         self.assertIsNone(keeper.known("aio", *listed(1)[1:3]))
 
+    def test_who_was_here_at_no_time_is_not_known(self):
+        """Not each calendar has all the times that noise can make."""
+        keeper = self.storage()
+        keeper.save([listed(1)], [], [])
+        keeper.save([], [], [listed(1)[:3]])
+        for column in ("first_seen", "last_seen"):
+            for time_of_noise in (-1.0, 4e10, 1e15, float("inf")):
+                with sqlite3.connect(self.path) as db:
+                    db.execute("UPDATE server SET %s = ?" % column, (time_of_noise,))
+                db.close()
+                self.assertIsNone(keeper.known(*listed(1)[:3]))
+
     def test_of_those_here_equally_long_the_ones_gone_longest_are_forgotten_when_there_are_too_many(self):
         keeper = self.storage()
         with mock.patch.object(ms, "KNOWN_SERVERS", 100):
