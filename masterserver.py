@@ -8712,7 +8712,8 @@ def say(text: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # for what is left, which the interpreter writes at its end
-        raise ToolError(EXIT_FAILED, "" if isinstance(error, BrokenPipeError) else "standard output: %s" % error) from None
+        gone = error.errno in (errno.EPIPE, errno.EINVAL)          # the latter under Windows
+        raise ToolError(EXIT_FAILED, "" if gone else "standard output: %s" % error) from None
 
 
 def reason(error: Exception) -> str:

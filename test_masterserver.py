@@ -9172,6 +9172,13 @@ class ClientTools(unittest.TestCase):
                     self.assertRegex(complaint.decode(), "^masterserver.py: %s\n$" % message if message else "^$")
                     self.assertEqual((process.returncode, said), (1 if message else 0, b""))
 
+    def test_a_reader_that_has_gone_under_windows(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            pipe = mock.Mock(encoding="utf-8", fileno=file.fileno, write=mock.Mock(side_effect=OSError(errno.EINVAL, "Invalid argument")))
+            with mock.patch.object(sys, "stdout", pipe), self.assertRaises(ms.ToolError) as raised:
+                ms.say("a list")
+        self.assertEqual((raised.exception.status, str(raised.exception)), (1, ""))
+
     def test_a_terminal_that_cannot_show_it(self) -> None:
         result = subprocess.run([*START, "--check", "--set", "server.database=/no/\u0416/x"], capture_output=True, timeout=20,
                                 env=dict(os.environ, PYTHONIOENCODING="cp1252"))
