@@ -8130,6 +8130,7 @@ class SourceLimitsTest(unittest.TestCase):
                     answers += 1
             self.assertEqual((answers, server.tallies["iceball"].limited), (20, 10))
 
+    @mock.patch.object(ms, "TICK_S", 0.1)
     def test_a_flood_in_a_servers_name_does_not_make_it_silent(self) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
             game.bind(("127.0.0.1", 0))
@@ -8457,7 +8458,7 @@ class SlowPeersTest(unittest.TestCase):
                 sender = threading.Thread(target=send)
                 sender.start()
                 try:
-                    sender.join(1.0)            # long enough for all that the peer would be let send
+                    sender.join(0.3)            # long enough for all that the peer would be let send
                     held = sum(len(connection.session.buffer) for connection in list(server.connections))
                 finally:
                     go_on.set()
@@ -8741,6 +8742,7 @@ class DiskTest(unittest.TestCase):
             self.assertEqual((keeper.health, waiting), ({}, []))
         self.assertEqual([record.levelname for record in logged.records], ["ERROR", "INFO"])
 
+    @mock.patch.object(ms, "TICK_S", 0.1)
     def test_a_page_does_not_wait_for_a_disk_that_hangs(self) -> None:
         """It says so; what the disk gives in the end is nobody's, and a connection that still lives then hears no more."""
         go_on = threading.Event()
