@@ -422,7 +422,7 @@ SETTINGS = (
     Setting("limits", "datagrams", "100/400", read_rate,
             "Datagrams from one source (an IPv4 address, an IPv6 /64): a second / at once. 32 busy servers send 32 at once.", live=True),
     Setting("limits", "requests", "10/50", read_rate,
-            "Pings, list and page requests from one source: a second / at once.", live=True),
+            "Pings, list and page requests from one source, by UDP and by TCP so many each: a second / at once.", live=True),
     Setting("limits", "connections", "20/100", read_rate, "New connections from one source: a second / at once.", live=True),
     Setting("limits", "connections_open", "64", read_number(1, 100000), "Open connections of one source.", live=True),
     Setting("limits", "connections_total", "2000", read_number(8, 100000),
