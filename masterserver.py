@@ -4461,6 +4461,7 @@ const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500;
 const PLAYERS_MAX = 65535;                              // as the master counts them
 const SEEN = 6, ADDRESS = 7;                            // columns that do not fade: one always moves, one never changes
 const table = document.querySelector('#servers');
+const LIVE = table ? '#servers' : '[data-live]';        // a page with it is refreshed from one that has it too
 const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
 const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
 const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
@@ -4649,7 +4650,7 @@ function patch(page, fading) {
     part.replaceChildren(...fresh.childNodes);
     addCopyButtons(part);
   }
-  if (table && page.querySelector('#servers')) {
+  if (table) {
     patchRows(page, fading);
     const empty = document.querySelector('#empty');
     empty.hidden = order.length > 0 || capped;
@@ -4674,13 +4675,13 @@ async function refresh() {
   try {
     const answer = await fetch(url, {cache: 'no-cache', signal: AbortSignal.timeout(ANSWER_MS)});
     if (!answer.ok) throw answer.status;
-    const text = await answer.text();
+    const text = await answer.text(), page = text !== lastText && new DOMParser().parseFromString(text, 'text/html');
+    if (page && !page.querySelector(LIVE)) throw new Error('a page of a proxy, such as one to log in');
     skew = Date.parse(answer.headers.get('date')) - Date.now() || 0;
     if (Math.abs(skew) < 2000) skew = 0;                // Date has whole seconds, and the answer was on its way
     lastAnswer = Date.now();
     failed = '';
-    if (text !== lastText && url === source() && !reading()) {
-      const page = new DOMParser().parseFromString(text, 'text/html');
+    if (page && url === source() && !reading()) {
       if (table && !capped && +page.querySelector('#servers').dataset.total > rowsOf(page).length) capped = true;
       if (url === source()) {                           // else: it has too many rows, ask it to search
         patch(page, url === lastUrl);
@@ -4742,7 +4743,7 @@ if (table) {
   if (view.name || view.players_min) refresh();         // it came filtered: fetch the rest
 }
 
-if (document.querySelector('[data-live]')) {
+if (document.querySelector(LIVE)) {
   setInterval(refresh, REFRESH_MS);
   document.addEventListener('visibilitychange', refresh);
 }

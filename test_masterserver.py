@@ -4656,7 +4656,7 @@ class Site:
     """The pages over HTTP from `servers`, which a test may change; `down` makes every page answer 503."""
 
     def __init__(self):
-        self.servers, self.sparks, self.down, self.asked = [], {}, False, []
+        self.servers, self.sparks, self.down, self.asked, self.look = [], {}, False, [], LOOK
         site = self
 
         class Exchange(http.server.BaseHTTPRequestHandler):
@@ -4708,7 +4708,7 @@ class Site:
             text = ms.check_page(address, int(query.get("port") or 0), [], findings,
                                     [server for server in self.servers if server.address == address], WALL, LOOK)
         elif parts.path == "/":
-            text = render_list(self.servers, query, self.sparks)
+            text = render_list(self.servers, query, self.sparks, self.look)
         else:
             text = ms.error_page(404, "Nothing here", "No page has this address.", LOOK)
         return "text/html; charset=utf-8", text.encode("utf-8")
@@ -5038,7 +5038,7 @@ class BrowserTest(unittest.TestCase):
         cls.addClassCleanup(cls.browser.stop)
 
     def setUp(self):
-        self.site.servers, self.site.down = make_servers(60), False
+        self.site.servers, self.site.down, self.site.look = make_servers(60), False, LOOK
         self.site.sparks = {(server.address, server.port): ms.sparkline(make_day(server, index)[:24])
                             for index, server in enumerate(self.site.servers)}
         self.browser.resize(1280)
@@ -5233,6 +5233,23 @@ class BrowserTest(unittest.TestCase):
         self.refresh()
         until(self.names)
         self.assertNotIn("No servers yet", self.js("document.querySelector('main').innerText"))
+
+    def test_an_own_template_of_the_table_alone_is_refreshed(self):
+        self.site.look = SimpleNamespace(**dict(vars(LOOK), template=ms.list_template("<!doctype html>$head$table")))
+        self.open()
+        self.site.servers = self.site.servers[:3]
+        self.refresh()
+        until(lambda: len(self.names()) == 3)
+
+    def test_a_page_of_a_proxy_is_no_answer(self):
+        """A network that wants a log-in answers everything with its own page, and 200."""
+        for target in "/", "/check?address=192.0.2.77":
+            self.open(target)
+            since = self.js("lastAnswer")
+            self.js("window.fetch = () => Promise.resolve(new Response('<h1>Log in</h1>'))")
+            self.refresh()
+            until(lambda: "The master does not answer. This" in self.status())
+            self.assertEqual(self.js("lastAnswer"), since, "since when the page is old")
 
     def test_capped_list_is_searched_by_the_master(self):
         self.site.servers = make_servers(2100)
