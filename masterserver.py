@@ -4197,10 +4197,10 @@ CHECK_PAGE = string.Template("""\
 <label>Port <input type="number" name="port" value="$port" min="1" max="65535" placeholder="any"></label>
 <button>Check</button>
 </form>
-<section id="listed" data-live>
+<section id="listed"$live>
 <h2>$verdict</h2>
 $listed</section>
-<section id="findings" data-live>
+<section id="findings"$live>
 <h2>What arrived</h2>
 $findings</section>
 """)
@@ -4932,7 +4932,8 @@ def server_page(server: Any, known: Any, series: Any, span: str, wall: float, lo
 def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findings: Iterable[tuple], listed: Sequence[Any], wall: float,
                look: Any) -> Html:
     """What became of what an address sent. port: 0 for any; state: (what holds for the address, what to do); findings: (when, protocol,
-    address, port, outcome, what to do), the latest first; listed: the servers of this address that are listed now."""
+    address, port, outcome, what to do), the latest first; listed: the servers of this address that are listed now; wall: 0.0 if none of it
+    changes with time."""
     item = string.Template('<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>\n')
     servers = "".join(fill(
         item, link=server_link(server), name=server.name or endpoint(server.address, server.port), badges=badges(server),
@@ -4943,7 +4944,7 @@ def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findin
         for when, protocol, peer, peer_port, outcome, todo in findings])
     whom = endpoint(address, port) if port else address
     return page(look, "Is my server listed?", fill(
-        CHECK_PAGE, address=address, port=port or "",
+        CHECK_PAGE, address=address, port=port or "", live=Html(" data-live" if wall else ""),
         verdict="Listed now: " + plural(len(listed), "server") if listed else "Nothing at %s is listed now" % whom,
         listed=Html('<ul class="servers">\n%s</ul>\n' % servers) if listed else "",
         findings=Html('<ol class="findings">\n%s</ol>\n' % what) if what else fill(string.Template(

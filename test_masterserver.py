@@ -5620,6 +5620,7 @@ class WebTest(unittest.TestCase):
         self.assertEqual(status, 400)
         for text in (b'name="address" value="play.example.org&quot;"', b'name="port" value="7"', b"That is not an IP address"):
             self.assertIn(text, body)
+        self.assertNotIn(b"data-live", body, "a refresh would be told of error 400")
 
     def test_check_tells_who_sends_too_much(self) -> None:
         def told(now: float, address: str = "203.0.113.9") -> bool:
