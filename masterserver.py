@@ -4529,6 +4529,7 @@ const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base
 const players = row => parseInt(row.cells[4].textContent);
 const fold = text => text.toLowerCase().toUpperCase();  // ß as ss: what Python's casefold() takes for one is one
 const nameOf = row => row.querySelector('bdi').textContent;
+const labelOf = element => element.getAttribute('aria-label') || element.getAttribute('href');
 const keyOf = row => row.querySelector('a').getAttribute('href');
 let order = [];                                         // the rows in the master's order
 let capped = false;                                     // the master has more rows than a page shows: it must search
@@ -4644,11 +4645,14 @@ function patch(page, fading) {
   const held = document.activeElement, row = held.closest('#servers tbody tr');
   const tag = held.tagName, inAddress = row && row.cells[ADDRESS].contains(held);
   for (const part of document.querySelectorAll('[data-live]')) {
-    const fresh = page.getElementById(part.id);
-    if (!fresh || fresh.innerHTML === lastParts.get(part.id) || part.contains(held)) continue;
-    lastParts.set(part.id, fresh.innerHTML);
+    const fresh = page.getElementById(part.id), text = fresh && fresh.innerHTML, within = part.contains(held);
+    if (!fresh || text === lastParts.get(part.id)) continue;
+    addCopyButtons(fresh);
+    const heir = within && [...fresh.querySelectorAll(tag)].find(element => labelOf(element) === labelOf(held));
+    if (within && !heir) continue;
+    lastParts.set(part.id, text);
     part.replaceChildren(...fresh.childNodes);
-    addCopyButtons(part);
+    if (heir) heir.focus({preventScroll: true});
   }
   if (table) {
     patchRows(page, fading);
@@ -4663,9 +4667,10 @@ function patch(page, fading) {
   }
 }
 
-function reading() {                                    // text held selected in the table: nothing may move under it
+function reading() {                                    // text held selected in what is refreshed: nothing may move under it
   const selection = getSelection();
-  return table && !selection.isCollapsed && selection.getRangeAt(0).intersectsNode(table);
+  return !selection.isCollapsed
+    && [...document.querySelectorAll('#servers, [data-live]')].some(part => selection.getRangeAt(0).intersectsNode(part));
 }
 
 async function refresh() {

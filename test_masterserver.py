@@ -5189,6 +5189,23 @@ class BrowserTest(unittest.TestCase):
                                            for server in sorted(self.site.servers, key=lambda server: -server.players)
                                            if "a" in server.name.lower()][1:])
 
+    def test_live_update_of_a_server_keeps_focus_and_selection(self):
+        server = self.site.servers[7]
+        self.open("/server?game=%s&address=%s&port=1" % (server.game, server.address))
+        self.js("document.querySelector('#facts .copy').focus()")               # as whoever has clicked it
+        server.mode = "Newer"
+        self.refresh()
+        until(lambda: "Newer" in self.js("document.querySelector('#facts').textContent"))
+        self.assertEqual(self.js("document.activeElement.getAttribute('aria-label')"), "Copy " + ms.endpoint(server.address, server.port))
+        self.assertEqual(self.js("document.querySelectorAll('#facts .copy').length"), 1)
+        self.js("getSelection().selectAllChildren(document.querySelector('#facts dd'))")
+        selected, server.mode = self.js("String(getSelection())"), "Newest"
+        self.js("refresh()")
+        self.assertEqual(self.js("String(getSelection())"), selected)
+        self.js("getSelection().removeAllRanges()")
+        self.refresh()
+        until(lambda: "Newest" in self.js("document.querySelector('#facts').textContent"))
+
     def test_master_away(self):
         self.open()
         self.site.down = True
