@@ -4605,10 +4605,10 @@ function tellStatus() {
     : number(total) + (total === 1 ? ' server' : ' servers'));
 }
 
-function source() {                                     // filters stay here, unless the master has too many rows
+function source(search = capped) {                      // filters stay here, unless the master has too many rows
   if (!table) return location.pathname + location.search;
   const query = new URLSearchParams(), now = viewQuery();
-  for (const key of capped ? ['game', 'name', 'players_min'] : ['game']) if (now.get(key)) query.set(key, now.get(key));
+  for (const key of search ? ['game', 'name', 'players_min'] : ['game']) if (now.get(key)) query.set(key, now.get(key));
   return location.pathname + (String(query) && '?' + query);
 }
 
@@ -4687,7 +4687,7 @@ async function refresh() {
     lastAnswer = Date.now();
     failed = '';
     if (page && url === source() && !reading()) {
-      if (table && !capped && +page.querySelector('#servers').dataset.total > rowsOf(page).length) capped = true;
+      if (table && url === source(false)) capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
       if (url === source()) {                           // else: it has too many rows, ask it to search
         patch(page, url === lastUrl);
         [lastText, lastUrl] = [text, url];

@@ -5278,6 +5278,23 @@ class BrowserTest(unittest.TestCase):
         self.type("[name=name]", "")
         until(lambda: len(self.names()) == 2000)
 
+    def test_a_list_is_capped_no_longer_than_it_is_long(self):
+        for query in "", "?name=nobody":
+            self.site.servers = make_servers(2100)
+            self.open("/" + query)
+            self.type("[name=name]", "")
+            until(lambda: "of 2,100 servers. Search" in self.status())
+            self.site.servers = make_servers(60)
+            self.refresh()
+            until(lambda: self.status() == "60 servers")
+            self.type("[name=name]", "lazy")
+            self.assertEqual(self.status(), "%d of 60 servers shown" % len(self.names()))
+            self.type("[name=name]", "")
+            self.site.servers = []                      # the master was restarted without its database
+            self.refresh()
+            until(lambda: self.js("!document.querySelector('#empty').hidden"))
+            self.assertTrue(self.js("table.hidden"))
+
     def test_search_finds_what_the_master_finds(self):
         """By name or address, in whatever case; the same among the rows at hand and where the master has to search."""
         for count in 60, 2100:
