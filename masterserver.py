@@ -4660,7 +4660,6 @@ function patch(page, fading) {
     empty.hidden = order.length > 0 || capped;
     table.hidden = !order.length && !empty.hidden;
     show();
-    keepView();
     if (row && row.isConnected && document.activeElement !== held)      // a row that moved or changed keeps the focus
       (held.isConnected ? held : (inAddress ? row.cells[ADDRESS] : row).querySelector(tag))
         .focus({preventScroll: true});
@@ -4700,6 +4699,7 @@ async function refresh() {
   asking = false;
   if (!reading()) tellTimes();
   tellStatus();
+  if (table) keepView();                                // tabs may be new, and a browser takes no more than so many addresses at once
   if (url !== source()) refresh();                      // the view moved on while the answer came
 }
 
@@ -4727,9 +4727,9 @@ if (table) {
       view.name = form.elements.name.value;
       view.players_min = String(Math.min(PLAYERS_MAX, Math.max(0, Math.ceil(form.elements.players_min.value))) || '');
       view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
-      keepView();
       show();
       if (capped) refresh();
+      keepView();
     });
   }
   for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
@@ -4739,8 +4739,8 @@ if (table) {
       const column = COLUMNS[index], ways = [column, '-' + column];
       if (LARGEST_FIRST.includes(column)) ways.reverse();
       view.sort = view.sort === ways[0] ? ways[1] : view.sort === ways[1] ? '' : ways[0];
-      keepView();
       show();
+      keepView();
     });
   }
   keepView();
