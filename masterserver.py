@@ -4112,11 +4112,11 @@ TOTALS = string.Template("""\
 
 SEARCH = string.Template("""\
 <form id="search" action="/" role="search">
-$game<label>Name <input type="search" name="name" value="$name" autocomplete="off" spellcheck="false"></label>
+$game<label>Name <input type="search" name="name" value="$name" maxlength="%d" autocomplete="off" spellcheck="false"></label>
 <label>Players from <input type="number" name="players_min" value="$players_min" min="0" max="65535"></label>
 <button>Search</button>
 </form>
-""")
+""" % NAME_CHARACTERS)
 
 HINT = string.Template("""\
 <p>$whom</p>

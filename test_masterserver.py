@@ -5305,6 +5305,14 @@ class BrowserTest(unittest.TestCase):
         self.js("delete history.replaceState; refresh()")
         until(lambda: self.js("location.search") == "?name=lazy")
 
+    def test_no_name_is_too_long_for_the_master(self):
+        self.site.servers = make_servers(2100)
+        self.open()
+        self.js("document.querySelector('[name=name]').focus()")
+        self.browser.call("Input.insertText", text="\u4e2d" * 1000)
+        until(lambda: self.status() == "No server matches.")
+        self.assertLess(len(max((path for path, status in self.site.asked), key=len)), ms.HTTP_LINE_BYTES // 2)
+
     def test_search_finds_what_the_master_finds(self):
         """By name or address, in whatever case; the same among the rows at hand and where the master has to search."""
         for count in 60, 2100:
