@@ -4597,7 +4597,7 @@ function tellStatus() {
   status.classList.toggle('old', failed !== '');
   const visible = order.filter(row => !row.hidden).length, total = table && Math.max(+table.dataset.total, order.length);
   put(status, failed
-    ? failed + ' This ' + (table ? 'list' : 'page') + ' is from ' + new Date(lastAnswer).toLocaleTimeString() + '.'
+    ? failed + ' This ' + (table ? 'list' : 'page') + ' is from ' + new Date(lastAnswer).toLocaleString() + '.'
     : !table ? ''
     : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
     : !visible ? document.querySelector('#empty').hidden ? 'No server matches.' : ''

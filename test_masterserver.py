@@ -5267,6 +5267,8 @@ class BrowserTest(unittest.TestCase):
             self.refresh()
             until(lambda: "The master does not answer. This" in self.status())
             self.assertEqual(self.js("lastAnswer"), since, "since when the page is old")
+            self.js("lastAnswer = Date.UTC(2001, 1, 14); tellStatus()")
+            self.assertIn("2001", self.status(), "a tab may be open for days")
 
     def test_capped_list_is_searched_by_the_master(self):
         self.site.servers = make_servers(2100)
