@@ -5941,6 +5941,8 @@ class Web(TcpProtocol):
         text = request.query.get("address", "").strip()[:100] or request.address
         port = whole_number(request, "port", 0, 65535)
         try:
+            if re.search(r"\.[0-9]+:|\]:", text):           # as the lists have it, and their copy button
+                text, port = read_numeric_endpoint(text)
             address = canonical(read_address(text))
         except ValueError:
             return Answer(check_page(text, port, [("That is not an IP address", "A server's address is a number such as 203.0.113.7.")],

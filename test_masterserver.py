@@ -5669,6 +5669,16 @@ class WebTest(unittest.TestCase):
                 page = self.get("/")[2].decode()
             self.assertEqual(page.count('<tr'), 1 + min(rows, 300), rows)
 
+    def test_check_takes_an_address_as_the_list_has_it(self) -> None:
+        for address in "203.0.113.9", "2001:db8::9", "::ffff:203.0.113.7", "2001:db8::203.0.113.7":
+            for asked, port in ((address, ""), (ms.endpoint(address, 27790), "27790")):
+                status, _, body = self.get("/check?address=" + asked)
+                self.assertEqual(status, 200, asked)
+                self.assertIn(b'name="address" value="%s"' % ms.canonical(address).encode(), body)
+                self.assertIn(b'name="port" value="%s"' % port.encode(), body)
+        for asked in "203.0.113.9:", "203.0.113.9:70000", "[2001:db8::9]:x", "[2001:db8::9]:":
+            self.assertEqual(self.get("/check?address=" + asked)[0], 400, asked)
+
     def test_check_of_what_is_no_address(self) -> None:
         status, _, body = self.get('/check?address=play.example.org"&port=7')
         self.assertEqual(status, 400)
