@@ -8892,7 +8892,8 @@ class Log(logging.Handler):
     def __init__(self, path: str) -> None:
         """`path`: "" for standard error. Raises OSError; io.UnsupportedOperation where that is no file."""
         with contextlib.suppress(OSError):
-            if is_special(path) and sys.stderr is not None and os.path.samestat(os.stat(path), os.fstat(sys.stderr.fileno())):
+            # Under Windows no device can be told from another
+            if not WINDOWS and is_special(path) and sys.stderr is not None and os.path.samestat(os.stat(path), os.fstat(sys.stderr.fileno())):
                 path = ""               # /dev/stderr, which cannot be opened where it is a socket, as under systemd
         self.path, self.limit, self.inode = path, LOG_FILE_BYTES, -1
         self.taken = self.written = self.lost = 0           # lines

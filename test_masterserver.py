@@ -7550,6 +7550,13 @@ class LogTest(unittest.TestCase):
             subprocess.run([sys.executable, "-c", script], cwd=HERE, stderr=ours, timeout=20, check=True)
             self.assertIn(b"INFO told\n", theirs.recv(4096))
 
+    def test_nul_under_windows_is_not_standard_error(self) -> None:
+        """Of all that is no file it tells the same."""
+        device = os.stat_result((0o20000,) + (0,) * 9)          # a character device
+        with mock.patch.object(ms, "WINDOWS", True), mock.patch.object(os, "stat", lambda path: device), \
+                mock.patch.object(os, "fstat", lambda descriptor: device):
+            self.assertEqual(self.log(os.devnull).path, os.devnull)
+
     @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
     def test_a_pipe_takes_the_log_before_and_after_its_reader(self) -> None:
         os.mkfifo(self.path)
