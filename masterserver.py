@@ -1465,7 +1465,8 @@ class Storage:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = os.path.realpath(path) if os.path.islink(path) else path        # SQLite's logs are beside the file that a link leads to
+        # SQLite's logs are beside the file that a link leads to; and the program around us may work in another folder later
+        self.path = os.path.realpath(path) if os.path.islink(path) else path if path == ":memory:" else os.path.abspath(path)
         self.trouble = ""
         self.set_aside = ""
         self.renewed = 0

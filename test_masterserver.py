@@ -1357,6 +1357,18 @@ class Trouble(StorageCase):
         self.assertEqual(self.storage().load(T0), [listed(1)])
         self.assertEqual(ms.Storage(":memory:").path, ":memory:")
 
+    def test_whoever_embeds_it_works_in_another_folder_later(self):
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.folder)
+        keeper = ms.Storage("master.db")
+        self.addCleanup(keeper.close)
+        keeper.save([listed(1)], [], [])
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        keeper.save([listed(2)], [], [])
+        self.assertEqual((keeper.renewed, os.listdir(".")), (1, []))
+        self.assertEqual(self.storage().load(T0), [listed(1), listed(2)])
+
     @unittest.skipIf(os.name == "nt", "an open file cannot be deleted there")
     def test_deleted_or_replaced_under_us(self):
         keeper = self.storage()
