@@ -1466,7 +1466,7 @@ class Storage:
 
     def __init__(self, path: str) -> None:
         # SQLite's logs are beside the file that a link leads to; and the program around us may work in another folder later
-        self.path = os.path.realpath(path) if os.path.islink(path) else path if path == ":memory:" else os.path.abspath(path)
+        self.path = path if path == ":memory:" else os.path.realpath(path)
         self.trouble = ""
         self.set_aside = ""
         self.renewed = 0
