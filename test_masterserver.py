@@ -5142,10 +5142,14 @@ class BrowserTest(unittest.TestCase):
         until(lambda: len(self.names()) == sum(server.game == "subspace" and server.players > 0
                                                for server in self.site.servers))
 
-    def test_live_update_keeps_focus_and_scroll(self):
+    def hurry(self):
+        """From the next page on, each of this test is refreshed once a second."""
         hurry = self.browser.call("Page.addScriptToEvaluateOnNewDocument", source="""
             const interval = setInterval; window.setInterval = (call, time) => interval(call, time / 5)""")
         self.addCleanup(self.browser.call, "Page.removeScriptToEvaluateOnNewDocument", **hurry)
+
+    def test_live_update_keeps_focus_and_scroll(self):
+        self.hurry()
         self.open()
         # Far down, with the focus on a link in a row whose name changes
         self.js("window.mark = document.querySelectorAll('tbody tr')[40]; mark.querySelector('a').focus(); 0")
@@ -5293,6 +5297,7 @@ class BrowserTest(unittest.TestCase):
         until(lambda: len(self.names()) == 2000)
 
     def test_a_list_is_capped_no_longer_than_it_is_long(self):
+        self.hurry()
         for query in "", "?name=nobody":
             self.site.servers = make_servers(2100)
             self.open("/" + query)
@@ -7476,6 +7481,7 @@ class LogTest(unittest.TestCase):
             with open(os.path.join(server.folder.name, "master.log"), encoding="utf-8") as file:
                 eventually(lambda: file.seek(0) == 0 and "the page is at http://" in file.read())
 
+    @mock.patch.object(ms, "LOG_RETRY_S", 0.01)
     def test_who_does_not_read_stops_nothing(self) -> None:
         """Lines for which there is no room are counted where they are missing, and all others arrive."""
         pairs: List[Tuple[int, ...]] = [os.pipe()]
