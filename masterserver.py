@@ -5369,13 +5369,20 @@ class HttpSession(Session):
         if isinstance(answer, Later):
             (self.job, self.then, self.on_disk), self.waiting = answer, exchange
             return None
+        lasting = answer.etag and self.edition == self.web.edition
+        request = (PROXIED if exchange.client else b"") + self.request_bytes
+        kept = self.web.memo.get(request) if lasting else None
+        if kept is not None:                # many may have waited for the same long list
+            kept.count[0] += 1
+            self.done = kept.close
+            return kept.response
         response = exchange.response(answer)
         count = self.web.requests[exchange.route, exchange.status]
         count[0] += 1
         self.done = exchange.close_connection
-        if answer.etag and self.edition == self.web.edition:
+        if lasting:
             response = Lasting(response)
-            self.web.remember((PROXIED if exchange.client else b"") + self.request_bytes, Kept(response, self.done, count, exchange.client))
+            self.web.remember(request, Kept(response, self.done, count, exchange.client))
         return response
 
     def resume(self, result: Any, now: float) -> bytes:
@@ -5660,7 +5667,7 @@ class Web(TcpProtocol):
         self.memo_bytes = 0
 
     def remember(self, request: bytes, kept: Kept) -> None:
-        if len(request) > HTTP_MEMO_REQUEST_BYTES or request in self.memo or self.leaving:
+        if len(request) > HTTP_MEMO_REQUEST_BYTES or self.leaving:
             return
         size = len(request) + len(kept.response)
         if self.memo_bytes + size > HTTP_MEMO_BYTES:

@@ -5608,6 +5608,19 @@ class WebTest(unittest.TestCase):
         found = json.loads(self.get("/servers.json", now=100.0)[2].decode())["servers"]
         self.assertEqual(found[1]["first_seen"], 1.7e9)
 
+    def test_many_who_wait_for_one_list_share_the_answer(self) -> None:
+        """It counts once among what waits for slow readers; each with a copy, they would be cut off for it."""
+        self.list(name="S")
+        with mock.patch.object(ms, "RENDER_INLINE_SERVERS", 0):
+            requests = [b"GET /master.json HTTP/1.1\r\nHost: %s\r\n\r\n" % host for host in (b"x", b"x", b"y")]
+            waiting = [self.web.session("127.0.0.1", 0.0) for _ in requests]
+            self.assertEqual([session.receive(request, 0.0) for session, request in zip(waiting, requests)], [b""] * 3)
+            first, second, other = [session.resume(session.job(), 0.5) for session in waiting if session.job]
+        self.assertIs(first, second)
+        self.assertIsNot(first, other)
+        self.assertEqual(len(json.loads(split_response(first)[2].decode())["servers"]), 1)
+        self.assertEqual(self.web.requests["/master.json", 200], [3])
+
     def test_hostile_names(self) -> None:
         names = ["<script>alert(1)</script>", "\"quoted\\ 'twice'", "new\nline", "\u2028sep", "\x7f\x00\x1b[1mz", "\U0001f600", "&amp;", "\ud800"]
         for port, name in enumerate(names, 1):
