@@ -6748,6 +6748,9 @@ class Worker:
                 done(result, now)
             except Exception:
                 log.exception("an error of the program after work of the thread %s", self.name)
+            if self.results and time.monotonic() - now >= TURN_S:       # each may be a long answer, to be bounded with the others
+                self.wake()
+                return
 
     def stop(self, timeout: float) -> bool:
         """True: it has ended. False: it is still at something."""
@@ -7564,7 +7567,9 @@ class MasterServer(Loop):
         self.lists.stop(STOP_DISK_S)
         ended = self.disk.stop(STOP_DISK_S)
         for worker in (self.lists, self.disk):
-            worker.deliver(now)
+            while worker.results:
+                worker.deliver(now)
+                self.bound_output(now)
         if self.keeper and ended:
             self.keeper.close(now, time.time())
         elif self.keeper:                   # whoever touched the file now would wait for that thread

@@ -8811,6 +8811,24 @@ class FaultsTest(unittest.TestCase):
             worker.deliver(now)
         self.assertEqual(told, [1.0, 2.0, 3.0])
 
+    def test_results_are_delivered_in_turns(self) -> None:
+        """Each may be a long answer: the UDP sockets have their turn between them, and output is bounded."""
+        clock, told, woken = [100.0], [], mock.Mock()
+        worker = ms.Worker("test", woken)
+
+        def done(result: Any, now: float) -> None:
+            told.append(result)
+            clock[0] += 0.006
+        worker.results.extend((done, number) for number in range(5))
+        with mock.patch.object(time, "monotonic", lambda: clock[0]):
+            for count, wakes in ((2, 1), (4, 2), (5, 2)):
+                worker.deliver(clock[0])
+                self.assertEqual((len(told), woken.call_count), (count, wakes))
+            server = master()
+            server.lists.results.extend((done, number) for number in range(5))
+            server.stop()                   # at the end all of them have theirs
+        self.assertEqual(len(told), 10)
+
     def test_no_list_waits_for_a_disk_that_hangs(self) -> None:
         go_on = threading.Event()
         with master(http__ports="0") as server, mock.patch.object(ms, "GZIP_INLINE_BYTES", 0):
