@@ -5382,7 +5382,7 @@ class HttpSession(Session):
         self.done = exchange.close_connection
         if lasting:
             response = Lasting(response)
-            self.web.remember(request, Kept(response, self.done, count, exchange.client))
+            self.web.remember(request, Kept(response, self.done, count, exchange.client if exchange.client != self.address else ""))
         return response
 
     def resume(self, result: Any, now: float) -> bytes:

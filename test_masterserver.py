@@ -5608,6 +5608,14 @@ class WebTest(unittest.TestCase):
         found = json.loads(self.get("/servers.json", now=100.0)[2].decode())["servers"]
         self.assertEqual(found[1]["first_seen"], 1.7e9)
 
+    def test_proxies_that_ask_for_themselves_have_limits_of_their_own(self) -> None:
+        self.core.settings.values["http.trusted_proxies"] = (ms.read_network("192.0.2.0/24"),)
+        self.web.read(self.core.settings)
+        for address, count in (("192.0.2.1", 1), ("192.0.2.2", 50), ("192.0.2.1", 49)):
+            self.assertEqual({self.get("/robots.txt", address=address)[0] for _ in range(count)}, {200})
+        for address in ("192.0.2.1", "192.0.2.2"):
+            self.assertEqual(self.get("/robots.txt", address=address)[0], 429)
+
     def test_many_who_wait_for_one_list_share_the_answer(self) -> None:
         """It counts once among what waits for slow readers; each with a copy, they would be cut off for it."""
         self.list(name="S")
