@@ -5683,9 +5683,7 @@ class Web(TcpProtocol):
         route = ROUTES.get(exchange.route)
         try:
             if limited or not self.rules.requests.allow(address, now):
-                if self.rules.verdict(address) == BLOCKED:              # whose proxy is not
-                    raise HttpError(403, "Requests from %s are not answered here." % address)
-                raise HttpError(429, "Too many requests from %s; wait a few seconds." % address, RETRY_AFTER)
+                raise self.too_many(address)
             if route is None:
                 raise HttpError(404, "There is no page %s here." % exchange.target.path[:100])
             methods = ", ".join(route.methods)
@@ -5702,6 +5700,11 @@ class Web(TcpProtocol):
         except ValueError as error:
             answer = self.refused(HttpError(400, "The query cannot be read: %s." % error), exchange)
         return answer
+
+    def too_many(self, address: str) -> HttpError:
+        if self.rules.verdict(address) == BLOCKED:              # whose proxy is not
+            return HttpError(403, "Requests from %s are not answered here." % address)
+        return HttpError(429, "Too many requests from %s; wait a few seconds." % address, RETRY_AFTER)
 
     def refused(self, error: HttpError, exchange: Exchange) -> Answer:
         """An error as whoever asked reads it."""
@@ -5757,7 +5760,12 @@ class Web(TcpProtocol):
             job, most = functools.partial(rendering.refresh, self.edition, blocks, request.now), RENDER_INLINE_SERVERS
         else:
             blocks, rows = self.registry.in_blocks(asked.game) if known else [], sys.maxsize            # all are looked at
-        if min(sum(len(block.servers) for block in blocks), rows) > most:
+        looked_at = min(sum(len(block.servers) for block in blocks), rows)
+        if looked_at > most:
+            if job is pick:         # the whole list is made once for everybody; this is for one, who is not to fill the worker with it
+                tokens = min(looked_at / RENDER_INLINE_SERVERS, self.settings["limits.requests"][1] - 1)
+                if not self.rules.requests.allow(request.address, request.now, tokens):
+                    raise self.too_many(request.address)
             return Later(job, answer)
         return answer(job())
 

@@ -5608,6 +5608,18 @@ class WebTest(unittest.TestCase):
         found = json.loads(self.get("/servers.json", now=100.0)[2].decode())["servers"]
         self.assertEqual(found[1]["first_seen"], 1.7e9)
 
+    def test_a_search_through_many_counts_as_several_requests(self) -> None:
+        """One stranger's searches, which a worker makes one after another, keep nobody else's list waiting."""
+        for port in range(1, 41):
+            self.list(port, address="203.0.113.%d" % port, name="S")
+        with mock.patch.multiple(ms, RENDER_INLINE_SERVERS=10, SEARCH_INLINE_SERVERS=5):
+            for path, status in (("/master.json?x=%d", 200), ("/servers.json?name=s&x=%d", 429)):
+                found = [self.get(path % number, address="192.0.2.1" if status == 429 else "192.0.2.2")[0] for number in range(50)]
+                self.assertEqual((found[:10], found[10:]), ([200] * 10, [status] * 40))         # five of fifty each
+            self.core.settings.values["limits.requests"] = (1.0, 2.0)
+            self.registry.rules.read(self.core.settings)
+            self.assertEqual(self.get("/servers.json?name=s", address="192.0.2.1")[0], 200)         # however few are allowed
+
     def test_proxies_that_ask_for_themselves_have_limits_of_their_own(self) -> None:
         self.core.settings.values["http.trusted_proxies"] = (ms.read_network("192.0.2.0/24"),)
         self.web.read(self.core.settings)
