@@ -5369,9 +5369,10 @@ class HttpSession(Session):
         if isinstance(answer, Later):
             (self.job, self.then, self.on_disk), self.waiting = answer, exchange
             return None
-        lasting = answer.etag and self.edition == self.web.edition
         request = (PROXIED if exchange.client else b"") + self.request_bytes
-        kept = self.web.memo.get(request) if lasting else None
+        if self.edition != self.web.edition:            # the lists have turned meanwhile: for those alone who have waited as well
+            request += answer.etag.encode()
+        kept = self.web.memo.get(request) if answer.etag else None
         if kept is not None:                # many may have waited for the same long list
             kept.count[0] += 1
             self.done = kept.close
@@ -5380,7 +5381,7 @@ class HttpSession(Session):
         count = self.web.requests[exchange.route, exchange.status]
         count[0] += 1
         self.done = exchange.close_connection
-        if lasting:
+        if answer.etag:
             response = Lasting(response)
             self.web.remember(request, Kept(response, self.done, count, exchange.client if exchange.client != self.address else ""))
         return response

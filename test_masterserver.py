@@ -5641,6 +5641,19 @@ class WebTest(unittest.TestCase):
         self.assertEqual(len(json.loads(split_response(first)[2].decode())["servers"]), 1)
         self.assertEqual(self.web.requests["/master.json", 200], [3])
 
+    def test_whoever_waits_while_the_lists_turn_shares_the_answer_too(self) -> None:
+        self.list(name="S")
+        with mock.patch.object(ms, "RENDER_INLINE_SERVERS", 0):
+            waiting = [self.web.session("127.0.0.1", 0.0) for _ in range(3)]
+            for session in waiting[:2]:
+                session.receive(ICEBALL_REQUEST, 0.0)
+            self.list(2, name="T")
+            waiting[2].receive(ICEBALL_REQUEST, 1.5)
+            found = [session.resume(session.job(), 1.5) for session in waiting if session.job]
+        self.assertIs(found[0], found[1])
+        self.assertEqual([len(json.loads(split_response(answer)[2].decode())["servers"]) for answer in found], [1, 1, 2])
+        self.assertIs(self.web.session("127.0.0.1", 1.5).receive(ICEBALL_REQUEST, 1.5), found[2])
+
     def test_hostile_names(self) -> None:
         names = ["<script>alert(1)</script>", "\"quoted\\ 'twice'", "new\nline", "\u2028sep", "\x7f\x00\x1b[1mz", "\U0001f600", "&amp;", "\ud800"]
         for port, name in enumerate(names, 1):
