@@ -4458,7 +4458,7 @@ APP_JS = r"""'use strict';
 // Every page is complete without this script. It adds: search as you type, sorting, hiding, copy buttons, and a refresh
 // every five seconds that touches only what has changed.
 
-const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500;
+const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500, TYPING_MS = 300;
 const PLAYERS_MAX = 65535;                              // as the master counts them
 const SEEN = 6, ADDRESS = 7;                            // columns that do not fade: one always moves, one never changes
 const table = document.querySelector('#servers');
@@ -4588,7 +4588,7 @@ function show() {
 
 // ---- The refresh
 
-let lastText, lastUrl, lastAnswer = Date.now(), failed = '', asking = false;
+let lastText, lastUrl, lastAnswer = Date.now(), failed = '', asking = false, pause;
 const lastParts = new Map();
 const number = n => n.toLocaleString('en');
 
@@ -4700,8 +4700,8 @@ async function refresh() {
   asking = false;
   if (!reading()) tellTimes();
   tellStatus();
-  if (table) keepView();                                // tabs may be new, and a browser takes no more than so many addresses at once
   if (url !== source()) refresh();                      // the view moved on while the answer came
+  if (table) keepView();                                // tabs may be new, and a browser takes no more than so many addresses at once
 }
 
 // ---- Start
@@ -4729,7 +4729,8 @@ if (table) {
       view.players_min = String(Math.min(PLAYERS_MAX, Math.max(0, Math.ceil(form.elements.players_min.value))) || '');
       view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
       show();
-      if (capped) refresh();
+      clearTimeout(pause);
+      if (capped) pause = setTimeout(refresh, TYPING_MS);           // a search through many counts as several requests
       keepView();
     });
   }

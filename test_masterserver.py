@@ -5323,6 +5323,21 @@ class BrowserTest(unittest.TestCase):
         self.assertIn("SecurityError", "".join(self.browser.console_errors()))
         self.js("delete history.replaceState; refresh()")
         until(lambda: self.js("location.search") == "?name=lazy")
+        self.site.servers = make_servers(2100)          # what came while an answer was on its way is asked for all the same
+        self.open()
+        self.js("history.replaceState = () => { throw new DOMException('too many', 'SecurityError') }; refresh(); view.name = 'lazy'")
+        until(lambda: "/?name=lazy" in [path for path, status in self.site.asked], seconds=3)
+        self.js("delete history.replaceState")
+        self.browser.console_errors()
+
+    def test_the_master_searches_once_who_types_has_come_to_an_end(self):
+        """Through 50,000 servers a search at each key is more than limits.requests allows."""
+        self.site.servers = make_servers(2100)
+        self.open()
+        for word in "n", "no", "nob", "nobo", "nobody":
+            self.type("[name=name]", word)
+        until(lambda: self.status() == "No server matches.")
+        self.assertEqual([path for path, status in self.site.asked if "name=" in path], ["/?name=nobody"])
 
     def test_no_name_is_too_long_for_the_master(self):
         self.site.servers = make_servers(2100)
