@@ -8874,8 +8874,10 @@ class FaultsTest(unittest.TestCase):
                 self.assertEqual((len(told), woken.call_count), (count, wakes))
             server = master()
             server.lists.results.extend((done, number) for number in range(5))
-            server.stop()                   # at the end all of them have theirs
+            with mock.patch.object(server, "bound_output") as bounded:
+                server.stop()               # at the end all of them have theirs
         self.assertEqual(len(told), 10)
+        self.assertGreater(bounded.call_count, 1, "and output is bounded between them there too")
 
     def test_no_list_waits_for_a_disk_that_hangs(self) -> None:
         go_on = threading.Event()
