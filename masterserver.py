@@ -1542,8 +1542,7 @@ class Storage:
             turned = minute // QUARTER != self._sampled // QUARTER
             if turned:
                 self._roll_up(db, self._sampled // HOUR * HOUR)
-            # Thin once an hour, but not right after a leap of the clock: it may be a mistake, and cost a year of
-            # history.
+            # Thin once an hour, but not right after a leap of the clock: it may be a mistake.
             if minute // HOUR != self._sampled // HOUR and 0 < minute - self._sampled <= 2 * HOUR:
                 self._thin(db, minute)
             # Who expired while nobody served, and would come alive if the clock were put back before the next start
@@ -1632,8 +1631,8 @@ class Storage:
 
     def _thin(self, db: sqlite3.Connection, wall: float) -> None:
         for step, (covers, kept) in BLOCKS.items():
-            # An hour more, as a series ends up to 16 minutes ago. No more than the two oldest at a time, of which one comes new: an hour of a
-            # clock that is ahead costs no month, and what was left when the clock leapt goes all the same.
+            # An hour more, as a series ends up to 16 minutes ago. The two oldest and no more, while one comes new: an hour of a clock that is
+            # ahead costs no month, and what was left when the clock leapt goes all the same.
             db.execute("DELETE FROM block WHERE step = ? AND start < ? AND start <= (SELECT min(start) FROM block WHERE step = ?) + ?",
                        (step, wall - kept - covers - HOUR, step, covers))
         # Whose last block is gone too. The totals stay, one row a game.
@@ -5619,6 +5618,7 @@ class Web(TcpProtocol):
 
     def read(self, settings: Settings) -> None:
         self.trusted = Networks(settings["http.trusted_proxies"])
+        self.titles: Dict[str, str] = {**GAME_TITLES, **settings["games"]}
         self.renderings.clear()
         self.edition_generation = -1
         self.registry.forget_parts()                # titles stand in them
@@ -5738,7 +5738,7 @@ class Web(TcpProtocol):
     def rendered(self, name: str, asked: Asked, request: Request, type: str, make: Callable[[Blocks, float], bytes],
                  rows: int = sys.maxsize) -> Union[Answer, Later]:
         """The list `name`, made by `make(blocks, now)`, of which it takes `rows` at the most. A game's whole list is kept for everybody."""
-        known = asked.game in ("", *self.titles())
+        known = asked.game in ("", *self.titles)
         self.turn(request.now)
 
         def answer(made: Made) -> Answer:
@@ -5796,16 +5796,13 @@ class Web(TcpProtocol):
             rows[-1] = rows[-1][:-2]        # no comma after the last
         return b"".join([b'{"generated":%d,"generation":%d,"servers":[' % (now + epoch, self.registry.generation), *rows, b"]}\n"])
 
-    def titles(self) -> Dict[str, str]:
-        return {**GAME_TITLES, **self.settings["games"]}
-
     def look(self) -> Look:
         text = self.settings.texts.get("http.template", "")
         return Look(self.settings["http.title"], self.settings["http.intro"], list_template(text) if text else None)
 
     def servers_xml(self, request: Request) -> Union[Answer, Later]:
         game = request.query.get("game", "hyperbol")
-        if game not in self.titles():
+        if game not in self.titles:
             raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
         return self.rendered("servers.xml", Asked(game), request, XML_TYPE,
                              lambda blocks, now: servers_xml(joined_parts(blocks, "servers.xml", server_xml), self.epoch + now))
@@ -5877,20 +5874,21 @@ class Web(TcpProtocol):
 
     def page(self, request: Request) -> Union[Answer, Later]:
         asked = list_asked_for(request)
-        if asked.game not in ("", *self.titles()):
+        if asked.game not in ("", *self.titles):
             raise HttpError(404, "There is no game %s here." % ascii(asked.game[:100]))
         return self.rendered("page", asked, request, HTML_TYPE, lambda blocks, now: self.list_page(blocks, asked, now), PAGE_ROWS)
 
     def list_page(self, rows: Blocks, asked: Asked, now: float) -> bytes:
         game, name, players_min = asked
-        wall = now + self.epoch
-        titles, recent, epoch = self.titles(), self.core.recent(), self.epoch
+        epoch = self.epoch
+        wall = now + epoch
         counts = {id: len(listed) for id, listed in list(self.registry.games.items()) if listed}
         seen = functools.lru_cache(maxsize=None)(lambda second: seen_cell(second, wall))           # as in servers_json_frame
 
         def make(servers: List[Server]) -> bytes:
+            # Of what holds now, as these stay: a reload or another hour may have come since the page was begun
             made = parts(servers, "row", lambda server: server_row(
-                server, sparkline(self.core.recent().get(server.key, ())), self.titles().get(server.game, server.game)))       # nor what was
+                server, sparkline(self.core.recent().get(server.key, ())), self.titles.get(server.game, server.game)))
             return b"".join([piece for server, (before, after) in zip(servers, made)
                              for piece in (before, seen((server.last_seen + epoch) // 1), after)])
         total = sum(len(block.servers) for block in rows)
@@ -5906,9 +5904,9 @@ class Web(TcpProtocol):
             players = sum(server.players for block in rows for server in block.servers)
         else:
             players = sum(self.registry.census[id][1] for id in counts if game in ("", id))
-        return list_page({id: title for id, title in titles.items() if id in counts or id == game}, counts, game, shown,
+        return list_page({id: title for id, title in self.titles.items() if id in counts or id == game}, counts, game, shown,
                          total, players, self.look(), name, players_min, self.hint(game),
-                         sparkline(() if name or players_min else day_total(recent, [game] if game else counts)))
+                         sparkline(() if name or players_min else day_total(self.core.recent(), [game] if game else counts)))
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
@@ -5934,7 +5932,7 @@ class Web(TcpProtocol):
             if shown and known:             # it may have been here before it was listed this time
                 shown.first_seen = min(shown.first_seen, known.first_seen)
             return Answer(server_page(shown, known and remembered(game, address, port, known), series, span, wall,
-                                      self.look(), self.titles().get(game, game)).encode("utf-8"), HTML_TYPE)
+                                      self.look(), self.titles.get(game, game)).encode("utf-8"), HTML_TYPE)
         return Later(job, then, True) if storage else then((None, None))
 
     def history_json(self, request: Request) -> Union[Answer, Later]:
@@ -5987,7 +5985,7 @@ class Web(TcpProtocol):
                     continue
                 heard.append((source, protocol, announced, at, "gone" if outcome == "listed" else outcome, detail))
         heard.sort(key=lambda finding: -finding[3])
-        titles, epoch = self.titles(), self.epoch
+        titles, epoch = self.titles, self.epoch
         findings = [(at + epoch, titles.get(protocol, protocol),
                      address if self.rules.listed_address(source) == address else source,         # which one is behind a public address is not told
                      announced, *outcome_words(outcome, detail)) for source, protocol, announced, at, outcome, detail in heard]
@@ -6776,7 +6774,7 @@ RESTORED_S = 60.0                   # for servers without a lifetime of their ow
 SAVE_LATE_S = 10.0                  # a batch takes milliseconds, on a disk that has to spin up some seconds: from here on that is trouble
 TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from …
-NAMED_S = float(YEAR)               # … and one that the ini names, which may be silent for as long
+NAMED_S = float(YEAR)               # … and one that the ini names: as long as anybody's history is kept
 
 
 class Keeper:
