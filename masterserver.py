@@ -888,7 +888,7 @@ class Server(Heard):
     verified   how it is known to be there: handshake, query, connection, or self-reported
     source     the address that its packets come from (differs from `address` behind a router)
     lifetime   seconds that it stays listed after last_seen; infinite where a connection or the poller decides
-    mapped     its address follows from its source by the operator's settings, and moves with them; False: it claims another
+    mapped     its address follows from its source by the operator's settings, and moves with them; False: it names that itself
     """
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
@@ -898,7 +898,7 @@ class Server(Heard):
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, name: str = "", mode: str = "",
                  map: str = "", version: str = "", players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
                  description: str = "", playing: Optional[int] = None, flavor: int = 0, responding: bool = True,
-                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, named: bool = False, mapped: bool = False,
+                 ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, named: bool = False, mapped: Optional[bool] = None,
                  packet: Any = b"") -> None:
         self.game, self.address, self.port = game, address, port           # in twos and threes, as more would make a tuple each time
         self.source, self.verified = source, verified
@@ -908,7 +908,7 @@ class Server(Heard):
         self.playing = playing                              # in ships, on the field; None: the protocol does not say
         self.flavor, self.details = flavor, details
         self.responding, self.ping_ms = responding, ping_ms
-        self.named, self.mapped = named, mapped             # mapped: as insert() finds it
+        self.named, self.mapped = named, mapped             # mapped: None: as insert() finds it
         self.official, self.priority = False, 0             # the operator's marks
         self.unconfirmed = False
         self.first_seen = self.last_seen = now
@@ -1132,7 +1132,8 @@ class Registry:
         """A new server, admitted or restored, into every index."""
         place = server.address, server.port
         server.official, server.priority = self.rules.marks(place)
-        server.mapped = server.address == self.rules.listed_address(server.source)
+        if server.mapped is None:
+            server.mapped = server.address == self.rules.listed_address(server.source)
         self.games[server.game][place] = server
         self.sources[source_key(server.source)] += 1
         self.total += 1
@@ -2497,7 +2498,7 @@ class IceballDraft:
                 return None
             port = identity[2] | identity[3] << 8
             address = self.registry.rules.listed_address(peer[0], self.claims.get(peer, ""))
-            fields = {"verified": "handshake"}
+            fields = {"verified": "handshake", "mapped": peer not in self.claims}
             if self.registry.get("iceball", address, port) is None:
                 fields["name"] = endpoint(address, port)
             try:
@@ -3942,9 +3943,6 @@ class Aio(TcpProtocol, Querier):
         text = raw.decode("utf-8", "ignore")            # without a character that was cut
         # As text and framed
         self.news = b"%%NEWS#%s#%%" % aio_escape(text), aio_frame(b"\1" + aio_string16(text.encode("utf-8")))
-        for server, session in list(self.owners.items()):
-            if server.address != self.address(session):
-                self.publish(session, *session.told, server.last_seen)
 
     def session(self, address: str, now: float) -> AioSession:
         return AioSession(self, address, next(self.numbers), now)
@@ -3974,7 +3972,7 @@ class Aio(TcpProtocol, Querier):
         name = fields.get("name") or (known.name if known else endpoint(address, port))
         try:
             server = self.registry.hear("aio", address, port, session.address, now, float("inf"),
-                                        {**fields, "name": name, "verified": "connection"})
+                                        {**fields, "name": name, "verified": "connection", "mapped": not self.claim(session)})
         except Refused as refused:
             self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
             if session.server is not None:
@@ -3992,10 +3990,14 @@ class Aio(TcpProtocol, Querier):
             session.target.scratch = server
         return ""
 
+    def claim(self, session: AioSession) -> str:
+        """The address that the server of this connection says it has, if it may."""
+        claim = session.told[0]
+        return claim if self.rules.believes(session.address, claim) else session.claimed
+
     def address(self, session: AioSession) -> str:
         """Where the server of this connection is listed."""
-        claim = session.told[0]
-        return self.rules.listed_address(session.address, claim if self.rules.believes(session.address, claim) else session.claimed)
+        return self.rules.listed_address(session.address, self.claim(session))
 
     def disown(self, server: Server) -> None:
         owner = self.owners.pop(server, None)

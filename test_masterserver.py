@@ -2074,11 +2074,14 @@ class IceballDraftTest(unittest.TestCase):
         self.assertEqual(len(self.iceball.draft.sessions), 1)
 
     def test_claimed_address(self) -> None:
+        self.registry.rules.address_map = {"192.168.1.5": "198.51.100.1"}           # which it keeps when the settings give it no more
         for source, claim, listed in (("203.0.113.9", b"198.51.100.1", "203.0.113.9"), ("192.168.1.5", b"198.51.100.1", "198.51.100.1"),
                                       ("192.168.1.6", b"nonsense", "192.168.1.6"), ("127.0.0.1", b"198.51.100.2", "198.51.100.2")):
             peer = (source, 40000)
             self.send(b"\5" + self.request(0.0, peer, claim), 0.0, peer)
             self.assertIsNotNone(self.registry.get("iceball", listed, 20737), (source, claim))
+        reload(self.core, self.iceball)
+        self.assertIsNotNone(self.registry.get("iceball", "198.51.100.1", 20737))
 
     def test_requests_that_get_no_answer_push_out_no_claimed_address(self) -> None:
         peer = ("10.0.0.5", 40000)
@@ -4304,6 +4307,15 @@ class AioTest(unittest.TestCase):
         self.assertEqual(sorted((s.address, s.port, s.players, s.last_seen) for s in core.registry.servers()),
                          [("10.0.0.8", 4, 0, 5.0), ("10.0.0.9", 3, 0, 5.0), ("203.0.113.5", 1, 3, 5.0), ("203.0.113.5", 2, 0, 5.0)])
         self.assertEqual([target.scratch.address for target in core.poller.targets.values()], ["203.0.113.5"])
+
+    def test_who_names_its_address_keeps_it_though_the_settings_gave_the_same(self) -> None:
+        core = make_core(**{"server.public_address": "203.0.113.7", "address_map.192.168.1.5": "203.0.113.8"})
+        aio, seen = ms.Aio(core), []
+        core.registry.watch(lambda event, server: seen.append((event, server.address)))
+        for address, data in (("127.0.0.1", b"SET_IP#203.0.113.7#%13#Here#D#1#%"), ("192.168.1.5", b"13#Other#D#1#%")):
+            aio.session(address, 0.0).receive(data, 0.0)
+        reload(core, aio, **{"server.public_address": "203.0.113.8", "address_map.192.168.1.5": "203.0.113.8"})
+        self.assertEqual((seen, len(aio.owners)), ([("listed", "203.0.113.7"), ("listed", "203.0.113.8")], 2))
 
     def test_a_refused_name_takes_nothing_from_what_is_listed(self) -> None:
         core = make_core(server__refuse_names="evil")
