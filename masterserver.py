@@ -8051,7 +8051,7 @@ class HttpAnnouncer(TcpAnnouncer):
 
     def changed(self, now: float) -> None:
         self.stale = True
-        if self.listed and not self.refused:
+        if self.listed and not self.failures:           # a pause after a failure is one all the same
             self.due = min(self.due, max(now, self.began + UPDATE_S))
 
     def leave(self, now: float) -> None:

@@ -10133,6 +10133,20 @@ class HttpAnnouncing(unittest.TestCase):
         self.answered(5.0, self.json_answer("200 OK", listed=True, ttl=120))
         self.assertEqual(self.announcer.due, 65.0)
 
+    def test_changes_do_not_shorten_the_pause_after_a_failure(self) -> None:
+        """A busy server, of hundreds, while the master starts anew."""
+        self.answered(0.0, self.json_answer("200 OK", listed=True, ttl=120))
+        attempts = []
+        for second in range(60, 660):
+            self.announcer.changed(float(second))
+            if self.announcer.due <= second:
+                attempts.append(second)
+                self.announcer.failed("no connection", float(second))
+        self.assertLess(len(attempts), 20)
+        self.answered(660.0, self.json_answer("200 OK", listed=True, ttl=120))
+        self.announcer.changed(662.0)
+        self.assertEqual(self.announcer.due, 665.0)
+
     def test_lifetimes_that_make_no_sense(self) -> None:
         for ttl, due in ((b"NaN", 5.0), (b"-1", 5.0), (b"1e999", 1800.0), (b"1" * 400, 1800.0), (b"null", 5.0)):
             self.answered(0.0, b'HTTP/1.1 200 OK\r\n\r\n{"listed":true,"ttl":' + ttl + b"}")
