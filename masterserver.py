@@ -7813,7 +7813,7 @@ class Announcer:
         self.master: Peer = ("", 0)
         self.due = now
         self.state = ""
-        self.refused = False
+        self.refused = self.taken = False           # taken: the master has had it
         self.failures = 0           # in a row
 
     def changed(self, now: float) -> None:
@@ -7840,7 +7840,7 @@ class Announcer:
         self.due = now + REFUSED_S
 
     def accepted(self, state: str) -> None:
-        self.state, self.refused, self.failures = state, False, 0
+        self.state, self.refused, self.taken, self.failures = state, False, True, 0
 
 
 def cut_utf8(text: str, size: int) -> bytes:
@@ -8171,8 +8171,8 @@ class Link:
 
     @property
     def hopeless(self) -> bool:
-        """It has refused, or its name has never led anywhere."""
-        return self.announcer.refused or self.unknown
+        """It has refused and never taken the server, or its name has never led anywhere."""
+        return self.announcer.refused and not self.announcer.taken or self.unknown
 
 
 ANNOUNCED = ("name", "players", "max_players", "playing", "map", "mode", "version", "description")
@@ -8191,7 +8191,7 @@ class Announcement(Loop):
     `dialect`: for AIO, text or framed; text if there is a name. `players_from`: a file whose last line is as for read_players(), read again
     when it changes. A wrong argument raises ValueError. Where masters ask the game server itself (SubSpace on port + 1, Hyperbol and framed
     AIO on the port, by UDP), the questions are answered here if that port is free, and left to the game server if not. `give_up`: run()
-    ends when no master is left that is known and has not refused; `failure` then says why.
+    ends when no master is left that is known and has not refused from the beginning; `failure` then says why.
     """
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]], dialect: str = "", players_from: str = "",

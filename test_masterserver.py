@@ -10420,6 +10420,17 @@ class Announcing(unittest.TestCase):
         announcement.found(link, "203.0.113.1", 1.0)
         self.assertFalse(link.hopeless)
 
+    def test_a_refusal_ends_it_only_at_the_beginning(self) -> None:
+        """A proxy may answer in the master's place for a moment, and anybody may forge a BADV."""
+        announcement = ms.Announcement("iceball", 21737, "master.example")
+        self.addCleanup(announcement.stop)
+        link, = announcement.links
+        link.announcer.master = MASTER
+        assert isinstance(link.announcer, ms.IceballAnnouncer)
+        for data, refused, hopeless in ((b"BADF", True, True), (b"MSOKabcd", False, False), (b"BADF", True, False)):
+            link.announcer.datagram(data, MASTER, 0.0)
+            self.assertEqual((link.announcer.refused, link.hopeless), (refused, hopeless))
+
     def test_a_name_that_is_looked_up_again_holds_no_announcement_up(self) -> None:
         """A look-up may take half a minute, and those of several masters wait for each other."""
         announcement = ms.Announcement("iceball", 21737, "master.example")
