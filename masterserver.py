@@ -8328,6 +8328,10 @@ class Announcement(Loop):
         until = now + GOODBYE_S
         for link in self.links:
             link.announcer.leave(now)
+            if link.connecting is not None and link.announcer.due == float("inf"):          # there is nothing to say goodbye to
+                self.selector.unregister(link.connecting)
+                link.connecting.close()
+                link.connecting = None
             if link.connection is not None and link.connection.session.done:
                 link.connection.writable(now)
         while now < until and not self.failure and any(link.connection or link.connecting or link.announcer.due <= now for link in self.links):

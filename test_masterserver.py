@@ -10493,6 +10493,25 @@ class Announcing(unittest.TestCase):
                 master.sendto(hexa("02 01020304"), ("127.0.0.1", port))
                 self.assertEqual(len(master.recv(1000)), 229)
 
+    def test_what_is_stopped_while_it_connects_announces_nothing(self) -> None:
+        with socket.socket() as master:
+            master.bind(("127.0.0.1", 0))
+            master.listen(5)
+            master.settimeout(5)
+            announcement = ms.Announcement("aio", 27010, ["127.0.0.1:%d" % master.getsockname()[1]], name="court")
+            self.addCleanup(announcement.stop)
+            link, = announcement.links
+            link.announcer.master = master.getsockname()
+            announcement.connect(link, 0.0)
+            began = time.monotonic()
+            announcement.leave()
+            self.assertLess(time.monotonic() - began, ms.GOODBYE_S / 2)
+            announcement.stop()
+            connection, _ = master.accept()
+            with connection:
+                connection.settimeout(5)
+                self.assertEqual(connection.recv(100), b"")
+
     def test_goodbye_over_http(self) -> None:
         with socket.socket() as master:
             master.bind(("127.0.0.1", 0))
