@@ -9344,7 +9344,7 @@ class FtpPlace:
                 ftp.storbinary("STOR " + self.name, io.BytesIO(data))
         except (ftplib.Error, OSError, EOFError, ValueError) as error:      # ValueError: a line break in a name
             raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (
-                endpoint(self.host, self.port), error)) from None
+                endpoint(self.host, self.port), clean(str(error), TEXT_CHARACTERS))) from None
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -9667,6 +9667,12 @@ class ExportTest(unittest.TestCase):
         self.assertIn("servers.xml cannot be written", err)
         self.assertEqual(os.listdir(self.folder), ["servers.xml"])
 
+    def test_what_an_ftp_server_says_does_nothing_to_the_terminal(self) -> None:
+        with FakeServer(serve=lambda sock: sock.sendall(b"220 hi\r\n530 \x1b]0;title\x07\x1b[2JGo away.\r\n")) as server:
+            with self.assertRaises(ms.ToolError) as raised:
+                ms.FtpPlace("ftp://127.0.0.1:%d/" % server.port, "servers.xml").store(b"")
+        self.assertEqual(str(raised.exception), "The upload to 127.0.0.1:%d failed: 530 Go away.." % server.port)
+
     def test_usage(self) -> None:
         for arguments, words in (
             (["a:b"], "ADDRESS:PORT"),
