@@ -8109,7 +8109,9 @@ class HttpAnnouncer(TcpAnnouncer):
             told = None
         if not isinstance(told, dict):
             told = {}
-        reason = clean(str(told.get("reason") or body[:200].decode("utf-8", "replace")), TEXT_CHARACTERS) or "HTTP status %d" % status
+        words = told.get("reason")
+        words = words if words and isinstance(words, str) else body[:200].decode("utf-8", "replace")
+        reason = clean(words, TEXT_CHARACTERS) or "HTTP status %d" % status
         self.listed = status < 300 and told.get("listed") is True
         if self.listed:
             ttl = told.get("ttl")

@@ -10168,7 +10168,9 @@ class HttpAnnouncing(unittest.TestCase):
                 (b"HTTP/1.0 404 Not Found\r\n\r\n", True, "404"), (b"HTTP/1.1 429 Too Many Requests\r\n\r\nwait", False, "wait"),
                 (self.json_answer("200 OK", listed=False, reason="waiting for its answer"), False, "not listed yet: waiting"),
                 (b"HTTP/1.1 502 Bad Gateway\r\n\r\n<html>", False, "html"), (b"", False, "cannot be read"), (b"\0\0garbage", False, "cannot be read"),
-                (b"HTTP/1.1 200 OK\r\n\r\n[1]", False, "not listed"), (self.json_answer("200 OK", listed=True, ttl="soon"), False, "listed")):
+                (b"HTTP/1.1 200 OK\r\n\r\n[1]", False, "not listed"),
+                (self.json_answer("200 OK", reason=[[1]]), False, '{"reason": [[1]]}'),     # PyPy reads what is nested deeper than it can write
+                (self.json_answer("200 OK", listed=True, ttl="soon"), False, "listed")):
             self.announcer = ms.HttpAnnouncer(self.server)
             self.answered(0.0, response)
             self.assertEqual(self.announcer.refused, refused, response)
