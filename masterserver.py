@@ -3464,14 +3464,15 @@ def zone_entries(data: bytes) -> List[Dict[str, Any]]:
     if data[:1] != b"\1":
         raise Malformed("a list begins with 01")
     zones = []
-    data = data[1:]
-    while data:
-        if len(data) <= ZONE_ENTRY.size:
+    at = 1
+    while at < len(data):
+        if len(data) - at <= ZONE_ENTRY.size:
             raise Malformed("list: the last zone is cut off")
-        address, port, players, scores, version, name = ZONE_ENTRY.unpack_from(data)
-        description, nul, data = data[ZONE_ENTRY.size:].partition(b"\0")
-        if not nul:
+        address, port, players, scores, version, name = ZONE_ENTRY.unpack_from(data, at)
+        end = data.find(b"\0", at + ZONE_ENTRY.size)
+        if end < 0:
             raise Malformed("list: a description without its NUL")
+        description, at = data[at + ZONE_ENTRY.size:end], end + 1
         zones.append({"address": str(ipaddress.IPv4Address(address)), "port": port, "name": decode_legacy(c_string(name)),
                       "players": players, "scores": bool(scores & 255), "version": version,
                       "description": decode_legacy(description, TEXT_CHARACTERS)})
