@@ -8038,7 +8038,7 @@ class AioAnnouncer(TcpAnnouncer):
         server = self.server
         name, description = cut_utf8(server.name, 65535), cut_utf8(server.description, 65535)
         return zlib.compress(b"\0" + aio_string16(name) + aio_string16(description) + struct.pack(
-            "<IIH", clamp(server.players), clamp(server.max_players), clamp(int(server.version) if server.version.isdigit() else 0)))
+            "<IIH", clamp(server.players), clamp(server.max_players), clamp(int(server.version) if server.version.isdecimal() else 0)))
 
 
 class HttpAnnouncer(TcpAnnouncer):

@@ -10103,6 +10103,8 @@ class AioAnnouncing(unittest.TestCase):
         self.assertEqual(zlib.decompress(announcer.answer(b"\0")), hexa("00 0300 6ec3a9 0100 64 03000000 10000000 0700"))
         with self.assertRaises(ms.Malformed):
             announcer.answer(b"\1")
+        announcer.server.version = "\u00b2"         # a digit, and no number
+        self.assertEqual(zlib.decompress(announcer.answer(b"\0"))[-2:], bytes(2))
 
 
 class HttpAnnouncing(unittest.TestCase):
