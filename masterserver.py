@@ -8725,7 +8725,7 @@ LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with t
 
 def read_place(text: str) -> Tuple[str, Optional[int]]:
     """HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT."""
-    if text and (":" not in text or text.count(":") > 1 and not text.startswith("[") or re.fullmatch(r"\[.*\]", text)):
+    if text and (":" not in text or text.count(":") > 1 and not text.startswith("[") and "/" not in text or re.fullmatch(r"\[.*\]", text)):
         return text.strip("[]"), None
     return read_endpoint(text)
 

@@ -10406,7 +10406,8 @@ class Announcing(unittest.TestCase):
                                   (("iceball", 1, ["m"]), {"version": "new"}), (("iceball", 1, ["m"]), {"dialect": "text"}),
                                   (("aio", 1, ["m"]), {"dialect": "binary"}), (("iceball", 65536, ["m"]), {}), (("subspace", 65535, ["m"]), {}),
                                   (("subspace", 1, ["m:65535"]), {}), (("iceball", 1, "m:x"), {}), (("iceball", "1", "m"), {}),
-                                  (("iceball", 1.0, "m"), {}), (("iceball", 1, "m"), {"players_from": HERE})):
+                                  (("iceball", 1.0, "m"), {}), (("iceball", 1, "m"), {"players_from": HERE}),
+                                  (("mygame", 1, "http://m:27790/"), {})):
             with self.assertRaises(ValueError):
                 ms.Announcement(*arguments, **fields)           # type: ignore[arg-type, unused-ignore]
 
