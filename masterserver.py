@@ -3378,8 +3378,7 @@ class SubSpaceList(UdpProtocol):
                 if not self.rules.udp_requests.allow(peer[0], now):
                     return []
                 self.proven.pop(peer, None)
-                link = self.unproven[peer] = ListLink(self, peer[0], data[2:6], now)
-                self.bound(self.unproven)
+                link = ListLink(self, peer[0], data[2:6], now)
         elif link is None:
             if data == b"\0\7":             # often sent twice
                 return []
@@ -3389,9 +3388,13 @@ class SubSpaceList(UdpProtocol):
         return self.post(link, [b"\0\2" + link.key] if connect else link.receive(data, now), peer, now)
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
-        if link.proven and peer in self.unproven:
-            self.proven[peer] = self.unproven.pop(peer)
-            self.bound(self.proven)
+        if link.proven:
+            self.unproven.pop(peer, None)
+        links = self.proven if link.proven else self.unproven
+        links[peer] = link
+        links.move_to_end(peer)                     # strangers who come once, thousands a second, push out each other
+        if len(links) > LIST_LINKS:
+            links.popitem(last=False)
         out: Replies = []
         verdict = self.rules.verdict(peer[0]) if packets else 0.0
         exempt = verdict == EXEMPT
@@ -3422,10 +3425,6 @@ class SubSpaceList(UdpProtocol):
             self.proven.pop(peer, None)
             self.unproven.pop(peer, None)
         return out
-
-    def bound(self, links: collections.OrderedDict[Peer, ListLink]) -> None:
-        if len(links) > LIST_LINKS:
-            links.popitem(last=False)
 
     def tick(self, now: float) -> Replies:
         return [reply for links in (self.proven, self.unproven) for peer, link in list(links.items())

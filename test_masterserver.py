@@ -3753,6 +3753,21 @@ class SubSpaceLists(unittest.TestCase):
             world.list.datagram(CONNECT, ("60.%d.%d.1" % divmod(number, 250), 777), 0.0001 * number)
         self.assertEqual(len(world.list.datagram(REQUEST, peer, 0.2)), 2)
 
+    def test_strangers_who_acknowledge_blindly_push_nobody_out(self) -> None:
+        """A player 100 ms away reads the list while 5,000 a second acknowledge theirs, once each, with the number that it begins with."""
+        world = self.world(150)
+        peer, numbers, size, now = ("192.0.2.1", 777), itertools.count(), 0, 0.0
+        out = world.list.datagram(CONNECT, peer, now) + world.list.datagram(REQUEST, peer, now)
+        while out:
+            for number in itertools.islice(numbers, 500):
+                for packet in CONNECT, hexa("0003 00000000 01 ffffffff"), hexa("0004 00000000"):
+                    world.list.datagram(packet, ("60.%d.%d.1" % divmod(number, 250), 777), now)
+            now += 0.1
+            arrived = [data for data, _ in out if data[:2] == hexa("0003")]
+            size += sum(len(data) - 12 for data in arrived)
+            out = [reply for data in arrived for reply in world.list.datagram(hexa("0004") + data[2:6], peer, now)]
+        self.assertEqual((size, len(world.list.proven)), (1 + 150 * 179, ms.LIST_LINKS))
+
     def test_a_list_of_50_000_zones_is_read_at_once(self) -> None:
         entry = ms.ZONE_ENTRY.pack(bytes(4), 1, 2, 1, 134, b"Zone") + b"d" * 100 + b"\0"
         began = time.process_time()
