@@ -6845,7 +6845,7 @@ class Keeper:
                 self.registry.schedule(server, now + (polled_s if server.verified == "query" else RESTORED_S))
             count += 1
         self.registry.left.update(key for key in moved if self.registry.get(*key) is None)
-        log.info("%d servers listed before the restart are listed again, unconfirmed", count)
+        log.info("as before the restart, and unconfirmed: %s", plural(count, "server"))
 
     def tick(self, now: float, wall: float) -> None:
         """Hand over what has changed, and once a minute the player counts."""
