@@ -7479,14 +7479,19 @@ class MasterServer(Loop):
                 self.guarded(self.reload, self.stamp() != self.ini_stamp)
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
-        """Once, however many sockets it has; what it sends leaves by the first socket that can reach the peer."""
+        """Once, however many sockets it has; what it sends leaves by the one with this machine's address on the way to the peer, or the first
+        that can send it."""
         if isinstance(protocol, TcpProtocol):
             protocol.tick(now)
             return
         sockets = [source for source in self.endpoints if isinstance(source, Datagrams) and source.protocol is protocol]
         for data, to in protocol.tick(now):
             family = socket.AF_INET6 if ":" in to[0] else socket.AF_INET
-            if not any(source.send(data, to) for source in sockets if source.sock.family == family) and sockets:
+            ways = [source for source in sockets if source.sock.family == family]
+            if len(ways) > 1:           # a socket of another network sends as well, and the answer goes astray
+                own = own_address(to[0])
+                ways.sort(key=lambda source: source.sock.getsockname()[0] != own)
+            if not any(source.send(data, to) for source in ways) and sockets:
                 sockets[0].tally.unsent += 1
 
     def guarded(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -7687,6 +7692,17 @@ def resolved(host: str) -> str:
     """The first address of a host, IPv4 if it has one; raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     return canonical(str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]))
+
+
+def own_address(far: str = "192.0.2.1") -> str:
+    """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent.
+    `far`: an address for documentation, which no one has."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in far else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((far, 9))
+            return str(sock.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def port_holder(transport: str, port: int) -> str:
@@ -9025,17 +9041,6 @@ def summary(server: MasterServer) -> str:
     return "; ".join("%s on %s" % (name, ", ".join(place)) for name, place in places.items()) + (
         "; the page is at http://%s/" % endpoint("localhost" if page.host in ("0.0.0.0", "::", "127.0.0.1", "::1") else page.host, page.port)
         if page else "")
-
-
-def own_address(far: str = "192.0.2.1") -> str:
-    """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent.
-    `far`: an address for documentation, which no one has."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in far else socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((far, 9))
-            return str(sock.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def first_contact(server: MasterServer) -> List[str]:

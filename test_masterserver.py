@@ -8291,6 +8291,17 @@ class SeveralAddressesTest(unittest.TestCase):
                 server.tick(now + 2 * ms.LINK_RESEND_S)
                 self.assertEqual(player.recv(1000)[:2], hexa("0003"))
 
+    def test_a_game_server_is_asked_from_the_address_that_leads_there(self) -> None:
+        if ms.WINDOWS or sys.platform == "darwin":
+            self.skipTest("127.0.0.2 is no address here")
+        with ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0) as game:
+            for bind in ("127.0.0.1, 127.0.0.2", "127.0.0.2, 127.0.0.1"):
+                server = master(server__bind=bind, hyperbol__port="0", hyperbol__servers="127.0.0.1:%d" % game.getsockname()[1])
+                self.addCleanup(server.stop)
+                server.bind()
+                server.tick(0.0)
+                self.assertEqual(game.recvfrom(64)[1][0], "127.0.0.1")
+
 
 class SourceLimitsTest(unittest.TestCase):
     def test_ipv6(self) -> None:
