@@ -7688,12 +7688,6 @@ def watchdog_interval() -> float:
     return int(usec) / 2e6 if usec.isdigit() and pid in ("", str(os.getpid())) else 0.0
 
 
-def resolved(host: str) -> str:
-    """The first address of a host, IPv4 if it has one; raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    return canonical(str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]))
-
-
 def own_address(far: str = "192.0.2.1") -> str:
     """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent.
     `far`: an address for documentation, which no one has."""
@@ -7703,6 +7697,19 @@ def own_address(far: str = "192.0.2.1") -> str:
             return str(sock.getsockname()[0])
     except OSError:
         return ""
+
+
+def resolved(host: str, reached: bool = False) -> str:
+    """The first address of a host, IPv4 if it has one; `reached`: but one that a way leads to before others. Raises OSError, also while
+    nobody can say whether it has IPv4."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    if all(entry[0] != socket.AF_INET for entry in found):
+        try:                        # of two questions to name servers one may have failed, which is not told
+            found += socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_AGAIN:
+                raise
+    return canonical(str(min(found, key=lambda entry: (reached and not own_address(str(entry[4][0])), entry[0] != socket.AF_INET))[4][0]))
 
 
 def port_holder(transport: str, port: int) -> str:
@@ -8368,7 +8375,7 @@ class Announcement(Loop):
         elif announcer.due <= now and not link.lost:
             if now >= link.resolve_at and not link.resolving:
                 link.resolving = True
-                self.names.submit(functools.partial(resolved, link.host), functools.partial(self.found, link))
+                self.names.submit(functools.partial(resolved, link.host, link.datagrams is None), functools.partial(self.found, link))
             elif link.datagrams is not None:
                 for data, to in link.datagrams.protocol.tick(now):
                     link.datagrams.send(data, to)
@@ -8389,7 +8396,7 @@ class Announcement(Loop):
             link.unknown = getattr(result, "errno", None) != socket.EAI_AGAIN          # the network may come up after us
             link.announcer.failed("the name cannot be resolved: %s" % result, now)
             return
-        link.resolve_at = now + RESOLVE_S
+        link.resolve_at = now + (RESOLVE_RETRY_S if ":" in link.announcer.master[0] else RESOLVE_S)         # IPv4 may come up after IPv6
 
     def connect(self, link: Link, now: float) -> None:
         address, port = link.announcer.master[:2]
@@ -8511,7 +8518,7 @@ class ToolError(Exception):
 def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Callable[[bytes], Any]) -> Tuple[Any, float]:
     """Send `question(attempt)` until `answer(data)` takes what comes; its result, and milliseconds. Raises TimeoutError."""
     wrong = ""
-    family, _, _, _, place = socket.getaddrinfo(resolved(host), port, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, place = socket.getaddrinfo(resolved(host, True), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(place)
         for attempt in range(ASK_TRIES):

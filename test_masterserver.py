@@ -10474,6 +10474,30 @@ class Announcing(unittest.TestCase):
             link.announcer.datagram(data, MASTER, 0.0)
             self.assertEqual((link.announcer.refused, link.hopeless), (refused, hopeless))
 
+    def test_a_master_reached_by_ipv6_is_looked_up_again_soon(self) -> None:
+        announcement = ms.Announcement("hyperbol", 1, "master.example")
+        self.addCleanup(announcement.stop)
+        link, = announcement.links
+        for address, again in (("2001:db8::1", ms.RESOLVE_RETRY_S), ("203.0.113.1", ms.RESOLVE_S)):
+            announcement.found(link, address, 1.0)
+            self.assertEqual((link.announcer.master[0], link.resolve_at), (address, 1.0 + again))
+
+    def test_which_address_of_a_name(self) -> None:
+        def named(known: Dict[int, str], failure: int = socket.EAI_NONAME) -> Any:
+            def answers(host: str, port: None, family: int = 0, type: int = 0) -> List[Any]:
+                found = [(kind, 0, 0, "", (address, 0)) for kind, address in known.items() if family in (0, kind)]
+                if not found:
+                    raise socket.gaierror(failure, "none")
+                return found
+            return mock.patch.object(ms.socket, "getaddrinfo", answers)
+        four, six = {socket.AF_INET: "192.0.2.1"}, {socket.AF_INET6: "2001:db8::1"}
+        for known, way, expected in (({**six, **four}, ".", ("192.0.2.1", "192.0.2.1")), ({**six, **four}, ":", ("192.0.2.1", "2001:db8::1")),
+                                     ({**six, **four}, "nowhere", ("192.0.2.1", "192.0.2.1")), (six, ".", ("2001:db8::1", "2001:db8::1"))):
+            with named(known), mock.patch.object(ms, "own_address", lambda far, way=way: "here" if way in far else ""):
+                self.assertEqual((ms.resolved("master.example"), ms.resolved("master.example", True)), expected)
+        with named(six, socket.EAI_AGAIN), self.assertRaises(socket.gaierror):          # its IPv6 address alone was told
+            ms.resolved("master.example")
+
     def test_a_name_that_is_looked_up_again_holds_no_announcement_up(self) -> None:
         """A look-up may take half a minute, and those of several masters wait for each other."""
         announcement = ms.Announcement("iceball", 21737, "master.example")
