@@ -8378,7 +8378,8 @@ class Announcement(Loop):
                 self.names.submit(functools.partial(resolved, link.host, link.datagrams is None), functools.partial(self.found, link))
             elif link.datagrams is not None:
                 for data, to in link.datagrams.protocol.tick(now):
-                    link.datagrams.send(data, to)
+                    if not link.datagrams.send(data, to):
+                        announcer.failed("no announcement can be sent; is there a network?", now)
             else:
                 self.connect(link, now)
         if announcer.state != link.told:

@@ -10498,6 +10498,18 @@ class Announcing(unittest.TestCase):
         with named(six, socket.EAI_AGAIN), self.assertRaises(socket.gaierror):          # its IPv6 address alone was told
             ms.resolved("master.example")
 
+    def test_what_cannot_be_sent_is_not_called_announced(self) -> None:
+        announcement = ms.Announcement("subspace", 5000, "master.example")
+        self.addCleanup(announcement.stop)
+        announcement.bind()
+        link, = announcement.links
+        now = link.announcer.due
+        link.announcer.master, link.resolve_at = ("255.255.255.255", 9), now + 1         # where this socket may not send
+        with self.assertLogs("masterserver", "WARNING"):
+            announcement.advance(link, now, False)
+        self.assertIn("no announcement can be sent", link.announcer.state)
+        self.assertLessEqual(link.announcer.due, now + ms.RETRY_S)
+
     def test_a_name_that_is_looked_up_again_holds_no_announcement_up(self) -> None:
         """A look-up may take half a minute, and those of several masters wait for each other."""
         announcement = ms.Announcement("iceball", 21737, "master.example")
