@@ -6229,7 +6229,8 @@ WINDOWS = os.name == "nt"
 DYNAMIC_PORTS = range(49152, 65536)         # of nobody in particular (RFC 6335)
 FREE_RUN_TRIES = 100                # of ports in a row; on a machine with half of its ports taken, one in four is free
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
-KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))     # a dead peer is found after two minutes
+# A dead peer is found after two minutes, the last (in milliseconds) where what was sent to it is on its way still: then none of the others count
+KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
 STREAM = int(socket.SOCK_STREAM)
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news

@@ -7416,6 +7416,17 @@ class LoopTest(unittest.TestCase):
         self.assertIn("the page is at http://localhost:", server.log)
         self.assertRegex(server.log, r"stopped; iceball: received 2, sent 1")
 
+    @unittest.skipUnless(hasattr(socket, "TCP_USER_TIMEOUT"), "the system has no such option")
+    def test_a_peer_that_has_vanished_is_found_though_data_is_on_its_way(self) -> None:
+        """While some is, the kernel sends no probes: it would send that again for a quarter of an hour."""
+        server = master(server__bind="127.0.0.1", aio__port="0")
+        self.addCleanup(server.stop)
+        server.bind()
+        with socket.create_connection(("127.0.0.1", port_of(server, "aio"))):
+            server.round(time.monotonic() + 1)
+            connection, = server.connections
+            self.assertEqual(connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 120_000)
+
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_signals_end_it_with_status_0(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
