@@ -5912,8 +5912,10 @@ class Web(TcpProtocol):
 
     def hint(self, game: str) -> Html:
         """What a game server needs to appear here."""
+        public = self.settings["server.public_address"]
+        there = {listener.protocol for listener in self.core.listeners if (":" in listener.host) == (":" in public)}
         return Html("".join(fill(HINT, whom=whom, what=what) for name, whom, what in contact_lines(
-            self.core.listeners, lambda name: self.settings["server.public_address"] or "THIS-HOST", self.settings["games"]) if game in ("", name)))
+            self.core.listeners, lambda name: public if public and name in there else "THIS-HOST", self.settings["games"]) if game in ("", name)))
 
     def server(self, request: Request) -> Union[Answer, Later]:
         game, address, port = server_asked_for(request)

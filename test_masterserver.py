@@ -11244,6 +11244,9 @@ class Checking(unittest.TestCase):
             server.bind()
             with own:
                 lines = "\n".join(ms.first_contact(server))
+            web = next(protocol for protocol in server.protocols if isinstance(protocol, ms.Web))
+            self.assertNotIn(public or "127.0.0.1", web.hint("iceball"))         # no server of a game with IPv4 alone is told an IPv6 address
+            self.assertIn("[%s]:" % public if ":" in public else "THIS-HOST", web.hint("hyperbol"))
             server.stop()
             self.assertEqual(re.findall(r'(?:"heartbeat": \[\["|Server1 = )([^",]*)', lines), [of_ipv4] * 2 if of_ipv4 else [])
             self.assertIn("Players and browsers: http://%s:" % of_page, lines)
