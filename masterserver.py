@@ -9059,7 +9059,8 @@ def first_contact(server: MasterServer) -> List[str]:
     public = server.rules.public_address
     hosts: Dict[str, str] = {}
     own = {"0.0.0.0": own_address(), "::": own_address("2001:db8::1")}
-    for listener in sorted(server.listeners, key=lambda l: (":" in l.host) != (":" in public)):        # without a public one IPv4 comes first
+    # Without a public one IPv4 comes first, unless this machine has none
+    for listener in sorted(server.listeners, key=lambda l: (not public and not own.get(l.host, l.host), (":" in l.host) != (":" in public))):
         if listener.protocol not in hosts:
             bound = own.get(listener.host, listener.host) or "localhost"
             hosts[listener.protocol] = public if public and (":" in public) == (":" in listener.host) else bound

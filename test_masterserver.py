@@ -11250,6 +11250,11 @@ class Checking(unittest.TestCase):
             server.stop()
             self.assertEqual(re.findall(r'(?:"heartbeat": \[\["|Server1 = )([^",]*)', lines), [of_ipv4] * 2 if of_ipv4 else [])
             self.assertIn("Players and browsers: http://%s:" % of_page, lines)
+        server = master(server__bind="0.0.0.0, ::", server__public_address="", **everything)
+        self.addCleanup(server.stop)
+        server.bind()
+        with mock.patch.object(ms, "own_address", lambda far="": "2001:db8::9" if far else ""):         # a machine with IPv6 alone
+            self.assertIn("Players and browsers: http://[2001:db8::9]:", "\n".join(ms.first_contact(server)))
 
     def test_exit_statuses(self) -> None:
         options = [word for name, value in LOOPBACK.items() for word in ("--set", "%s=%s" % (name, value))]
