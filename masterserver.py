@@ -332,7 +332,7 @@ def read_rate(text: str) -> Tuple[float, float]:
 
 
 def read_iceball_version(text: str) -> int:
-    """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits, written w.x[.y][letter][-z] (PROTOCOLS, section 1)."""
+    """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits, written w.x[.y][letter][-z]."""
     match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?", text)
     if not match:
         raise ValueError("a version such as 0.2.1-37 is wanted")
@@ -1769,6 +1769,8 @@ class Storage:
 #
 # Each game is one class (or two) with its real bytes in the docstring. A protocol gets bytes, the peer and the time and
 # gives bytes back; it keeps what it knows in the registry, and raises Malformed for anything that its document does not have.
+# "The document" is the game's own, by the title that stands at the class. What it leaves open is as programs that people run
+# were seen to do it.
 # =====================================================================================================================
 
 ECHO_RATE = 1, 5                    # answers no longer than their questions, by source: a forged question may name a port that answers
@@ -1865,7 +1867,7 @@ class TcpProtocol:
 POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit in the protocol; what is shown of them is cut
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
-POLL_MISSED = 3                     # polls without an answer after which a server is gone (PROTOCOLS)
+POLL_MISSED = 3                     # polls without an answer after which a server is gone: a minute and a half
 POLL_SHARE = 10                     # at most a tenth of all targets is asked in one second, more only if the interval wants it: no volleys
 POLL_QUESTIONS = 3                  # so many a target may need in one interval: a silent zone is asked three times
 POLL_MIN_PER_S = 10                 # but so many always, so that a few new servers do not wait for each other
@@ -2245,7 +2247,7 @@ fingerprint: Callable[[Tuple[bytes, str]], Any] = hash if sys.hash_info.width >=
 
 
 class Iceball(UdpProtocol):
-    """Iceball's heartbeat protocol, current form (hbversion 2); document 003.
+    """Iceball's heartbeat protocol, current form (hbversion 2); document: "Heartbeat server protocol".
 
         > 31434542 0200 25808000 e954 0000 4000     "1CEB" hbversion ibversion port players maximum
           4963656261 6c6c20536572766572 00…         name[30] mode[10] map[30]: NUL-terminated unless full; 86 bytes in all
@@ -2325,7 +2327,8 @@ class Iceball(UdpProtocol):
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
 
     def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
-        """The answer to an announcement that cannot be listed; None: it can. The order of the checks is PROTOCOLS's."""
+        """The answer to an announcement that cannot be listed; None: it can. The versions come first, as another one may have
+        another length."""
         if len(data) < 10:
             raise self.unreadable("an announcement without its versions", peer, now)
         hbversion, version = struct.unpack_from("<HI", data, 4)
@@ -2422,7 +2425,7 @@ DRAFT_NO_SESSION = b"\6"
 
 
 class IceballDraft:
-    """Iceball's first heartbeat protocol (hbversion 1); document 000. Shares the UDP port with the current one.
+    """Iceball's first heartbeat protocol (hbversion 1), from a draft of its document. Shares the UDP port with the current one.
 
         > 01 0100 0151 00                      request id: hbversion, port 20737, address ""
         < 02 id.u32 0151 "203.0.113.9\\0"       your id, port, address as this master sees it
@@ -2551,7 +2554,7 @@ HYPERBOL_REQUEST_S = 5.0                                            # "just a fe
 
 
 class Hyperbol(TcpProtocol, Querier):
-    """Hyperbol's list by TCP, and its game servers by UDP; document 001.
+    """Hyperbol's list by TCP, and its game servers by UDP; document: "The master Server Protocol".
 
         < 4842534c key.u32 players.u32                      "HBSL"; players on all servers; one segment
         > key.u32 filter[4]                                 10 in the first byte: unofficial servers as well
@@ -2735,26 +2738,27 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
-ZONE_LIFETIME_S = 180.0             # PROTOCOLS: zones announce every 60 s, so three in a row were lost
+ZONE_LIFETIME_S = 180.0             # zones announce every 60 s, so three in a row were lost
 ZONE_CLAIMS = 1024                  # announced, not answering yet; up to 2 MB. The last of as many at once is asked after 13 s
 ZONE_CLAIMS_PROVEN = 4096           # as many if their addresses are known to be real …
 ZONE_PROVEN = 4096                  # … which these are, for whom there was no room when they announced themselves
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
 ZONE_ANNOUNCEMENT_MAX = 480
 ZONE_ENTRY = struct.Struct("<4sHHHI64s")                            # in a list, then the description with its NUL
-ZONE_DESCRIPTION_BYTES = 480        # in a list (PROTOCOLS)
+ZONE_DESCRIPTION_BYTES = 480        # in a list, its NUL included: the most that clients take
 ZONE_VERSION = 134                  # what every zone announces; for those that the ini names
 ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
 ZONE_ANSWERED = ("players", "playing", "verified", "responding", "ping_ms")     # answers tell better than announcements
 PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
 PING_BYTES = 512                    # the document: no packet is larger …
-PING_BYTES_SEEN = 520               # … but PROTOCOLS knows of 520
+PING_BYTES_SEEN = 520               # … but one implementation sends up to 520
 # As asked in turn; None stands for the 4-byte form
 PING_FORMS: Tuple[Optional[int], ...] = (PING_SUMMARY | PING_ARENAS, PING_ARENAS, None)
 
 
 class ZonePoll:
-    """What one zone answers to the questions of one poll, each with a nonce of its own as timestamp; document 002.
+    """What one zone answers to the questions of one poll, each with a nonce of its own as timestamp; document:
+    "ping/information protocol", version 1.0.
 
         > 11223344              < 06000000 11223344
         > 11223344 03000000     < 11223344 03000000 06000000 04000000 3000 0200 0100 706200 0100 0100 00
@@ -3158,7 +3162,7 @@ class SubSpacePing(UdpProtocol, Querier):
         return True
 
 
-LINK_WINDOW = 4                     # packets in flight: what deployed clients are used to (PROTOCOLS)
+LINK_WINDOW = 4                     # packets in flight: what deployed clients are used to
 LINK_AHEAD = 16                     # and so many beyond the oldest one missing, which the peer has to keep
 LINK_EARLY = 32                     # packets kept until the ones before them come: 16 kB a link
 LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
@@ -3483,7 +3487,7 @@ def zone_entries(data: bytes) -> List[Dict[str, Any]]:
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0, and the framed dialect's greeting as well
 AIO_MESSAGE_S = 20.0                # from the greeting to the first byte, and from a message's first byte to its last
 AIO_IDLE_S = 330.0                  # a peer that publishes nothing; a framed client's keepalive comes after about 270 s
-AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then none (PROTOCOLS)
+AIO_KEEPALIVE_S = 120.0             # a published peer that has sent a keepalive and then none; they come every 20 to 40 s
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted what was written as one
 AIO_MESSAGE_BYTES = 8192            # of any dialect: a name and a description at their longest, four bytes a character, are 2,600
 AIO_FRAME_BYTES = 31                # the first frame: a publish has 3, or 14 in zlib; a longer one could begin like a text
@@ -3501,7 +3505,7 @@ AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
 def uintv(value: int) -> bytes:
     """The variable-size integer of AIO's binary dialect, 1 to 4 bytes; OverflowError above 0x2020407f, the last it has.
 
-    PROTOCOLS, section 5: 0 = 01, 127 = ff, 128 = 0200, 8080 = 427c, 16512 = 040000, 27010 = 144801, 65535 = fcfb05."""
+    0 = 01, 127 = ff, 128 = 0200, 8080 = 427c, 16512 = 040000, 27010 = 144801, 65535 = fcfb05."""
     if value < 0x80:
         return (value << 1 | 1).to_bytes(1, "little")
     if value < 0x4080:
@@ -3907,7 +3911,7 @@ AIO_PARTS = ("aio text", aio_text_part), ("aio binary", aio_binary_part), ("aio 
 
 
 class Aio(TcpProtocol, Querier):
-    """AIO, three generations of it on one port; document 004 and what its programs became (PROTOCOLS, section 5).
+    """AIO, three generations of it on one port; document: "AIO masterserver protocol", and what its programs became.
 
     The master speaks first: AIO_CONNECTED, and after a silence the text greeting. The first byte of the peer tells its
     dialect: 0c or 0d the binary one, a digit or a letter text, other control characters a frame. A server
