@@ -691,7 +691,7 @@ class Cookie:
 
     def __init__(self, key: bytes, size: int = COOKIE_MAC_BYTES) -> None:
         self.key, self.size = key, size
-        self.ends = float("-inf")           # of the current window
+        self.ends = -math.inf           # of the current window
         self.current = self.previous = hashlib.blake2b()
 
     def turn(self, now: float) -> None:
@@ -716,14 +716,14 @@ class Cookie:
         return mac == older.digest()
 
 
-EXEMPT, BLOCKED = float("-inf"), float("inf")
-
-
 class Lasting(bytes):
     """An answer that is likely to be given again, as it is. Whoever sends it counts here how often, and may keep another form of it."""
 
     given = 0
     kept: Any = None
+
+
+EXEMPT, BLOCKED = -math.inf, math.inf
 
 
 class Limiter:
@@ -1065,7 +1065,7 @@ class Registry:
         # What became of the last packets, for /check: (source, protocol, port) -> (time, a key of OUTCOMES, detail); the port is
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
-        self.notes, self.notes_end = 0, float("-inf")       # in this second, and when it ends
+        self.notes, self.notes_end = 0, -math.inf       # in this second, and when it ends
         # What storage has not been told yet: who has left, of whom some may be back, and those who bear this number
         self.left: Set[Key] = set()
         self.batch = 1
@@ -1357,7 +1357,7 @@ class Rendered:
     def __init__(self, registry: Registry, game: str, make: Callable[[Blocks], Any]) -> None:
         self.registry, self.game, self.make = registry, game, make
         self.generation = -1
-        self.made_at = float("-inf")
+        self.made_at = -math.inf
         self.made: Any = None
 
     def get(self, now: float) -> Any:
@@ -2121,8 +2121,8 @@ class Known:
         self.places: Dict[Tuple[str, int], Tuple[str, int]] = {}        # the way back, by address and port as listed
         self.unresolved: Set[str] = set()
         self.pending: Set[Tuple[str, int]] = set()      # looked up just now: a slow name server does not get them twice
-        self.due = float("-inf")
-        self.patient_until = float("inf")               # from then on a name that leads nowhere keeps nobody in the list
+        self.due = -math.inf
+        self.patient_until = math.inf               # from then on a name that leads nowhere keeps nobody in the list
         core.registry.watch(self.watch, querier.game, ["listed", "gone"])
 
     def watch(self, event: str, server: Server) -> None:
@@ -2146,7 +2146,7 @@ class Known:
                 self.release(target)
         self.places = {self.identity(target): place for place, target in self.targets.items() if target is not None}    # as mapped now
         self.unresolved &= {host for host, _ in self.targets}
-        self.due = float("-inf")
+        self.due = -math.inf
 
     def tick(self, now: float) -> None:
         if now < self.due:
@@ -2644,7 +2644,7 @@ class Hyperbol(TcpProtocol, Querier):
         if fields["responding"] and (before is None or not before.responding):
             self.registry.note(target.address, self.game, port, "listed", now)
         try:
-            self.registry.hear(self.game, address, port, target.address, now, float("inf"), fields, target.known)
+            self.registry.hear(self.game, address, port, target.address, now, math.inf, fields, target.known)
         except Refused as refused:
             self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
             self.registry.remove(before)
@@ -2981,7 +2981,7 @@ class SubSpacePing(UdpProtocol, Querier):
     def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
         # Such a zone stays for as long as it answers
         told = {key: value for key, value in fields.items() if key != "name" or value}
-        self.claim(source, Claim(port, told, ZONE_PASSWORD, float("inf")), now)
+        self.claim(source, Claim(port, told, ZONE_PASSWORD, math.inf), now)
 
     def claim(self, source: str, claim: Claim, now: float) -> bool:
         """Refresh a listed zone; have another one asked whether it is there. False: there is no room for one whose source is not
@@ -3001,7 +3001,7 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.note(source, "subspace", claim.port, "announced", now)
             crowded = target is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
             if crowded:
-                if claim.lifetime != float("inf") and claim.port + 1 not in self.proven.get(source, ()):        # HTTP proves the address
+                if claim.lifetime != math.inf and claim.port + 1 not in self.proven.get(source, ()):        # HTTP proves the address
                     return False
                 if len(self.claims) >= ZONE_CLAIMS_PROVEN or self.poller.crowded(self.game, source, 2):         # half may be others' lies
                     raise Refused("limit", "too many zones wait for their first answer already")
@@ -3042,7 +3042,7 @@ class SubSpacePing(UdpProtocol, Querier):
             if server not in servers:
                 if name == claim.fields.get("name") and any(other.responding for other in servers):
                     raise Refused("name", "the name %s is another zone's, which has another password, for as long as that is listed" % name)
-            elif owner is not None and claim.lifetime != float("inf"):          # HTTP has no password, but proves the address
+            elif owner is not None and claim.lifetime != math.inf:          # HTTP has no password, but proves the address
                 if now - announced_at < ZONE_LIFETIME_S:
                     raise Refused("name", "the name %s is announced with another password; a new one holds when that has not been heard for %d s" % (
                         name, ZONE_LIFETIME_S))
@@ -3182,7 +3182,7 @@ class Flight:
 
     def __init__(self, packet: bytes) -> None:
         self.packet = packet
-        self.sent_at = float("-inf")
+        self.sent_at = -math.inf
         self.tries = self.overtaken = self.order = 0
 
 
@@ -3975,7 +3975,7 @@ class Aio(TcpProtocol, Querier):
         known = self.registry.get("aio", address, port)
         name = fields.get("name") or (known.name if known else endpoint(address, port))
         try:
-            server = self.registry.hear("aio", address, port, session.address, now, float("inf"),
+            server = self.registry.hear("aio", address, port, session.address, now, math.inf,
                                         {**fields, "name": name, "verified": "connection", "mapped": not self.claim(session)})
         except Refused as refused:
             self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
