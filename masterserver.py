@@ -675,6 +675,14 @@ def uncount(counts: Dict[Any, int], key: Any) -> None:
         del counts[key]
 
 
+def keep_latest(table: collections.OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Put this into the table as its latest; the oldest makes room."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)
+
+
 def endpoint(address: str, port: int) -> str:
     return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
 
@@ -1324,11 +1332,7 @@ class Registry:
         elif self.notes >= HEARD_PER_S:
             return
         self.notes += 1
-        key = (source, protocol, port)
-        self.heard[key] = now, outcome, detail
-        self.heard.move_to_end(key)
-        if len(self.heard) > HEARD_SOURCES:
-            self.heard.popitem(last=False)
+        keep_latest(self.heard, (source, protocol, port), (now, outcome, detail), HEARD_SOURCES)
 
 
 def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
@@ -2484,9 +2488,7 @@ class IceballDraft:
             return []
         self.claims.pop(peer, None)
         if rules.believes(peer[0], claim):
-            self.claims[peer] = claim
-            if len(self.claims) > DRAFT_CLAIMS:
-                self.claims.popitem(last=False)
+            keep_latest(self.claims, peer, claim, DRAFT_CLAIMS)
         return [(answer, peer)]
 
     def guessed_out(self, peer: Peer, now: float) -> bool:
@@ -2959,13 +2961,11 @@ class SubSpacePing(UdpProtocol, Querier):
         """True: this is no ping, but the answer to one of which nothing was kept, and proves that a zone is there."""
         if not self.cookie.good(data[4:], endpoint(*peer[:2]).encode(), now):
             return False
-        ports = self.proven.setdefault(peer[0], set())
-        self.proven.move_to_end(peer[0])
+        ports = self.proven.get(peer[0], set())
+        keep_latest(self.proven, peer[0], ports, ZONE_PROVEN)
         if peer[1] not in ports and len(ports) >= (ZONE_CLAIMS_PROVEN if self.rules.exempts(peer[0]) else self.rules.servers_per_source):
             ports.remove(random.choice(list(ports)))        # were it the oldest, of one zone too many each would go before it comes again
         ports.add(peer[1])
-        if len(self.proven) > ZONE_PROVEN:
-            self.proven.popitem(last=False)
         self.registry.note(peer[0], "subspace", peer[1] - 1, "waiting", now)
         return True
 
@@ -3394,11 +3394,8 @@ class SubSpaceList(UdpProtocol):
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
         if link.proven:
             self.unproven.pop(peer, None)
-        links = self.proven if link.proven else self.unproven
-        links[peer] = link
-        links.move_to_end(peer)                     # strangers who come once, thousands a second, push out each other
-        if len(links) > LIST_LINKS:
-            links.popitem(last=False)
+        # Strangers who come once, thousands a second, push out each other
+        keep_latest(self.proven if link.proven else self.unproven, peer, link, LIST_LINKS)
         out: Replies = []
         verdict = self.rules.verdict(peer[0]) if packets else 0.0
         exempt = verdict == EXEMPT
