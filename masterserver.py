@@ -3094,11 +3094,11 @@ class SubSpacePing(UdpProtocol, Querier):
         server = self.zone(source, port)
         if (server is not None or target.known) and target.missed < POLL_MISSED:
             return False
+        self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         if target.known:
             self.take(target, now)
             return False
         self.registry.remove(server)
-        self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
     def removed(self, target: Target) -> None:
@@ -3127,6 +3127,8 @@ class SubSpacePing(UdpProtocol, Querier):
                     fields["unconfirmed"] = False           # it is known to be silent
             if poll.answered and (server.unconfirmed or server.stays or self.rules.datagrams.spent(source, now)):
                 self.registry.refresh(server, now)          # the others live by their announcements, if a flood in their names lets any in
+            if poll.answered and not server.responding:
+                self.registry.note(source, "subspace", port, "listed", now)
             self.registry.update(server, fields)
             if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
                 self.own(server, None, now)
@@ -3157,8 +3159,6 @@ class SubSpacePing(UdpProtocol, Querier):
             self.own(server, claim.password, now)
         if poll.answered:
             self.registry.note(source, "subspace", port, "listed", now)
-        else:
-            self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         return True
 
 

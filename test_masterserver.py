@@ -2986,6 +2986,10 @@ class SubSpaceAnnouncements(unittest.TestCase):
         zone = world.zone()
         assert zone is not None
         self.assertEqual((zone.responding, zone.ping_ms, zone.details), (False, None, {}))
+        self.assertEqual(world.outcome(), ("silent", "no answer to a ping on UDP port 25001"))
+        world.zones[ZONE[0], 25001] = asss
+        world.run(40)
+        self.assertEqual((zone.responding, world.outcome()[0]), (True, "listed"))
 
     def test_a_zone_announced_by_http_outlives_a_restart(self) -> None:
         for answers in (True, False):
