@@ -2614,7 +2614,7 @@ class Hyperbol(TcpProtocol, Querier):
         # The server is asked, and listed with what it answers
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; this came from %s" % source)
-        address = self.registry.rules.listed_address(source)
+        address = self.rules.listed_address(source)
         if self.registry.get(self.game, address, port) is None:
             self.registry.admit(self.game, address, port, source)
             other = self.poller.targets.get((source, port))
@@ -2947,12 +2947,12 @@ class SubSpacePing(UdpProtocol, Querier):
             claim = zone_announcement(data)
         except Malformed as wrong:
             port = int.from_bytes(data[4:6], "little") if len(data) > ZONE_ANNOUNCEMENT.size else 0
-            self.registry.note(peer[0], "subspace", port, "bad packet", now, str(wrong))
+            self.registry.note(peer[0], self.game, port, "bad packet", now, str(wrong))
             raise
         try:
             room = self.claim(peer[0], claim, now)
         except Refused as refused:
-            self.registry.note(peer[0], "subspace", claim.port, refused.outcome, now, str(refused))
+            self.registry.note(peer[0], self.game, claim.port, refused.outcome, now, str(refused))
             return []
         place = peer[0], claim.port + 1
         return [] if room else [(self.cookie.make(endpoint(*place).encode(), now), place)]
@@ -2966,7 +2966,7 @@ class SubSpacePing(UdpProtocol, Querier):
         if peer[1] not in ports and len(ports) >= (ZONE_CLAIMS_PROVEN if self.rules.exempts(peer[0]) else self.rules.servers_per_source):
             ports.remove(random.choice(list(ports)))        # were it the oldest, of one zone too many each would go before it comes again
         ports.add(peer[1])
-        self.registry.note(peer[0], "subspace", peer[1] - 1, "waiting", now)
+        self.registry.note(peer[0], self.game, peer[1] - 1, "waiting", now)
         return True
 
     def ping(self, data: bytes) -> bytes:
@@ -2997,8 +2997,8 @@ class SubSpacePing(UdpProtocol, Querier):
                 raise Refused("bad packet", "port 65535 has no port after it for pings")
             if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
                 raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
-            self.registry.admit("subspace", self.registry.rules.listed_address(source), claim.port, source, name)
-            self.registry.note(source, "subspace", claim.port, "announced", now)
+            self.registry.admit(self.game, self.rules.listed_address(source), claim.port, source, name)
+            self.registry.note(source, self.game, claim.port, "announced", now)
             crowded = target is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
             if crowded:
                 if claim.lifetime != math.inf and claim.port + 1 not in self.proven.get(source, ()):        # HTTP proves the address
@@ -3022,11 +3022,11 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.update(server, fields)
             self.registry.refresh(server, now)
             self.own(server, claim.password, now)
-            self.registry.note(source, "subspace", claim.port, "listed", now)
+            self.registry.note(source, self.game, claim.port, "listed", now)
         return True
 
     def zone(self, source: str, port: int) -> Optional[Server]:
-        server = self.registry.get("subspace", self.registry.rules.listed_address(source), port)
+        server = self.registry.get(self.game, self.rules.listed_address(source), port)
         return server if server is not None and server.source == source else None
 
     # Names: the password of a name's first announcer owns it while a zone of that name is listed
@@ -3094,7 +3094,7 @@ class SubSpacePing(UdpProtocol, Querier):
         server = self.zone(source, port)
         if (server is not None or target.known) and target.missed < POLL_MISSED:
             return False
-        self.registry.note(source, "subspace", port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
+        self.registry.note(source, self.game, port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         if target.known:
             self.take(target, now)
             return False
@@ -3128,7 +3128,7 @@ class SubSpacePing(UdpProtocol, Querier):
             if poll.answered and (server.unconfirmed or server.stays or self.rules.datagrams.spent(source, now)):
                 self.registry.refresh(server, now)          # the others live by their announcements, if a flood in their names lets any in
             if poll.answered and not server.responding:
-                self.registry.note(source, "subspace", port, "listed", now)
+                self.registry.note(source, self.game, port, "listed", now)
             self.registry.update(server, fields)
             if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
                 self.own(server, None, now)
@@ -3136,8 +3136,8 @@ class SubSpacePing(UdpProtocol, Querier):
         if claim is None and not target.known:          # its zone has gone, or comes from another source now
             self.known.drop(source, port)
             return False
-        address = self.registry.rules.listed_address(source)
-        before = self.registry.get("subspace", address, port)           # from another source
+        address = self.rules.listed_address(source)
+        before = self.registry.get(self.game, address, port)           # from another source
         if before is not None and before.responding and not before.unconfirmed and claim is None:
             self.registry.update(before, {"named": True})       # the ini's name for it leads here, its announcements come from there
             return True
@@ -3148,17 +3148,17 @@ class SubSpacePing(UdpProtocol, Querier):
             if claim is not None:
                 told.update(claim.fields)
                 self.admit_owner(claim, before, now)
-            server = self.registry.hear("subspace", address, port, source, now, lifetime, dict(told, **fields), target.known)
+            server = self.registry.hear(self.game, address, port, source, now, lifetime, dict(told, **fields), target.known)
             if name.casefold() != server.name.casefold():
                 self.disown(server, name)
         except Refused as refused:
-            self.registry.note(source, "subspace", port, refused.outcome, now, str(refused))
+            self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
             self.known.drop(source, port)
             return False
         if claim is not None:
             self.own(server, claim.password, now)
         if poll.answered:
-            self.registry.note(source, "subspace", port, "listed", now)
+            self.registry.note(source, self.game, port, "listed", now)
         return True
 
 
@@ -3932,10 +3932,10 @@ class Aio(TcpProtocol, Querier):
         self.numbers = itertools.count()
         self.owners: Dict[Server, AioSession] = {}
         self.lists: Dict[Callable[[Blocks], bytes], Rendered] = {
-            make: Rendered(self.registry, "aio", make)
+            make: Rendered(self.registry, self.game, make)
             for make in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
         self.rules = core.registry.rules
-        self.registry.watch(lambda event, server: self.disown(server), "aio", ["gone"])
+        self.registry.watch(lambda event, server: self.disown(server), self.game, ["gone"])
         self.read(core.settings)
 
     def read(self, settings: Settings) -> None:
@@ -3969,19 +3969,19 @@ class Aio(TcpProtocol, Querier):
         address = self.address(session)
         if session.server is not None and (session.server.address, session.server.port) != (address, port):
             self.registry.remove(session.server)
-        known = self.registry.get("aio", address, port)
+        known = self.registry.get(self.game, address, port)
         name = fields.get("name") or (known.name if known else endpoint(address, port))
         try:
-            server = self.registry.hear("aio", address, port, session.address, now, math.inf,
+            server = self.registry.hear(self.game, address, port, session.address, now, math.inf,
                                         {**fields, "name": name, "verified": "connection", "mapped": not self.claim(session)})
         except Refused as refused:
-            self.registry.note(session.address, "aio", clamp(port), refused.outcome, now, str(refused))
+            self.registry.note(session.address, self.game, clamp(port), refused.outcome, now, str(refused))
             if session.server is not None:
                 session.told = told                 # which is listed
             return str(refused)
         for form, part in AIO_PARTS:            # made now, so that the first list of many new servers is quick
             parts((server,), form, part)
-        self.registry.note(session.address, "aio", port, "listed", now)
+        self.registry.note(session.address, self.game, port, "listed", now)
         if self.owners.get(server) is not session:
             self.disown(server)
             self.owners[server] = session
@@ -4027,7 +4027,7 @@ class Aio(TcpProtocol, Querier):
         try:
             self.registry.admit_name(name)
         except Refused as refused:
-            self.registry.note(server.source, "aio", server.port, refused.outcome, now, str(refused))
+            self.registry.note(server.source, self.game, server.port, refused.outcome, now, str(refused))
             name = endpoint(server.address, server.port)
         self.registry.refresh(server, now)
         self.registry.update(server, {
