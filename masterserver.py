@@ -3784,8 +3784,8 @@ class AioSession(Session):
         self.half_closed = False
         self.wrong = ""                                 # raised once the answers before it are written; an exception would keep its frames
         self.greet_at: Optional[float] = None           # the text greeting is due
-        self.since = now                                # when the message in the buffer began, or the connection
-        self.heard_at = self.message_at = now           # the last byte, the last whole message
+        self.since = now                                # when the message in the buffer began, the last one ended, or the connection began
+        self.heard_at = now                             # the last byte
 
     def opened(self, now: float) -> bytes:
         if self.aio.dialects == ("text",):
@@ -3847,7 +3847,7 @@ class AioSession(Session):
             if answer is None:
                 break
             out.append(answer)
-            self.since = self.message_at = now
+            self.since = now
         return out[0] if len(out) == 1 else b"".join(out)
 
     def publish(self, name: bytes, description: bytes, claim: bytes, port: int, now: float) -> bool:
@@ -3891,7 +3891,7 @@ class AioSession(Session):
                 self.closed(now)
                 raise Malformed("%s in %d s" % ("half a message" if self.buffer else "not a byte", AIO_MESSAGE_S))
         elif self.server is None:
-            self.done = now - self.message_at >= AIO_IDLE_S
+            self.done = now - self.since >= AIO_IDLE_S
         elif self.kept_alive_at is not None:
             if now - self.kept_alive_at >= AIO_KEEPALIVE_S:
                 self.done = True
