@@ -2497,29 +2497,28 @@ class IceballDraft:
 
     def session(self, identity: bytes, peer: Peer, now: float) -> Optional[Server]:
         """The server behind this id, listed now if it is returned for the first time; None: there is none."""
-        known, server = self.sessions.get(peer, (None, None))
-        if known != identity:
-            if not self.cookie.good(identity[:2], endpoint(*peer[:2]).encode() + identity[2:], now) or self.guessed_out(peer, now):
-                return None
-            port = identity[2] | identity[3] << 8
-            address = self.registry.rules.listed_address(peer[0], self.claims.get(peer, ""))
-            fields = {"verified": "handshake", "mapped": peer not in self.claims}
-            if self.registry.get("iceball", address, port) is None:
-                fields["name"] = endpoint(address, port)
-            try:
-                server = self.registry.hear("iceball", address, port, peer[0], now, self.timeout, fields)
-            except Refused as refused:
-                self.registry.note(peer[0], "iceball", port, refused.outcome, now, str(refused))
-                return None
-            self.registry.note(peer[0], "iceball", port, "listed", now)
-            self.forget(server)
-            old = self.sessions.get(peer)
-            if old:
-                self.forget(old[1])
-            self.sessions[peer] = identity, server
-            self.peers[server] = peer
-        assert server is not None
-        self.registry.refresh(server, now)
+        session = self.sessions.get(peer)
+        if session is not None and session[0] == identity:
+            self.registry.refresh(session[1], now)
+            return session[1]
+        if not self.cookie.good(identity[:2], endpoint(*peer[:2]).encode() + identity[2:], now) or self.guessed_out(peer, now):
+            return None
+        port = identity[2] | identity[3] << 8
+        address = self.registry.rules.listed_address(peer[0], self.claims.get(peer, ""))
+        fields = {"verified": "handshake", "mapped": peer not in self.claims}
+        if self.registry.get("iceball", address, port) is None:
+            fields["name"] = endpoint(address, port)
+        try:
+            server = self.registry.hear("iceball", address, port, peer[0], now, self.timeout, fields)
+        except Refused as refused:
+            self.registry.note(peer[0], "iceball", port, refused.outcome, now, str(refused))
+            return None
+        self.registry.note(peer[0], "iceball", port, "listed", now)
+        self.forget(server)
+        if session is not None:
+            self.forget(session[1])
+        self.sessions[peer] = identity, server
+        self.peers[server] = peer
         return server
 
     def set_field(self, data: bytes, server: Server, peer: Peer) -> Replies:
