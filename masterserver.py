@@ -3948,14 +3948,19 @@ class Aio(TcpProtocol, Querier):
         return AioSession(self, address, next(self.numbers), now)
 
     def dialect(self, data: bytes) -> Optional[AioDialect]:
-        """What a peer speaks by its first byte; a line's end may come before a text, or begin a frame of ten bytes (0a 00 00)."""
-        first = data[0]
+        """What a peer speaks, by its first byte; None: that is a line's end, which may come before a text or begin a frame of ten
+        bytes (0a 00 00), and the next byte tells."""
+        first = data[:1]
         if data == b"\n":
             return None
-        name = ("binary" if first in (0x0C, 0x0D) else "text" if first == 0x0A and data[1] or first < 0x80 and chr(first).isalnum()
-                else "framed" if 0 < first <= AIO_FRAME_BYTES else "")
+        if first in (b"\x0c", b"\x0d"):
+            name = "binary"
+        elif first.isalnum() or first == b"\n" and data[1]:
+            name = "text"
+        else:
+            name = "framed" if 0 < data[0] <= AIO_FRAME_BYTES else ""
         if name not in self.dialects:
-            raise Malformed("the first byte, %02x, is of no dialect spoken here" % first)
+            raise Malformed("the first byte, %02x, is of no dialect spoken here" % data[0])
         return AIO_DIALECTS[name]
 
     # Servers
