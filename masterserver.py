@@ -100,7 +100,7 @@ log = logging.getLogger("masterserver")
 # =====================================================================================================================
 
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
-CLOCK_STEP_S = 1.0                  # the wall clock was put right; one that is slewed moves by half a millisecond a second
+CLOCK_STEP_S = 1.0                  # a wall clock that has moved by more was put right; one that is slewed moves by half a millisecond a second
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
 BACKLOG = 1024                      # connections that wait to be accepted: half a second of 2,000 a second, while the loop is held up
@@ -138,7 +138,7 @@ COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once, each of the five ways in which
                                     # they can: 200 lists a second, and 0.8 Mbit/s for somebody who sends with false addresses
-KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and who was here for longest; and whose leaving waits for it
+KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and who was here for longest. So many who leave wait for it at the most
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
 
@@ -156,9 +156,9 @@ GZIP_MIN_BYTES = 600                # below this the header costs more than it s
 GZIP_INLINE_BYTES = 65536           # compressed in the event loop (1 ms); more is done in a worker
 GZIP_LEVEL = 6                      # within 5 % of level 9 on lists, at two thirds of its time or less
 RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
+RENDER_SERVER_S = 0.0001            # or, if it is short, after so long for each of its servers: ten times what rendering one takes
 RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in a worker
 SEARCH_INLINE_SERVERS = RENDER_INLINE_SERVERS // HTTP_TURN_REQUESTS     # looked at for one answer, of which a client has so many in one go
-RENDER_SERVER_S = 0.0001            # ten times what one server takes in it
 RENDER_STALE_S = 10.0               # and at least so often, for the times in it …
 RENDER_TIMES_S = 5.0                # … which are in parts that live so long: together they are 15 s old at the most
 CACHE_S = 5                         # what a cache in front may keep: the page refreshes every 5 s
@@ -213,7 +213,7 @@ def read_port(text: str, last: int = 65535) -> Optional[int]:
 
 
 def read_list(read: Callable[[str], Any], separator: str = ",", least: str = "") -> Callable[[str], Tuple[Any, ...]]:
-    """`least`: what is wanted, where nothing will not do."""
+    """`least`: the error's text, where an empty list is one."""
     def read_all(text: str) -> Tuple[Any, ...]:
         values = [read(part.strip()) for part in text.split(separator) if part.strip()]
         if least and not values:
@@ -508,7 +508,7 @@ class Settings:
         self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
             if section not in {s.section for s in SETTINGS}:
-                self.put(section, "", "", path)
+                self.put(section, "", "", path)         # an error also where it has no keys
             for key, text in parser.items(section):
                 self.put(section, key, text, path)
         for item in overrides:
@@ -884,8 +884,8 @@ NO_DETAILS: Dict[str, str] = {}
 
 
 class Heard:
-    """The first of a server's slots, which is in the same cache line as what every look-up touches: among 100,000 servers an
-    announcement costs 4 % less."""
+    """A base class's slots come first: so `last_seen`, which every announcement writes, shares a cache line with the object's head,
+    which it touches anyway. Among 100,000 servers an announcement costs 4 % less."""
 
     __slots__ = ("last_seen",)
 
@@ -893,10 +893,12 @@ class Heard:
 class Server(Heard):
     """One listed server. Identity is (game, address, port); the rest is what it told last.
 
-    verified   how it is known to be there: handshake, query, connection, or self-reported
-    source     the address that its packets come from (differs from `address` behind a router)
-    lifetime   seconds that it stays listed after last_seen; infinite where a connection or the poller decides
-    mapped     its address follows from its source by the operator's settings, and moves with them; False: it names that itself
+    verified     how it is known to be there: handshake, query, connection, or self-reported
+    source       the address that its packets come from (differs from `address` behind a router)
+    lifetime     seconds that it stays listed after last_seen; infinite where a connection or the poller decides
+    named        by the ini: it stays, as not responding, however long it is silent
+    unconfirmed  listed before a restart, and not heard since
+    mapped       its address follows from its source by the operator's settings, and moves with them; False: it names that itself
     """
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
@@ -924,7 +926,7 @@ class Server(Heard):
         self.rank: Optional[Rank] = None                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as rendered last
         self.packet = packet                                # the announcement heard last, or its fingerprint, as the protocol needs it
-        self.batch = 0                                      # that tells storage of its last change
+        self.batch = 0                                      # the registry's at its last change: storage writes who bears its own
 
     @property
     def key(self) -> Key:
@@ -1074,7 +1076,7 @@ class Registry:
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
         self.notes, self.notes_end = 0, -math.inf       # in this second, and when it ends
-        # What storage has not been told yet: who has left, of whom some may be back, and those who bear this number
+        # What storage has not been told yet: who has left, of whom some may be back, and the servers that bear this batch's number
         self.left: Set[Key] = set()
         self.batch = 1
 
@@ -2873,7 +2875,7 @@ class Claim(NamedTuple):
     port: int
     fields: Dict[str, Any]          # for the registry
     password: bytes
-    lifetime: float
+    lifetime: float                 # infinite: it came by HTTP, which proves the address, and stays for as long as it answers
 
 
 def zone_announcement(data: bytes) -> Claim:
