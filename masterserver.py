@@ -1779,10 +1779,6 @@ class Storage:
 # were seen to do it.
 # =====================================================================================================================
 
-ECHO_RATE = 1, 5                    # answers no longer than their questions, by source: a forged question may name a port that answers
-                                    # such an answer in its turn, and so on for ever. No round trip takes a second
-
-
 class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
@@ -2753,6 +2749,8 @@ ZONE_VERSION = 134                  # what every zone announces; for those that 
 ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
 ZONE_ANSWERED = ("players", "playing", "verified", "responding", "ping_ms")     # answers tell better than announcements
 PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
+ECHO_RATE = 1, 5                    # answers as long as their pings, by source, a second / at once: two ping ports would answer each other for
+                                    # ever after one forged ping; as a round trip takes less than a second, this ends it
 PING_BYTES = 512                    # the document: no packet is larger …
 PING_BYTES_SEEN = 520               # … but one implementation sends up to 520
 # As asked in turn; None stands for the 4-byte form
