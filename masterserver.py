@@ -2989,39 +2989,43 @@ class SubSpacePing(UdpProtocol, Querier):
         target = self.poller.targets.get((source, claim.port + 1))
         if target is not None and target.querier is not self:           # also a zone restored since could not be asked, and would stay for ever
             raise Refused("limit", "the port after it belongs to a server of another game")
-        name = claim.fields.get("name", "")
         self.admit_owner(claim, server, now)
         if server is None:
-            if claim.port == 65535:
-                raise Refused("bad packet", "port 65535 has no port after it for pings")
-            if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
-                raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
-            self.registry.admit(self.game, self.rules.listed_address(source), claim.port, source, name)
-            self.registry.note(source, self.game, claim.port, "announced", now)
-            crowded = target is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
-            if crowded:
-                if claim.lifetime != math.inf and claim.port + 1 not in self.proven.get(source, ()):        # HTTP proves the address
-                    return False
-                if len(self.claims) >= ZONE_CLAIMS_PROVEN or self.poller.crowded(self.game, source, 2):         # half may be others' lies
-                    raise Refused("limit", "too many zones wait for their first answer already")
-            self.claims[source, claim.port] = claim
-            target = self.poller.add(self, source, claim.port)
-            if crowded:                     # one question for each, that every zone knows
-                target.attempt, target.scratch = len(PING_FORMS) - 1, ZonePoll()
-                self.proven.get(source, set()).discard(target.port)
-        else:
-            self.registry.admit_name(name)
-            fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
-            fields["details"] = dict(server.details, **claim.fields.get("details", {}))
-            if not server.lasting:
-                fields["lifetime"] = claim.lifetime
-            self.poller.add(self, source, claim.port)
-            if name and name.casefold() != server.name.casefold():
-                self.disown(server, server.name)
-            self.registry.update(server, fields)
-            self.registry.refresh(server, now)
-            self.own(server, claim.password, now)
-            self.registry.note(source, self.game, claim.port, "listed", now)
+            return self.ask_claimed(source, claim, target, now)
+        name = claim.fields.get("name", "")
+        self.registry.admit_name(name)
+        fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
+        fields["details"] = dict(server.details, **claim.fields.get("details", {}))
+        if not server.lasting:
+            fields["lifetime"] = claim.lifetime
+        self.poller.add(self, source, claim.port)
+        if name and name.casefold() != server.name.casefold():
+            self.disown(server, server.name)
+        self.registry.update(server, fields)
+        self.registry.refresh(server, now)
+        self.own(server, claim.password, now)
+        self.registry.note(source, self.game, claim.port, "listed", now)
+        return True
+
+    def ask_claimed(self, source: str, claim: Claim, target: Optional[Target], now: float) -> bool:
+        """The second half of claim(); `target`: the zone, if it is asked already."""
+        if claim.port == 65535:
+            raise Refused("bad packet", "port 65535 has no port after it for pings")
+        if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
+            raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
+        self.registry.admit(self.game, self.rules.listed_address(source), claim.port, source, claim.fields.get("name", ""))
+        self.registry.note(source, self.game, claim.port, "announced", now)
+        crowded = target is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
+        if crowded:
+            if claim.lifetime != math.inf and claim.port + 1 not in self.proven.get(source, ()):
+                return False
+            if len(self.claims) >= ZONE_CLAIMS_PROVEN or self.poller.crowded(self.game, source, 2):         # half may be others' lies
+                raise Refused("limit", "too many zones wait for their first answer already")
+        self.claims[source, claim.port] = claim
+        target = self.poller.add(self, source, claim.port)
+        if crowded:                     # one question for each, that every zone knows
+            target.attempt, target.scratch = len(PING_FORMS) - 1, ZonePoll()
+            self.proven.get(source, set()).discard(target.port)
         return True
 
     def zone(self, source: str, port: int) -> Optional[Server]:
@@ -3119,19 +3123,24 @@ class SubSpacePing(UdpProtocol, Querier):
         if poll.arenas is not None or not poll.answered:
             details = {name: text for name, text in dict(details, arenas=poll.arenas_text()).items() if text}
         fields["details"] = details
-        if server is not None:
-            if target.known:
-                fields["named"] = True
-                if not poll.answered:
-                    fields["unconfirmed"] = False           # it is known to be silent
-            if poll.answered and (server.unconfirmed or server.stays or self.rules.datagrams.spent(source, now)):
-                self.registry.refresh(server, now)          # the others live by their announcements, if a flood in their names lets any in
-            if poll.answered and not server.responding:
-                self.registry.note(source, self.game, port, "listed", now)
-            self.registry.update(server, fields)
-            if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
-                self.own(server, None, now)
-            return True
+        if server is None:
+            return self.list_zone(target, claim, fields, now)
+        if target.known:
+            fields["named"] = True
+            if not poll.answered:
+                fields["unconfirmed"] = False           # it is known to be silent
+        if poll.answered and (server.unconfirmed or server.stays or self.rules.datagrams.spent(source, now)):
+            self.registry.refresh(server, now)          # the others live by their announcements, if a flood in their names lets any in
+        if poll.answered and not server.responding:
+            self.registry.note(source, self.game, port, "listed", now)
+        self.registry.update(server, fields)
+        if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
+            self.own(server, None, now)
+        return True
+
+    def list_zone(self, target: Target, claim: Optional[Claim], fields: Dict[str, Any], now: float) -> bool:
+        """The second half of take(); `claim`: what it announced, if it did; `fields`: what it answered, for the registry."""
+        source, port = target.address, target.server_port
         if claim is None and not target.known:          # its zone has gone, or comes from another source now
             self.known.drop(source, port)
             return False
@@ -3156,7 +3165,7 @@ class SubSpacePing(UdpProtocol, Querier):
             return False
         if claim is not None:
             self.own(server, claim.password, now)
-        if poll.answered:
+        if fields["responding"]:
             self.registry.note(source, self.game, port, "listed", now)
         return True
 
