@@ -2046,10 +2046,10 @@ class Poller(UdpProtocol):
 
     def next_fresh(self, now: float) -> Optional[Replies]:
         """The first question to the one who waits for it longest; None: there is none."""
-        return self.begin(self.fresh.popleft(), now) if self.fresh else None
+        return self.ask(self.fresh.popleft(), now) if self.fresh else None
 
     def next_due(self, now: float) -> Optional[Replies]:
-        return self.begin(heapq.heappop(self.waiting)[2], now) if self.waiting and self.waiting[0][0] <= now else None
+        return self.ask(heapq.heappop(self.waiting)[2], now) if self.waiting and self.waiting[0][0] <= now else None
 
     def next_silent(self, now: float) -> Optional[Replies]:
         """The next attempt at one who has not answered, or its end."""
@@ -2067,10 +2067,9 @@ class Poller(UdpProtocol):
             self.rest(target, now)
         return []
 
-    def begin(self, target: Target, now: float) -> Replies:
-        return self.ask(target, now) if self.asks(target) else []         # removed while it waited
-
     def ask(self, target: Target, now: float) -> Replies:
+        if not self.asks(target):           # removed while it waited
+            return []
         self.asked += 1
         target.nonce = target.querier.nonce()
         target.asked_at = now
