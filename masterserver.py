@@ -3084,8 +3084,8 @@ class SubSpacePing(UdpProtocol, Querier):
         complete = poll.answer(data, target.nonce)
         target.step = poll.step
         if complete or self.zone(target.address, target.server_port) is None:       # a new zone: listed at its first answer
-            return not self.take(target, now) or complete
-        return False
+            self.take(target, now)
+        return complete
 
     def missed(self, target: Target, now: float) -> bool:
         source, port = target.address, target.server_port
@@ -3112,8 +3112,8 @@ class SubSpacePing(UdpProtocol, Querier):
     def displaced(self, target: Target) -> None:
         self.registry.remove(self.zone(target.address, target.server_port))
 
-    def take(self, target: Target, now: float) -> bool:
-        """List the zone, or bring it up to date, with what it answered to the poll. False: it may not be listed."""
+    def take(self, target: Target, now: float) -> None:
+        """List the zone, or bring it up to date, with what it answered to the poll."""
         source, port, poll = target.address, target.server_port, target.scratch
         server = self.zone(source, port)
         claim = self.claims.pop((source, port), None)
@@ -3123,7 +3123,8 @@ class SubSpacePing(UdpProtocol, Querier):
             details = {name: text for name, text in dict(details, arenas=poll.arenas_text()).items() if text}
         fields["details"] = details
         if server is None:
-            return self.list_zone(target, claim, fields, now)
+            self.list_zone(target, claim, fields, now)
+            return
         if target.known:
             fields["named"] = True
             if not poll.answered:
@@ -3135,19 +3136,18 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry.update(server, fields)
         if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
             self.own(server, None, now)
-        return True
 
-    def list_zone(self, target: Target, claim: Optional[Claim], fields: Dict[str, Any], now: float) -> bool:
+    def list_zone(self, target: Target, claim: Optional[Claim], fields: Dict[str, Any], now: float) -> None:
         """The second half of take(); `claim`: what it announced, if it did; `fields`: what it answered, for the registry."""
         source, port = target.address, target.server_port
         if claim is None and not target.known:          # its zone has gone, or comes from another source now
             self.known.drop(source, port)
-            return False
+            return
         address = self.rules.listed_address(source)
         before = self.registry.get(self.game, address, port)           # from another source
         if before is not None and before.responding and not before.unconfirmed and claim is None:
             self.registry.update(before, {"named": True})       # the ini's name for it leads here, its announcements come from there
-            return True
+            return
         name = before.name if before is not None else endpoint(address, port)
         told: Dict[str, Any] = {"name": name}
         lifetime = before.lifetime if before is not None and before.lasting else claim.lifetime if claim is not None else ZONE_LIFETIME_S
@@ -3161,12 +3161,11 @@ class SubSpacePing(UdpProtocol, Querier):
         except Refused as refused:
             self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
             self.known.drop(source, port)
-            return False
+            return
         if claim is not None:
             self.own(server, claim.password, now)
         if fields["responding"]:
             self.registry.note(source, self.game, port, "listed", now)
-        return True
 
 
 LINK_WINDOW = 4                     # packets in flight: what deployed clients are used to
