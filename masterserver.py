@@ -528,8 +528,8 @@ class Settings:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, [w for w in words if w], 1, 0.5)
-    return "; did you mean %s?" % close[0] if close else "; there are %s" % ", ".join(sorted(w for w in words if w))
+    close = difflib.get_close_matches(word, words, 1, 0.5)
+    return "; did you mean %s?" % close[0] if close else "; there are %s" % ", ".join(sorted(words))
 
 
 def config_text() -> str:
@@ -1278,7 +1278,7 @@ class Registry:
             try:
                 while ending:
                     server = ending.pop()
-                    if server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now:
+                    if (server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now):
                         self.remove(server)
                     else:
                         self.schedule(server)
@@ -3149,12 +3149,14 @@ class SubSpacePing(UdpProtocol, Querier):
             self.registry.update(before, {"named": True})       # the ini's name for it leads here, its announcements come from there
             return
         name = before.name if before is not None else endpoint(address, port)
-        told: Dict[str, Any] = {"name": name}
-        lifetime = before.lifetime if before is not None and before.lasting else claim.lifetime if claim is not None else ZONE_LIFETIME_S
+        told, lifetime = {"name": name}, ZONE_LIFETIME_S
         try:
             if claim is not None:
                 told.update(claim.fields)
+                lifetime = claim.lifetime
                 self.admit_owner(claim, before, now)
+            if before is not None and before.lasting:
+                lifetime = before.lifetime
             server = self.registry.hear(self.game, address, port, source, now, lifetime, dict(told, **fields), target.known)
             if name.casefold() != server.name.casefold():
                 self.disown(server, name)
@@ -3405,7 +3407,9 @@ class SubSpaceList(UdpProtocol):
         out: Replies = []
         verdict = self.rules.verdict(peer[0]) if packets else 0.0
         exempt = verdict == EXEMPT
-        for packet in packets if verdict != BLOCKED else ():
+        if verdict == BLOCKED:
+            packets = []
+        for packet in packets:
             if packet[:2] != b"\0\3":               # one datagram may ask for a hundred of them
                 if link.balance <= 0 and not exempt:
                     continue
