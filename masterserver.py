@@ -2273,7 +2273,7 @@ class Iceball(UdpProtocol):
         # Those that have announced themselves since they were listed, by the fingerprint of the last datagram and its source
         self.known: Dict[Any, Server] = {}
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
-        self.thanks = b"MSOK" + random.SystemRandom().getrandbits(32).to_bytes(4, "little")
+        self.thanks = b"MSOK" + os.urandom(4)
         self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.registry.watch(lambda event, server: self.known.pop(server.packet, None), "iceball", ["gone"])
         self.read(core.settings)
