@@ -3791,7 +3791,6 @@ class AioSession(Session):
         self.claimed = ""                               # SET_IP
         self.told: Tuple[str, int, Dict[str, Any]] = "", 0, {}          # what it published last: address, port, fields
         self.kept_alive_at: Optional[float] = None      # its last keepalive, or publish, if it sends keepalives
-        self.half_closed = False
         self.wrong = ""                                 # raised once the answers before it are written; an exception would keep its frames
         self.greet_at: Optional[float] = None           # the text greeting is due
         self.since = now                                # when the message in the buffer began, the last one ended, or the connection began
@@ -3816,13 +3815,13 @@ class AioSession(Session):
         return self.work(now)
 
     def ended(self, now: float) -> bytes:
-        self.half_closed = True
+        self.heard_at = -math.inf           # no newline follows any more
         return self.work(now)
 
     def settled(self, now: float) -> bool:
         """Whether the buffer has all that the peer has written; while that is open, tick() comes when it is known."""
         settled_at = self.heard_at + AIO_NEWLINE_S
-        if self.half_closed or now >= settled_at:
+        if now >= settled_at:
             return True
         self.wake_at = settled_at
         return False
