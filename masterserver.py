@@ -136,8 +136,8 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deployed servers return it within a second
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
-SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources get beyond what they sent, a second / at once, each of the five ways in which
-                                    # they can: 200 lists a second, and 0.8 Mbit/s for somebody who sends with false addresses
+SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources together get beyond what they sent, a second / at once, for each use that
+                                    # allow_surplus() has: 200 lists a second, or 0.8 Mbit/s for somebody who sends with false addresses
 KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and who was here for longest. So many who leave wait for it at the most
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
@@ -1093,7 +1093,7 @@ class Registry:
         limits."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
-        if address != source and not is_unicast(address) or source[:2] == "0.":         # nobody else has sent us a packet
+        if address != source and not is_unicast(address) or source[:2] == "0.":         # a source that sent us a packet is one, but 0.*
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         rules = self.rules
         if rules.bans:
