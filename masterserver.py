@@ -4312,15 +4312,13 @@ form.check { margin-top: 1.5rem; }
 .check input { width: 16rem; max-width: 100%; }
 .check input[type=number] { width: 6rem; }
 
-/* The board: rows are grids, so that those out of sight cost no layout and a phone can fold them.
+/* The board: rows are no table's, so that those out of sight cost no layout and a phone can fold them.
    Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
 #status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--alert); }
 #status:first-child:empty { display: none; }
 table, thead, tbody { display: block; }
-table { --columns: minmax(0, 1fr) 5.5rem 6rem 8rem 8rem 4.25rem 5rem 12rem; }
-.one-game { --columns: minmax(0, 1fr) 6.5rem 8rem 8rem 5rem 5rem 12rem; }
-tr { display: grid; grid-template-columns: var(--columns); column-gap: .875rem; align-items: center; border-bottom: 1px solid var(--line); }
+tr { display: flex; column-gap: .875rem; align-items: center; border-bottom: 1px solid var(--line); }
 thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
 tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
 tbody tr:hover { background: var(--raised); }
@@ -4333,7 +4331,7 @@ th[aria-sort=descending] button::after { content: "\00a0↓"; }
 td { min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; max-height: 1.5rem; }
 .one-game :is(th, td):nth-child(2) { display: none; }
 td:first-child { display: flex; }
-td:first-child a { min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; }
+td:first-child a { min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; text-align: left; text-decoration: none; }
 td:nth-child(n+2) { color: var(--soft); }
 td:nth-child(4), td:nth-child(5) { color: var(--ink); }
 tr.empty td:first-child a { font-weight: 400; }
@@ -4357,7 +4355,6 @@ td i { line-height: 1.625rem; }
 td i + i { flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis; }
 td a, td .copy { outline-offset: -2px; }
 td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
-td:first-child a { text-align: left; text-decoration: none; }
 td a:hover { text-decoration: underline; }
 .copy {
   position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0; border: 0; background: none; color: var(--soft);
@@ -4375,19 +4372,18 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
 .empty p + p { margin-top: 1rem; }
 .empty pre { margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent); background: var(--raised); white-space: pre-wrap; }
 
-@media (max-width: 70rem) {
-  table { --columns: minmax(0, 1fr) 5.5rem 8rem 8rem 5rem 12rem; }
-  .one-game { --columns: minmax(0, 1fr) 8rem 8rem 5rem 12rem; }
-  :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; }
+/* Every column has its width, and leaves where there is no room for it; the name has what is left */
+@media (min-width: 40.01rem) {
+  th, td { flex: none; width: 5rem; }
+  :is(th, td):first-child { flex: 1; }
+  :is(th, td):nth-child(3) { width: 6rem; }
+  :is(th, td):nth-child(4), :is(th, td):nth-child(5) { width: 8rem; }
+  :is(th, td):last-child { width: 12rem; }
 }
-@media (max-width: 60rem) {
-  table { --columns: minmax(0, 1fr) 5.5rem 8rem 8rem 12rem; }
-  .one-game { --columns: minmax(0, 1fr) 8rem 8rem 12rem; }
-  :is(th, td):nth-child(7) { display: none; }
-}
-@media (max-width: 52rem) {
-  table { --columns: minmax(0, 1fr) 5.5rem 8rem 12rem; }
-  .one-game { --columns: minmax(0, 1fr) 6rem 8rem 12rem; }
+@media (max-width: 70rem) { :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; } }
+@media (max-width: 60rem) { :is(th, td):nth-child(7) { display: none; } }
+@media (min-width: 40.01rem) and (max-width: 52rem) {
+  .one-game :is(th, td):nth-child(4) { width: 6rem; }
   table:not(.one-game) :is(th, td):nth-child(4) { display: none; }
 }
 
@@ -4402,10 +4398,12 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
   #search, #search label:has([type=search]) { flex: 1 0 100%; }
   .check input { flex: 1; width: auto; min-width: 0; }
   .check label:first-child { flex: 1 0 100%; }
-  table, .one-game { --columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto; }
-  thead tr { display: flex; flex-wrap: wrap; }
-  tbody tr { height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem; column-gap: 0; align-items: start; }
-  table:not(.one-game) :is(th, td):nth-child(4), :is(th, td):nth-child(3) { display: block; }
+  thead tr { flex-wrap: wrap; }
+  tbody tr {
+    display: grid; grid-template-columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto; column-gap: 0; align-items: start;
+    height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem;
+  }
+  :is(th, td):nth-child(3) { display: block; }
   td:first-child { grid-area: 1 / 1 / 2 / 5; margin-right: .75rem; font-size: 1rem; }
   td:nth-child(5) { grid-area: 1 / 5; width: 7.25rem; }
   td:nth-child(2), td:nth-child(3), td:nth-child(4) { grid-area: 2 / 1; margin-right: .5rem; color: var(--soft); font-size: .8125rem; }
