@@ -4299,6 +4299,7 @@ footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
 form { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; color: var(--soft); font-size: .875rem; }
 form label { display: inline-flex; align-items: center; gap: .5rem; }
 input, button { font: inherit; color: var(--ink); }
+button:hover { color: var(--accent); }
 input:not([type=checkbox]) {
   height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft); border-radius: 3px; background: var(--raised);
 }
@@ -4307,7 +4308,7 @@ input[type=search] { width: 11rem; }
 input[type=checkbox] { margin: 0; width: 1rem; height: 1rem; accent-color: var(--accent); }
 ::placeholder { color: var(--soft); opacity: 1; }
 form button { height: 2rem; padding: 0 .875rem; border: 1px solid var(--soft); border-radius: 3px; background: none; cursor: pointer; }
-form button:hover { border-color: var(--accent); color: var(--accent); }
+form button:hover { border-color: currentColor; }
 form.check { margin-top: 1.5rem; }
 .check input { width: 16rem; max-width: 100%; }
 .check input[type=number] { width: 6rem; }
@@ -4324,7 +4325,6 @@ tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2
 tbody tr:hover { background: var(--raised); }
 th { padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left; }
 th button { margin: 0 -.25rem; padding: 0 .25rem; border: 0; background: none; color: inherit; cursor: pointer; white-space: nowrap; }
-th button:hover { color: var(--accent); }
 th[aria-sort] { color: var(--ink); }
 th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
 th[aria-sort=descending] button::after { content: "\00a0↓"; }
@@ -4363,7 +4363,6 @@ td a:hover { text-decoration: underline; }
 .copy::before, .copy::after { content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid; border-radius: 2px; }
 .copy::before { left: .3125rem; top: .3125rem; border-right-color: transparent; border-bottom-color: transparent; }
 .copy::after { left: .5rem; top: .5rem; }
-.copy:hover { color: var(--accent); }
 .copy.done::before { display: none; }
 .copy.done::after {
   top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0; color: var(--accent); rotate: 40deg;
@@ -4474,7 +4473,8 @@ APP_JS = r"""'use strict';
 
 const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500, TYPING_MS = 300;
 const PLAYERS_MAX = 65535;                              // as the master counts them
-const SEEN = 6, ADDRESS = 7;                            // columns that do not fade: one always moves, one never changes
+const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
+const PLAYERS = 4, SEEN = 6, ADDRESS = 7;
 const table = document.querySelector('#servers');
 const LIVE = table ? '#servers' : '[data-live]';        // a page with it is refreshed from one that has it too
 const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
@@ -4533,15 +4533,14 @@ document.addEventListener('click', async event => {
 
 // ---- The view: what is searched, sorted and hidden, kept in the address so that a link reproduces it
 
-const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
-const LARGEST_FIRST = ['players', 'seen'];
 const asked = new URLSearchParams(location.search);
 const view = {
   name: asked.get('name') || '', players_min: asked.get('players_min') || '',
   hide: (asked.get('hide') || '').split(',').filter(Boolean), sort: asked.get('sort') || '',
 };
+const NUMBERS = ['players', 'seen'];                    // sorted with the largest first
 const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
-const players = row => parseInt(row.cells[4].textContent);
+const players = row => parseInt(row.cells[PLAYERS].textContent);
 const fold = text => text.toLowerCase().toUpperCase();  // ß as ss: what Python's casefold() takes for one is one
 const nameOf = row => row.querySelector('bdi').textContent;
 const labelOf = element => element.getAttribute('aria-label') || element.getAttribute('href');
@@ -4574,11 +4573,10 @@ function wanted(row) {                                  // a part of the name or
 }
 
 function sorted(rows) {
-  const column = COLUMNS.indexOf(view.sort.replace('-', '')), sign = view.sort.startsWith('-') ? -1 : 1;
+  const by = view.sort.replace('-', ''), column = COLUMNS.indexOf(by), sign = view.sort.startsWith('-') ? -1 : 1;
   if (column < 0) return rows;
-  const value = column === 4 ? players : column === SEEN ? row => Date.parse(row.cells[SEEN].title)
-    : column === 0 ? nameOf : row => row.cells[column].textContent;
-  const compare = column === 4 || column === SEEN ? (a, b) => a - b : collator.compare;
+  const value = {name: nameOf, players, seen: row => Date.parse(row.cells[SEEN].title)}[by] || (row => row.cells[column].textContent);
+  const compare = NUMBERS.includes(by) ? (a, b) => a - b : collator.compare;
   return rows.map(row => [value(row), row]).sort((a, b) => sign * compare(a[0], b[0])).map(pair => pair[1]);
 }
 
@@ -4636,10 +4634,10 @@ function patchRow(row, fresh) {
   row.className = fresh.className;
   for (const [index, cell] of [...fresh.cells].entries()) {
     const old = row.cells[index];
-    if (index === ADDRESS || old.isEqualNode(cell)) continue;
+    if (index === ADDRESS || old.isEqualNode(cell)) continue;           // it never changes, and has a copy button
     if (index === SEEN) old.title = cell.title;
     old.replaceChildren(...cell.childNodes);
-    if (index !== SEEN) fade(old);
+    if (index !== SEEN) fade(old);                      // which always moves
   }
 }
 
@@ -4753,7 +4751,7 @@ if (table) {
     head.replaceChildren(button);
     button.addEventListener('click', () => {            // one way, the other way, back to the master's order
       const column = COLUMNS[index], ways = [column, '-' + column];
-      if (LARGEST_FIRST.includes(column)) ways.reverse();
+      if (NUMBERS.includes(column)) ways.reverse();
       view.sort = view.sort === ways[0] ? ways[1] : view.sort === ways[1] ? '' : ways[0];
       show();
       keepView();
