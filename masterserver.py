@@ -5705,16 +5705,14 @@ class Web(TcpProtocol):
             if exchange.command not in route.methods:
                 raise HttpError(405, "%s takes %s." % (exchange.route, methods), (("Allow", methods),))
             if exchange.command == "OPTIONS":
-                answer: Union[Answer, Later] = Answer(b"", headers=(("Allow", methods),) + (
+                return Answer(b"", headers=(("Allow", methods),) + (
                     (("Access-Control-Allow-Methods", methods), ("Access-Control-Max-Age", "86400")) if route.readable else ()))
-            else:
-                query = dict(urllib.parse.parse_qsl(exchange.target.query, keep_blank_values=True, errors="replace"))
-                answer = self.finish(exchange, route.answer(self, Request(query, body, exchange, address, now)))
+            query = dict(urllib.parse.parse_qsl(exchange.target.query, keep_blank_values=True, errors="replace"))
+            return self.finish(exchange, route.answer(self, Request(query, body, exchange, address, now)))
         except HttpError as error:
-            answer = self.refused(error, exchange)
+            return self.refused(error, exchange)
         except ValueError as error:
-            answer = self.refused(HttpError(400, "The query cannot be read: %s." % error), exchange)
-        return answer
+            return self.refused(HttpError(400, "The query cannot be read: %s." % error), exchange)
 
     def too_many(self, address: str) -> HttpError:
         if self.rules.verdict(address) == BLOCKED:              # whose proxy is not
@@ -5724,14 +5722,15 @@ class Web(TcpProtocol):
     def refused(self, error: HttpError, exchange: Exchange) -> Answer:
         """An error as whoever asked reads it."""
         reason = exchange.responses[error.status][0]
-        as_html = "text/html" in exchange.header("Accept")
-        body = error_page(error.status, reason, error.hint, self.look()) if as_html else "%d %s\n%s\n" % (error.status, reason, error.hint)
-        answer = Answer(body.encode("utf-8"), HTML_TYPE if as_html else TEXT_TYPE, error.status, error.headers)
         if exchange.route == "/announce":
-            answer = answer._replace(body=to_json({"listed": False, "reason": error.hint}), type=JSON_TYPE)
-        if exchange.route == "/master.json" and error.status in (403, 429):
-            answer = answer._replace(body=self.master_json_frame([]), type=JSON_TYPE)
-        return answer
+            body, type = to_json({"listed": False, "reason": error.hint}), JSON_TYPE
+        elif exchange.route == "/master.json" and error.status in (403, 429):
+            body, type = self.master_json_frame([]), JSON_TYPE
+        elif "text/html" in exchange.header("Accept"):
+            body, type = error_page(error.status, reason, error.hint, self.look()).encode("utf-8"), HTML_TYPE
+        else:
+            body, type = ("%d %s\n%s\n" % (error.status, reason, error.hint)).encode("utf-8"), TEXT_TYPE
+        return Answer(body, type, error.status, error.headers)
 
     def finish(self, exchange: Exchange, answer: Union[Answer, Later]) -> Union[Answer, Later]:
         """Compress where the client takes it and it pays: small ones here, large ones in a worker."""
