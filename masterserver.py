@@ -5755,33 +5755,36 @@ class Web(TcpProtocol):
 
         def answer(made: Made) -> Answer:
             return Answer(made.body, type, etag=made.etag, made=made)
+        if not known or asked != Asked(asked.game):
+            return self.searched(asked, request, self.registry.in_blocks(asked.game) if known else [], make, answer)
+        rendering = self.renderings.get((name, asked.game))
+        if rendering is None:
+            rendering = self.renderings[name, asked.game] = Rendering("%s-%s" % (name, asked.game), make)
+        if rendering.edition == self.edition:
+            return answer(rendering.made)
+        blocks = self.registry.in_blocks(asked.game)
+        job = functools.partial(rendering.refresh, self.edition, blocks, request.now)
+        taken = min(rows, sum(len(block.servers) for block in blocks))
+        return Later(job, answer) if taken > RENDER_INLINE_SERVERS else answer(job())
 
-        def pick() -> Made:
+    def searched(self, asked: Asked, request: Request, blocks: Blocks, make: Callable[[Blocks, float], bytes],
+                 answer: Callable[[Made], Answer]) -> Union[Answer, Later]:
+        """A list of those among `blocks` that are asked for. It is for one client, who is not to fill the worker with it: a long search
+        counts as several requests."""
+        def job() -> Made:
             part = asked.name.casefold()
-            chosen = Block([])
-            chosen.servers = [server for block in blocks for server in block.servers
-                              if server.players >= asked.players_min and is_called(server, part)]
-            body = make([chosen], request.now)
+            found = Block([])
+            found.servers = [server for block in blocks for server in block.servers
+                             if server.players >= asked.players_min and is_called(server, part)]
+            body = make([found], request.now)
             return Made(body, etag_of(body))
-        job, most = pick, SEARCH_INLINE_SERVERS
-        if known and asked == Asked(asked.game):
-            rendering = self.renderings.get((name, asked.game))
-            if rendering is None:
-                rendering = self.renderings[name, asked.game] = Rendering("%s-%s" % (name, asked.game), make)
-            if rendering.edition == self.edition:
-                return answer(rendering.made)
-            blocks = self.registry.in_blocks(asked.game)
-            job, most = functools.partial(rendering.refresh, self.edition, blocks, request.now), RENDER_INLINE_SERVERS
-        else:
-            blocks, rows = self.registry.in_blocks(asked.game) if known else [], sys.maxsize            # all are looked at
-        looked_at = min(sum(len(block.servers) for block in blocks), rows)
-        if looked_at > most:
-            if job is pick:         # the whole list is made once for everybody; this is for one, who is not to fill the worker with it
-                tokens = min(looked_at / RENDER_INLINE_SERVERS, self.settings["limits.requests"][1] - 1)
-                if not self.rules.requests.allow(request.address, request.now, tokens):
-                    raise self.too_many(request.address)
-            return Later(job, answer)
-        return answer(job())
+        looked_at = sum(len(block.servers) for block in blocks)
+        if looked_at <= SEARCH_INLINE_SERVERS:
+            return answer(job())
+        tokens = min(looked_at / RENDER_INLINE_SERVERS, self.settings["limits.requests"][1] - 1)
+        if not self.rules.requests.allow(request.address, request.now, tokens):
+            raise self.too_many(request.address)
+        return Later(job, answer)
 
     def master_json(self, request: Request) -> Union[Answer, Later]:
         return self.rendered("master.json", Asked("iceball"), request, JSON_TYPE,
