@@ -4779,6 +4779,14 @@ def fill(template: string.Template, **values: object) -> Html:
                                      for key, value in values.items()}))
 
 
+class Look(NamedTuple):
+    """What the operator has made of the page."""
+
+    title: str
+    intro: str
+    template: Optional[string.Template]      # instead of LIST_PAGE
+
+
 def list_template(text: str) -> string.Template:
     """An operator's own list page from its text. ValueError says what does not parse or is unknown."""
     template = string.Template(text)
@@ -4865,7 +4873,7 @@ def sparkline(values: Sequence[Optional[float]]) -> Html:
     return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="%sh%dV9"/></svg>' % ("".join(path), width))
 
 
-def page(look: Any, title: str, main: Html) -> Html:
+def page(look: Look, title: str, main: Html) -> Html:
     return fill(PAGE, head=fill(HEAD, title="%s · %s" % (title, look.title)), title=look.title, main=main, foot=Html(FOOT))
 
 
@@ -4878,7 +4886,7 @@ def tab(link: str, text: str, current: bool, count: Optional[int] = None) -> Htm
 ROWS_HERE = "<rows>"                # no text has it, as texts are escaped
 
 
-def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: Iterable[bytes], total: int, players: int, look: Any,
+def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: Iterable[bytes], total: int, players: int, look: Look,
               name: str = "", players_min: int = 0, hint: Html = Html(""), spark: Html = Html("")) -> bytes:
     """The list as UTF-8. titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all; rows: what
     server_row() and seen_cell() give for PAGE_ROWS at most, a megabyte that is copied only once; total: how many servers match; players:
@@ -4892,7 +4900,7 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
     nothing = not total and not name and not players_min
     number, word = plural(players, "player").split(" ")
     servers, servers_word = plural(total, "server").split(" ")
-    page = fill(
+    text = fill(
         look.template or LIST_PAGE, title=look.title, foot=Html(FOOT),
         head=fill(HEAD, title="%s · %s" % (titles.get(game, game), look.title) if game else look.title),
         intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
@@ -4904,11 +4912,11 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
         table=fill(TABLE, status=status, total=total, rows=Html(ROWS_HERE),
                    one_game=Html((' class="one-game"' if game else "") + (" hidden" if nothing else "")),
                    empty=fill(EMPTY, hint=hint, hidden="" if nothing else Html(" hidden"))))
-    before, *after = page.encode("utf-8").split(ROWS_HERE.encode())         # an operator's template may have it anywhere, or nowhere
+    before, *after = text.encode("utf-8").split(ROWS_HERE.encode())         # an operator's template may have it anywhere, or nowhere
     return b"".join([before] + [piece for rest in after for piece in (*rows, rest)])
 
 
-def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Any, title: str = "") -> Html:
+def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Look, title: str = "") -> Html:
     """One server. server: as listed now, or None; known: game, address, port, name, first_seen, last_seen (as last
     known); series: of the span ('day', 'week', 'month', 'year'), see chart(), None where no history is kept; title: the game's."""
     here = server or known
@@ -4949,7 +4957,7 @@ def server_page(server: Any, known: Any, series: Any, span: str, wall: float, lo
 
 
 def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findings: Iterable[tuple], listed: Sequence[Any], wall: float,
-               look: Any) -> Html:
+               look: Look) -> Html:
     """What became of what an address sent. port: 0 for any; state: (what holds for the address, what to do); findings: (when, protocol,
     address, port, outcome, what to do), the latest first; listed: the servers of this address that are listed now; wall: 0.0 if none of it
     changes with time."""
@@ -4971,7 +4979,7 @@ def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findin
             "server, and does its firewall let packets out?</p>\n"), whom=whom)))
 
 
-def error_page(status: int, reason: str, hint: str, look: Any) -> Html:
+def error_page(status: int, reason: str, hint: str, look: Look) -> Html:
     return page(look, reason, fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
 
 
@@ -6025,14 +6033,6 @@ def etag_of(body: bytes) -> str:
 def fixed(text: str, type: str) -> Answer:
     body = text.encode("utf-8")
     return Answer(body, type, etag=etag_of(body))
-
-
-class Look(NamedTuple):
-    """What the operator has made of the page."""
-
-    title: str
-    intro: str
-    template: Optional[string.Template]
 
 
 def whole_number(request: Request, name: str, low: int, high: int) -> int:
