@@ -7220,7 +7220,7 @@ class MasterServer(Loop):
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.poller, self.disk, self.health) if self.storage else None
         if on_event is not None:
-            self.registry.watch(functools.partial(self.report, on_event))
+            self.registry.watch(functools.partial(self.guarded, on_event))
 
     # Sockets
 
@@ -7610,12 +7610,6 @@ class MasterServer(Loop):
             connection.close(now)
         while self.held_pages:
             self.held_pages.pop().close()
-
-    def report(self, on_event: Callable[[str, Server], None], event: str, server: Server) -> None:
-        try:
-            on_event(event, server)
-        except Exception:
-            log.exception("an error in on_event(%r, %s)", event, ascii(server.name))
 
     def log_events(self) -> None:
         """Who came and went in this second, one by one unless they are many."""

@@ -10792,7 +10792,7 @@ class Embedded(unittest.TestCase):
             self.announce(server, 2)
             eventually(lambda: len(server.registry.servers()) == 2)
             self.assertEqual(sum(tally.errors for tally in server.tallies.values()), 0)
-        self.assertIn("on_event('listed'", logs.output[0])
+        self.assertRegex(logs.output[0], r"\bfail\b.*\('listed', ")
 
     def test_a_port_that_is_free_on_one_address_alone(self) -> None:
         try:
