@@ -4162,7 +4162,7 @@ $hint
 
 # Formatted with %, every value escaped before: 2,000 of them are made in one go, Template would take twice as long. End
 # tags that HTML lets one leave out are left out. The cells have no classes: the style sheet counts columns. The roles
-# say what the tags say already, for browsers that forget it when the style sheet makes a row a grid.
+# say what the tags say already, for browsers that forget it when the style sheet makes a row something else.
 ROW = ('<tr role="row"%s><td role="cell"><a dir="auto" href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
        '<td role="cell">%s<td role="cell">%s<td role="cell">%s<td role="cell"><span><b>%d</b>%s</span>%s'
        '<td role="cell">%s<td role="cell"')
@@ -7327,7 +7327,7 @@ class MasterServer(Loop):
         source = source_key(address)
         others = self.connections_by_source.get(source, 0)
         limited = (not rules.connections.allow(address, now)
-                   or others >= self.most_of_source and not rules.exempts(address))
+                   or others >= self.settings["limits.connections_open"] and not rules.exempts(address))
         sock.setblocking(False)
         if limited:
             acceptor.tally.limited += 1
@@ -7371,7 +7371,6 @@ class MasterServer(Loop):
         free = max(2, descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
         self.most_refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
         self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
-        self.most_of_source = self.settings["limits.connections_open"]
 
     def pages(self, answer: Lasting) -> Optional[Pages]:
         if len(answer) < PAGES_BYTES:
