@@ -8542,8 +8542,6 @@ def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Call
                     wrong = "; what came is not an answer: %s" % error
                 except socket.timeout:
                     pass
-                except ConnectionError:
-                    time.sleep(0.1)         # nobody listens there now; asked again, as a restart takes a moment
     raise TimeoutError("%s does not answer on UDP port %d%s" % (host, port, wrong))
 
 
@@ -8629,10 +8627,6 @@ def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
                 data = sock.recv(MAX_DATAGRAM_BYTES)
             except socket.timeout:
                 pass
-            except ConnectionError:             # as in udp_ask
-                if now - heard_at >= ASK_WAIT_S:
-                    raise
-                time.sleep(0.1)
             now = time.monotonic()
             try:
                 out = fetch.receive(data, now) if data else fetch.tick(now)
