@@ -5128,7 +5128,6 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     """One request and its answer, over bytes instead of a socket."""
 
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"
     request_version = "HTTP/1.1"
     command = "GET"
     route = "other"             # its key in ROUTES
