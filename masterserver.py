@@ -7078,21 +7078,15 @@ class Loop:
             if self.stopping:               # meanwhile
                 self.close()
 
-    def begin(self) -> bool:
-        """What run() begins with: False if stop() was quicker."""
-        self.bind()
-        with self.life:
-            if self.state in ("binding", "running") or self.thread not in (None, threading.current_thread()) and self.state != "closed":
-                raise StartError("It is running already.")
-            if self.state == "closed":
-                return False
-            self.state = "running"
-            return True
-
     def run(self) -> None:
         """Serve until stop(); opens what bind() has not."""
-        if not self.begin():
-            return
+        self.bind()
+        with self.life:
+            if self.state == "closed":          # stop() was quicker
+                return
+            if self.state in ("binding", "running") or self.thread not in (None, threading.current_thread()):
+                raise StartError("It is running already.")
+            self.state = "running"
         try:
             while not self.stopping:
                 self.round()

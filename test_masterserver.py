@@ -10888,7 +10888,7 @@ class Embedded(unittest.TestCase):
     def leaving(self, **settings: str) -> ms.MasterServer:
         """A server that this thread moves: round() by round(), then leave() and close()."""
         server = master(http__ports="0", aio__port="0", **settings)
-        self.assertTrue(server.begin())
+        server.bind()
         self.addCleanup(server.close)
         server.next_tick = time.monotonic() + 100.0
         return server
