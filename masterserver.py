@@ -5075,7 +5075,7 @@ def chart(series: Any, wall: float) -> Html:
 # 9  Web
 #
 # The page and the lists over HTTP. http.server parses the request and formats the answer, over bytes in memory. Every answer
-# carries `Length` beside `Content-Length`: the Iceball client exits without it (PROTOCOLS, section 1). The same request bytes
+# carries `Length` beside `Content-Length`: the Iceball client exits without it. The same request bytes
 # have the same answer until a list changes, so the common request is one look-up.
 # =====================================================================================================================
 
@@ -5485,7 +5485,7 @@ HEAD_END = re.compile(rb"\r?\n\r?\n")
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n\0]{0,256})?\r\n")       # size and extensions, which mean nothing here
 TRAILERS = re.compile(rb"(?:[^\r\n\0]+\r\n)*\r\n")
 
-ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before (PROTOCOLS, 6)
+ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before; `announce` does so after half of it
 REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and what else there may be: 403
 
 
@@ -7874,7 +7874,7 @@ def cut_utf8(text: str, size: int) -> bytes:
 
 
 class IceballAnnouncer(UdpProtocol, Announcer):
-    """Bursts of five, a HSHK for every MSOK. After BADV or BADF silence for 30 minutes (PROTOCOLS, section 1: as deployed servers)."""
+    """Bursts of five, a HSHK for every MSOK. After BADV or BADF silence for 30 minutes, as deployed servers keep it."""
 
     def __init__(self, server: Server, now: float = 0.0) -> None:
         super().__init__(server, now)
@@ -7979,7 +7979,7 @@ class TcpAnnouncer(Session, Announcer):
 
 
 class AioAnnouncer(TcpAnnouncer):
-    """A kept connection, in the text dialect or the framed one (PROTOCOLS, section 5).
+    """A kept connection, in the text dialect or the framed one.
 
     The framed dialect announces the port alone; masters ask for the rest on it, by UDP."""
 
@@ -8066,7 +8066,7 @@ class AioAnnouncer(TcpAnnouncer):
 
 
 class HttpAnnouncer(TcpAnnouncer):
-    """POST /announce, again after half the time that the master grants, and action=stop at the end (PROTOCOLS, section 6)."""
+    """POST /announce, again after half the time that the master grants, and action=stop at the end."""
 
     def __init__(self, server: Server, now: float = 0.0) -> None:
         super().__init__(server, now)
