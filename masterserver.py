@@ -4124,7 +4124,7 @@ FOOT = """\
 """
 
 TOTALS = string.Template("""\
-<p class="totals" id="totals" data-live>$spark<b>$players</b> $player_word on <b>$servers</b> $server_word</p>
+<p class="totals" id="totals" data-live>$spark$totals</p>
 """)
 
 SEARCH = string.Template("""\
@@ -4898,13 +4898,12 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
     tabs = "".join([tab("/", "All games", not game, sum(counts.values()))] + [
         tab("/?game=" + urllib.parse.quote(key), title, key == game, counts.get(key, 0)) for key, title in titles.items()])
     nothing = not total and not name and not players_min
-    number, word = plural(players, "player").split(" ")
-    servers, servers_word = plural(total, "server").split(" ")
+    totals = "%s on %s" % (plural(players, "player"), plural(total, "server"))
     text = fill(
         look.template or LIST_PAGE, title=look.title, foot=Html(FOOT),
         head=fill(HEAD, title="%s · %s" % (titles.get(game, game), look.title) if game else look.title),
         intro=fill(string.Template("<p>$text</p>\n"), text=look.intro) if look.intro else "",
-        totals=fill(TOTALS, spark=spark, players=number, player_word=word, servers=servers, server_word=servers_word),
+        totals=fill(TOTALS, spark=spark, totals=Html(re.sub("[0-9,]+", r"<b>\g<0></b>", totals))),
         tabs=Html('<nav class="tabs" id="tabs" data-live aria-label="Games">%s</nav>\n' % (tabs if len(titles) > 1 else "")),
         search=fill(SEARCH, name=name, players_min=players_min or "",
                     game=fill(string.Template('<input type="hidden" name="game" value="$game">\n'), game=game)
