@@ -6173,7 +6173,7 @@ def metrics_text(web: Web) -> str:
     family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
     family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():
-        family(name, "gauge", GAUGE_HELP.get(name, name), [({}, value)])
+        family(name, "gauge", GAUGE_HELP[name], [({}, value)])
     family("info", "gauge", "The program.", [({"version": __version__}, 1)])
     return "".join(out)
 
@@ -8230,7 +8230,7 @@ class Announcement(Loop):
             raise ValueError("port %r: a number is wanted" % (port,))
         self.server = Server(read_game_id(game), "", port, "", 0.0, float("inf"))
         self.apply(fields)
-        if not self.server.name and game in ("iceball", "subspace", "hyperbol") or dialect == "text" and not self.server.name:
+        if not self.server.name and (game in ("iceball", "subspace", "hyperbol") or dialect == "text"):
             self.server.name = "%s server" % GAME_TITLES[game]
         make: Callable[..., Announcer] = ANNOUNCERS.get(game, HttpAnnouncer)
         if game == "aio":
