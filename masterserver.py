@@ -7199,7 +7199,8 @@ class MasterServer(Loop):
         self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
-        self.endpoints: List[Union[Datagrams, Acceptor]] = []
+        self.datagrams: List[Datagrams] = []
+        self.acceptors: List[Acceptor] = []
         self.connections: collections.OrderedDict[Connection, None] = collections.OrderedDict()        # the idlest first
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: Dict[str, int] = collections.defaultdict(int)
@@ -7282,15 +7283,16 @@ class MasterServer(Loop):
             self.listeners.append(Listener(row.name, row.transport, host, bound_port))
             if isinstance(protocol, UdpProtocol):
                 udp: Any = protocol
-                if udp.by_socket and any(source.protocol is udp for source in self.endpoints):
+                if udp.by_socket and any(source.protocol is udp for source in self.datagrams):
                     udp = row.make(self.core)
                     self.protocols.append(udp)
                 limiter = self.rules.answers if udp is self.poller else self.rules.datagrams
-                source: Union[Datagrams, Acceptor] = Datagrams(row.name, sock, udp, tally, limiter, self.vector)
+                self.datagrams.append(Datagrams(row.name, sock, udp, tally, limiter, self.vector))
+                ready = self.datagrams[-1].ready
             else:
-                source = Acceptor(self, row.name, sock, protocol, tally)
-            self.endpoints.append(source)
-            self.selector.register(sock, selectors.EVENT_READ, source.ready)
+                self.acceptors.append(Acceptor(self, row.name, sock, protocol, tally))
+                ready = self.acceptors[-1].ready
+            self.selector.register(sock, selectors.EVENT_READ, ready)
 
     def way_out(self, row: Row, address: str, port: int, status: Optional[int]) -> str:
         """What to do where a port cannot be had."""
@@ -7360,7 +7362,7 @@ class MasterServer(Loop):
     def measure_room(self) -> None:
         """How many connections there may be, and how many refused ones beside them: as the ini says, and as descriptors allow."""
         descriptors = self.descriptors(self.settings["limits.connections_total"] + 2 * REFUSED_CONNECTIONS)
-        free = max(2, descriptors - len(self.endpoints) - DESCRIPTORS_KEPT)
+        free = max(2, descriptors - len(self.listeners) - DESCRIPTORS_KEPT)
         self.most_refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
         self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
 
@@ -7425,9 +7427,8 @@ class MasterServer(Loop):
                 self.fault(key.data, now)
             if time.monotonic() - turn >= TURN_S:
                 now = turn = time.monotonic()
-                for source in self.endpoints:
-                    if isinstance(source, Datagrams):
-                        self.guarded(source.ready, now)
+                for datagrams in self.datagrams:
+                    self.guarded(datagrams.ready, now)
                 self.guarded(self.bound_output, now)
         while self.timers and self.timers[0][0] <= now:
             connection = heapq.heappop(self.timers)[2]
@@ -7445,9 +7446,8 @@ class MasterServer(Loop):
         for protocol in self.protocols:
             if isinstance(protocol, TcpProtocol):
                 protocol.leave()
-        for source in self.endpoints:
-            if isinstance(source, Acceptor):
-                self.guarded(source.leave, now)
+        for acceptor in self.acceptors:
+            self.guarded(acceptor.leave, now)
         self.round(now)
         until = now + STOP_S
         while now < until and any(connection.busy(now) for connection in (*self.connections, *self.refused)):
@@ -7468,9 +7468,8 @@ class MasterServer(Loop):
         if self.watchdog_s and now >= self.watchdog_at:
             self.watchdog_at = now + self.watchdog_s
             self.tell("WATCHDOG=1")
-        for source in self.endpoints:
-            if isinstance(source, Acceptor):
-                self.guarded(source.tick, now)
+        for acceptor in self.acceptors:
+            self.guarded(acceptor.tick, now)
         for protocol in self.protocols:
             self.guarded(self.tick_protocol, protocol, now)
         for connection in list(self.connections) + list(self.refused):
@@ -7491,7 +7490,7 @@ class MasterServer(Loop):
         if isinstance(protocol, TcpProtocol):
             protocol.tick(now)
             return
-        sockets = [source for source in self.endpoints if isinstance(source, Datagrams) and source.protocol is protocol]
+        sockets = [source for source in self.datagrams if source.protocol is protocol]
         for data, to in protocol.tick(now):
             family = socket.AF_INET6 if ":" in to[0] else socket.AF_INET
             ways = [source for source in sockets if source.sock.family == family]
@@ -7584,8 +7583,8 @@ class MasterServer(Loop):
     def close_all(self) -> None:
         now = time.monotonic()
         self.log_events()
-        for source in self.endpoints:
-            source.sock.close()
+        for sock in [datagrams.sock for datagrams in self.datagrams] + [acceptor.sock for acceptor in self.acceptors]:
+            sock.close()
         self.lists.stop(STOP_DISK_S)
         ended = self.disk.stop(STOP_DISK_S)
         for worker in (self.lists, self.disk):

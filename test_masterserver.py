@@ -8821,7 +8821,7 @@ class DescriptorsTest(unittest.TestCase):
     def test_none_left_at_all(self) -> None:
         """Another part of the process has taken them: accepting rests, is told of once, and goes on."""
         with master(http__ports="0", iceball__port="0") as server:
-            acceptor = next(source for source in server.endpoints if isinstance(source, ms.Acceptor))
+            acceptor = server.acceptors[0]
             full = mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
             with self.assertLogs("masterserver", "INFO") as logged:
                 with mock.patch.object(server.selector, "unregister", lambda _: None), mock.patch.object(acceptor, "accept", full):
@@ -10755,7 +10755,7 @@ class Embedded(unittest.TestCase):
             begin(server)
             server.stop()
             self.assertEqual(server.wake_out.fileno(), -1)
-            self.assertTrue(all(source.sock.fileno() < 0 for source in server.endpoints))
+            self.assertTrue(all(source.sock.fileno() < 0 for source in (*server.datagrams, *server.acceptors)))
             server.run()
             with self.assertRaises(ms.StartError):
                 server.start()
@@ -10986,7 +10986,7 @@ class Embedded(unittest.TestCase):
     def test_a_stop_without_descriptors(self) -> None:
         """Accepting rests already, and is tried once more."""
         server = self.leaving()
-        acceptor = next(source for source in server.endpoints if isinstance(source, ms.Acceptor))
+        acceptor = server.acceptors[0]
         with mock.patch.object(acceptor, "accept", side_effect=OSError(errno.EMFILE, "Too many open files")):
             with self.assertLogs("masterserver") as logs:
                 acceptor.ready(time.monotonic())
@@ -10996,7 +10996,7 @@ class Embedded(unittest.TestCase):
 
     def test_a_stop_cuts_no_answer_but_does_not_wait_for_ever(self) -> None:
         def ask(server: ms.MasterServer) -> socket.socket:
-            next(source.sock for source in server.endpoints if isinstance(source, ms.Acceptor)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            server.acceptors[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             for number in range(200):
                 server.registry.hear("iceball", "192.0.2.1", 1 + number, "192.0.2.1", time.monotonic(), 100.0, {"name": "n" * 30})
             client = socket.socket()
@@ -11009,7 +11009,7 @@ class Embedded(unittest.TestCase):
         with mock.patch.object(ms, "STOP_S", 10.0), master(http__ports="0", limits__servers_per_source="200") as server, ask(server) as client:
             stopping = threading.Thread(target=server.stop)
             stopping.start()
-            eventually(lambda: not any(isinstance(source, ms.Acceptor) and source.sock.fileno() >= 0 for source in server.endpoints))
+            eventually(lambda: all(acceptor.sock.fileno() < 0 for acceptor in server.acceptors))
             _, headers, body, _ = split_response(read_all(client))
             self.assertEqual((int(headers["Content-Length"]), len(json.loads(body.decode())["servers"])), (len(body), 200))
             stopping.join(5)
@@ -12522,7 +12522,7 @@ def serve_flooded(rate, seconds):
     signal.alarm(int(3 * seconds) + PATIENCE)
     server = ms.MasterServer(dict(setting.split("=") for setting in SETTINGS + ("iceball.timeout=%g" % SOAK_TIMEOUT,)))
     server.bind()
-    endpoint = next(source for source in server.endpoints if isinstance(source.protocol, ms.Iceball))
+    endpoint = next(source for source in server.datagrams if isinstance(source.protocol, ms.Iceball))
     flood = endpoint.sock = Flood(endpoint.sock, rate)
     endpoint.vector = None                          # it reads past Flood
     select_really = server.selector.select
