@@ -7443,9 +7443,8 @@ class MasterServer(Loop):
         """Answer what was asked on a connection before the stop: there are clients that die of an answer cut off by a reset."""
         self.tell("STOPPING=1")
         now = time.monotonic()
-        for protocol in self.protocols:
-            if isinstance(protocol, TcpProtocol):
-                protocol.leave()
+        for acceptor in self.acceptors:
+            acceptor.protocol.leave()
         for acceptor in self.acceptors:
             self.guarded(acceptor.leave, now)
         self.round(now)
