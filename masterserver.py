@@ -6265,6 +6265,8 @@ class Listener(NamedTuple):
     port: int
 
 
+# --- Datagrams, connections and threads ------------------------------------------------------------------------------
+
 Received = Tuple[Sequence[bytes], Sequence[Peer], Sequence[Any]]       # data, peers, and what the socket's way of sending calls those
 Answers = List[Tuple[bytes, Any]]               # data, and what the peer is called
 
@@ -6785,6 +6787,8 @@ class Worker:
         return not self.thread.is_alive()
 
 
+# --- The list on disk ------------------------------------------------------------------------------------------------
+
 SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 1,250 rows a second, one per cent of a core
 RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again; who is asked has longer (list_again)
 SAVE_LATE_S = 10.0                  # a batch takes milliseconds, on a disk that has to spin up some seconds: from here on that is trouble
@@ -6996,6 +7000,8 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
         server.lifetime = float("inf") if lasting else ZONE_LIFETIME_S if server.named else expires - last_seen
         yield row, server
 
+
+# --- The loop, and the running program -------------------------------------------------------------------------------
 
 class EpollSelector(selectors.BaseSelector):
     """epoll(7) for sockets that are each watched for one kind of event. The module's own allows for more; without that an answer that
@@ -7608,6 +7614,8 @@ class MasterServer(Loop):
             log.info("and %d more listed or gone in this second", len(self.events) - LOGGED_EVENTS)
         self.events.clear()
 
+
+# --- What is asked of the system -------------------------------------------------------------------------------------
 
 def file_stamp(path: str) -> Tuple[int, ...]:
     """What is another when the file is; () if there is none."""
@@ -8495,10 +8503,12 @@ def command_announce(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-# --- Command line ----------------------------------------------------------------------------------------------------
+# --- Asking game servers and masters ---------------------------------------------------------------------------------
 
 # What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
 # an OSError (TimeoutError, say) or Malformed says in words why there is nothing.
+
+Facts = Dict[str, Any]
 
 ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
 FETCH_S = 10.0                      # silence of a list server, after which it has gone
@@ -8535,7 +8545,7 @@ def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Call
     raise TimeoutError("%s does not answer on UDP port %d%s" % (host, port, wrong))
 
 
-def ping_subspace(host: str, port: int) -> Dict[str, Any]:
+def ping_subspace(host: str, port: int) -> Facts:
     if port == 65535:
         raise OSError("there is no port after it, where zones are pinged")
     poll = ZonePoll()
@@ -8553,13 +8563,13 @@ def ping_subspace(host: str, port: int) -> Dict[str, Any]:
     return dict(poll.fields(), arenas=poll.arenas_text(), ping_ms=round(ping_ms, 1))
 
 
-def ping_hyperbol(host: str, port: int) -> Dict[str, Any]:
+def ping_hyperbol(host: str, port: int) -> Facts:
     nonce = random.SystemRandom().getrandbits(32)
     found, ping_ms = udp_ask(host, port, lambda attempt: struct.pack("<BI", 2, nonce), lambda data: hyperbol_info(data, nonce))
     return dict(found, ping_ms=round(ping_ms, 1), **found.pop("details"))
 
 
-def ping_aio(host: str, port: int) -> Dict[str, Any]:
+def ping_aio(host: str, port: int) -> Facts:
     found, ping_ms = udp_ask(host, port, lambda attempt: b"\0", aio_info)
     return dict(zip(("name", "description", "players", "max_players", "version"), found), ping_ms=round(ping_ms, 1))
 
@@ -8602,7 +8612,7 @@ class ListFetch(SubSpaceLink):
         return [b"\0\1" + self.key + b"\1\0"]
 
 
-def list_subspace(host: str, port: int) -> List[Dict[str, Any]]:
+def list_subspace(host: str, port: int) -> List[Facts]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.settimeout(LINK_RESEND_S / 2)
         sock.connect((resolved(host), port))
@@ -8653,18 +8663,18 @@ def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
     return hyperbol_entries(data)
 
 
-def list_hyperbol(host: str, port: int) -> List[Dict[str, Any]]:
+def list_hyperbol(host: str, port: int) -> List[Facts]:
     return [dict(zip(("address", "port", "flavor"), entry)) for entry in hyperbol_list(host, port)]
 
 
-def list_aio(host: str, port: int) -> List[Dict[str, Any]]:
+def list_aio(host: str, port: int) -> List[Facts]:
     try:
         return list_aio_text(host, port)
     except socket.timeout:                  # a master of the framed dialect alone
         return list_aio_framed(host, port)
 
 
-def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
+def list_aio_text(host: str, port: int) -> List[Facts]:
     with socket.create_connection((host, port), AIO_TEXT_S) as sock:
         sock.sendall(b"12#%\n")
         data = b""
@@ -8690,7 +8700,7 @@ def list_aio_text(host: str, port: int) -> List[Dict[str, Any]]:
             if not (row["address"] == "127.0.0.1" and row["name"].startswith("No servers currently online"))]
 
 
-def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
+def list_aio_framed(host: str, port: int) -> List[Facts]:
     with socket.create_connection((host, port), FETCH_S) as sock, sock.makefile("rb") as file:
         sock.sendall(aio_frame(b"\2"))
         payload = b""
@@ -8712,7 +8722,7 @@ def list_aio_framed(host: str, port: int) -> List[Dict[str, Any]]:
     return rows
 
 
-def list_iceball(host: str, port: int) -> List[Dict[str, Any]]:
+def list_iceball(host: str, port: int) -> List[Facts]:
     try:
         with contextlib.closing(http.client.HTTPConnection(host, port, timeout=FETCH_S)) as connection:
             connection.request("GET", "/master.json", headers={"Connection": "close"})
@@ -8729,7 +8739,6 @@ def list_iceball(host: str, port: int) -> List[Dict[str, Any]]:
         raise Malformed("/master.json: status %d, %r" % (response.status, error)) from None
 
 
-Facts = Dict[str, Any]
 PINGS: Dict[str, Callable[[str, int], Facts]] = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
 LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with the default port
     "iceball": (list_iceball, 27790),
@@ -8738,6 +8747,8 @@ LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with t
     "aio": (list_aio, 27011),
 }
 
+
+# --- Command line ----------------------------------------------------------------------------------------------------
 
 def read_place(text: str) -> Tuple[str, Optional[int]]:
     """HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT."""
@@ -8823,7 +8834,7 @@ def command_list(arguments: argparse.Namespace) -> int:
                    lambda found: [list_line(row) for row in found["servers"]] or ["no servers"])
 
 
-def list_line(row: Dict[str, Any]) -> str:
+def list_line(row: Facts) -> str:
     players = "%s" % row.get("players", "-") + ("/%s" % row["max_players"] if row.get("max_players") else "")
     return "%7s  %-21s  %s" % (players, endpoint(row["address"], row["port"]), row.get("name", ""))
 
