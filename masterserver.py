@@ -4269,8 +4269,8 @@ a:hover { color: var(--accent); text-decoration-color: currentColor; }
 h1 { margin: 0; font-size: 1.625rem; line-height: 2rem; font-weight: 650; letter-spacing: -.015em; }
 h2 { margin: 0 0 .75rem; font-size: 1rem; font-weight: 650; }
 h3 { margin: 0; font-size: 1rem; font-weight: 650; }
-p { margin: 0; }
-b { font-weight: 650; }
+p, dd { margin: 0; }
+b, .servers bdi { font-weight: 650; }
 section { margin-top: 2.5rem; }
 code, pre { font: .8rem/1.5rem ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace; }
 [hidden] { display: none !important; }
@@ -4426,16 +4426,14 @@ dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16
 dl div { min-width: 0; padding-top: .5rem; border-top: 1px solid var(--line); }
 dl .long { grid-column: 1 / -1; max-width: 48rem; }
 dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
-dd { margin: 0; }
 .findings, .servers { margin: 0; padding: 0; list-style: none; }
 .findings { max-width: 48rem; }
 .findings li, .servers li { overflow: hidden; }
 .findings li { padding: 1rem 0; border-top: 1px solid var(--line); }
 .findings li:first-child { border-left: 2px solid var(--accent); padding-left: 1rem; border-top: 0; }
-.from { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
+.from, figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
 .servers small { margin-left: .5rem; color: var(--soft); white-space: nowrap; }
 .servers code { margin-left: .5rem; }
-.servers bdi { font-weight: 650; }
 .error { padding: 3rem 0; }
 .error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
 .error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
@@ -4455,7 +4453,6 @@ figure { margin: .75rem 0 0; }
 .chart .latest { fill: var(--accent); font-size: .9375rem; font-weight: 650; }
 .middle { text-anchor: middle; }
 .end { text-anchor: end; }
-figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
 @media (max-width: 40rem) {
   .chart { height: 13rem; }
   .chart .minor { display: none; }
