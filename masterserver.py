@@ -5263,6 +5263,22 @@ class Asked(NamedTuple):
     players_min: int = 0
 
 
+class Kept:
+    """A response that is given again to the same request bytes."""
+
+    __slots__ = ("response", "close", "count", "client")
+
+    def __init__(self, response: Lasting, close: bool, count: List[int], client: str) -> None:
+        """`count`: that of its route and status, in Web.requests. `client`: whose limit pays, "" if whoever is connected."""
+        self.response, self.close, self.count, self.client = response, close, count, client
+
+
+PROXIED = b"\0"                     # stands before what came through a proxy, which may be somebody else's than the same without one
+HEAD_END = re.compile(rb"\r?\n\r?\n")
+CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n\0]{0,256})?\r\n")       # size and extensions, which mean nothing here
+TRAILERS = re.compile(rb"(?:[^\r\n\0]+\r\n)*\r\n")
+
+
 class HttpSession(Session):
     """One connection: HTTP/1.0 and 1.1, keep-alive, pipelining, one answer after another."""
 
@@ -5463,23 +5479,6 @@ class HttpSession(Session):
         self.done = True
         return b""
 
-
-PROXIED = b"\0"                     # stands before what came through a proxy, which may be somebody else's than the same without one
-
-
-class Kept:
-    """A response that is given again to the same request bytes."""
-
-    __slots__ = ("response", "close", "count", "client")
-
-    def __init__(self, response: Lasting, close: bool, count: List[int], client: str) -> None:
-        """`count`: that of its route and status, in Web.requests. `client`: whose limit pays, "" if whoever is connected."""
-        self.response, self.close, self.count, self.client = response, close, count, client
-
-
-HEAD_END = re.compile(rb"\r?\n\r?\n")
-CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n\0]{0,256})?\r\n")       # size and extensions, which mean nothing here
-TRAILERS = re.compile(rb"(?:[^\r\n\0]+\r\n)*\r\n")
 
 ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before; `announce` does so after half of it
 REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and what else there may be: 403
