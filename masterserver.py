@@ -8617,12 +8617,10 @@ def list_subspace(host: str, port: int) -> List[Facts]:
         out, wrong, heard_at = fetch.tick(now), "", now
         while fetch.zones is None and not fetch.closed and now - heard_at < FETCH_S:
             data = b""
-            try:
+            with contextlib.suppress(socket.timeout):
                 for packet in out:
                     sock.send(packet)
                 data = sock.recv(MAX_DATAGRAM_BYTES)
-            except socket.timeout:
-                pass
             now = time.monotonic()
             try:
                 out = fetch.receive(data, now) if data else fetch.tick(now)
