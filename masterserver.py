@@ -7333,7 +7333,7 @@ class MasterServer(Loop):
         else:
             acceptor.tally.connections += 1
             session = acceptor.protocol.session(address, now)
-            for _ in range(len(self.connections) - self.most + 1):          # several if fewer are allowed since a reload
+            for _ in range(len(self.connections) - self.most_connections + 1):          # several if fewer are allowed since a reload
                 self.make_room(now)
         connection = Connection(self, sock, address, session, acceptor.tally, acceptor.name, now)
         if limited:
@@ -7366,7 +7366,7 @@ class MasterServer(Loop):
         descriptors = self.descriptors(self.settings["limits.connections_total"] + 2 * REFUSED_CONNECTIONS)
         free = max(2, descriptors - len(self.listeners) - DESCRIPTORS_KEPT)
         self.most_refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
-        self.most = min(self.settings["limits.connections_total"], free - self.most_refused)
+        self.most_connections = min(self.settings["limits.connections_total"], free - self.most_refused)
 
     def pages(self, answer: Lasting) -> Optional[Pages]:
         if len(answer) < PAGES_BYTES:

@@ -8457,7 +8457,7 @@ class SourceLimitsTest(unittest.TestCase):
             clients[1].sendall(b"#%\n")
             self.assertEqual(clients[1].recv(4), b"%12#")
             self.assertEqual(len(server.connections), 8)
-            server.most = 3                                             # as after a reload
+            server.most_connections = 3                                             # as after a reload
             connect()
             self.assertEqual(len(server.connections), 3)
             self.assertEqual(len(server.registry.servers("aio")), 1)
