@@ -5421,11 +5421,12 @@ class HttpSession(Session):
     def resume(self, result: Any, now: float) -> bytes:
         if self.done:                       # it has taken too long
             return b""
-        self.job = None
+        self.job, then = None, self.then
+        del self.then                       # which may hold the list that it makes an answer of, and the connection may be kept for days
         try:
             if isinstance(result, Exception):
                 raise HttpError(503, "The answer cannot be made just now: %s." % result)
-            answer = self.web.finish(self.waiting, self.then(result))
+            answer = self.web.finish(self.waiting, then(result))
         except HttpError as error:
             answer = self.web.refused(error, self.waiting)
         out = self.respond(self.waiting, answer, now)

@@ -5672,6 +5672,20 @@ class WebTest(unittest.TestCase):
             self.registry.rules.read(self.core.settings)
             self.assertEqual(self.get("/servers.json?name=s", address="192.0.2.1")[0], 200)         # however few are allowed
 
+    def test_a_kept_connection_keeps_no_list(self) -> None:
+        """Each of many that look at a page every few seconds would keep another one, in megabytes."""
+        for port in range(1, 21):
+            self.list(port, name="S")
+        request = b"GET /servers.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n"
+        with mock.patch.object(ms, "GZIP_INLINE_BYTES", 1000):          # as a longer list, it is compressed in the worker
+            session, first = self.exchange(request)
+            self.assertFalse(session.done)
+            made = weakref.ref(self.web.renderings["servers.json", ""].made)
+            self.list(21, name="S")
+            self.assertNotEqual(first, self.exchange(request, now=5.0)[1])
+        gc.collect()
+        self.assertIsNone(made())
+
     def test_proxies_that_ask_for_themselves_have_limits_of_their_own(self) -> None:
         self.core.settings.values["http.trusted_proxies"] = (ms.read_network("192.0.2.0/24"),)
         self.web.read(self.core.settings)
