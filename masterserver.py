@@ -1810,7 +1810,7 @@ class Session:
     held = False                    # True: input waits for its turn, so that one peer does not keep the loop from the others
     wake_at: Optional[float] = None         # set by any method: tick() is called at this time as well
     job: Optional[Callable[[], Any]] = None         # work for a thread; its result comes to resume()
-    on_disk = False                 # the job reads the database, and waits for as long as the disk hangs
+    worker = "lists"                # the thread that has it: "disk" if it reads the database, "searches" if it is for this peer alone
 
     def opened(self, now: float) -> bytes:
         return b""
@@ -5117,7 +5117,7 @@ class Later(NamedTuple):
 
     job: Callable[[], Any]
     then: Callable[[Any], Union[Answer, Later]]
-    on_disk: bool = False
+    worker: str = "lists"
 
 
 class Exchange(http.server.BaseHTTPRequestHandler):
@@ -5399,7 +5399,7 @@ class HttpSession(Session):
         """None: it comes later."""
         self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)         # for the next request, of which some may be here
         if isinstance(answer, Later):
-            (self.job, self.then, self.on_disk), self.waiting = answer, exchange
+            (self.job, self.then, self.worker), self.waiting = answer, exchange
             return None
         request = (PROXIED if exchange.client else b"") + self.request_bytes
         if self.edition != self.web.edition:            # the lists have turned meanwhile: for those alone who have waited as well
@@ -5772,7 +5772,7 @@ class Web(TcpProtocol):
 
     def searched(self, asked: Asked, request: Request, blocks: Blocks, make: Callable[[Blocks, float], bytes],
                  answer: Callable[[Made], Answer]) -> Union[Answer, Later]:
-        """A list of those among `blocks` that are asked for. It is for one client, who is not to fill the worker with it: a long search
+        """A list of those among `blocks` that are asked for. It is for one client, who is not to fill a worker with it: a long search
         counts as several requests."""
         def job() -> Made:
             part = asked.name.casefold()
@@ -5780,14 +5780,17 @@ class Web(TcpProtocol):
             found.servers = [server for block in blocks for server in block.servers
                              if server.players >= asked.players_min and is_called(server, part)]
             body = make([found], request.now)
-            return Made(body, etag_of(body))
+            made = Made(body, etag_of(body))
+            if looked_at > SEARCH_INLINE_SERVERS and request.exchange.takes_gzip():
+                made.packed()               # here: bodies that wait for a turn of their own in the worker are many, and megabytes each
+            return made
         looked_at = sum(len(block.servers) for block in blocks)
         if looked_at <= SEARCH_INLINE_SERVERS:
             return answer(job())
         tokens = min(looked_at / RENDER_INLINE_SERVERS, self.settings["limits.requests"][1] - 1)
         if not self.rules.requests.allow(request.address, request.now, tokens):
             raise self.too_many(request.address)
-        return Later(job, answer)
+        return Later(job, answer, "searches")
 
     def master_json(self, request: Request) -> Union[Answer, Later]:
         return self.rendered("master.json", Asked("iceball"), request, JSON_TYPE,
@@ -5953,7 +5956,7 @@ class Web(TcpProtocol):
                 shown.first_seen = min(shown.first_seen, known.first_seen)
             return Answer(server_page(shown, known and remembered(game, address, port, known), series, span, wall,
                                       self.look(), self.titles.get(game, game)).encode("utf-8"), HTML_TYPE)
-        return Later(job, then, True) if storage else then((None, None))
+        return Later(job, then, "disk") if storage else then((None, None))
 
     def history_json(self, request: Request) -> Union[Answer, Later]:
         """The player counts of one server, or with a game alone of all its servers: ?game=&address=&port=&span=day|week|month|year."""
@@ -5970,7 +5973,7 @@ class Web(TcpProtocol):
         def then(series: Series) -> Answer:
             return Answer(to_json({"game": game, "address": address, "port": port, "span": span, "start": series.start, "step": series.step,
                                    "players": series.means, "peak": series.peaks}), JSON_TYPE)
-        return Later(lambda: storage.history(game, address, port, span, wall), then, True)
+        return Later(lambda: storage.history(game, address, port, span, wall), then, "disk")
 
     def check(self, request: Request) -> Union[Answer, Later]:
         """What became of what an address sent."""
@@ -5990,7 +5993,7 @@ class Web(TcpProtocol):
             return [server for block in blocks for server in block.servers
                     if (server.address in addresses or server.source == address) and port in (0, server.port)]
         then = functools.partial(self.checked, address, port, addresses, request.now)
-        return Later(find, then) if self.registry.total > SEARCH_INLINE_SERVERS else then(find())
+        return Later(find, then, "searches") if self.registry.total > SEARCH_INLINE_SERVERS else then(find())
 
     def checked(self, address: str, port: int, addresses: Set[str], now: float, listed: List[Server]) -> Answer:
         """The page, once it is known who is listed."""
@@ -6231,8 +6234,8 @@ PROTOCOLS = (
 # =====================================================================================================================
 # 11  Event loop
 #
-# The only place with sockets and a clock. One thread serves every listener and connection; the clock is read once a wake-up. Three
-# more do what takes long: one has the disk, one makes and compresses long lists, one resolves names.
+# The only place with sockets and a clock. One thread serves every listener and connection; the clock is read once a wake-up. Four
+# more do what takes long: one has the disk, one makes and compresses long lists, one searches them, one resolves names.
 # =====================================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -6522,7 +6525,7 @@ class Connection:
         session = self.session
         if session.job is not None and not self.working:
             self.working = True
-            (self.loop.disk if session.on_disk else self.loop.lists).submit(session.job, self.resumed, WORKER_JOBS)
+            getattr(self.loop, session.worker).submit(session.job, self.resumed, WORKER_JOBS)
             if self.events:
                 self.watch()
         if session.wake_at is not None and session.wake_at != self.woken_at:
@@ -7041,6 +7044,7 @@ class Loop:
 
     disk: Worker
     lists: Worker
+    searches: Worker
     # What each kind of loop does its own way
     open_all: Callable[[], None]                        # open what can fail; raises StartError
     round: Callable[[], None]                           # wait for what comes next, and see to it and to what is due
@@ -7211,7 +7215,8 @@ class MasterServer(Loop):
         self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()        # whoever keeps them
         super().__init__()
         self.timer_numbers = itertools.count()
-        self.disk, self.lists = Worker("disk", self.wake), Worker("lists", self.wake)          # apart, as a disk may hang
+        # Apart, as a disk may hang, and as strangers may have more searched than one thread can
+        self.disk, self.lists, self.searches = (Worker(name, self.wake) for name in ("disk", "lists", "searches"))
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.poller, self.disk, self.health) if self.storage else None
@@ -7571,8 +7576,8 @@ class MasterServer(Loop):
 
     def woken(self, now: float) -> None:
         super().woken(now)
-        self.disk.deliver(now)
-        self.lists.deliver(now)
+        for worker in (self.disk, self.lists, self.searches):
+            worker.deliver(now)
         if self.reload_asked:               # by a signal, which wakes
             self.reload_asked = False
             self.reload()
@@ -7588,8 +7593,9 @@ class MasterServer(Loop):
         for sock in [datagrams.sock for datagrams in self.datagrams] + [acceptor.sock for acceptor in self.acceptors]:
             sock.close()
         self.lists.stop(STOP_DISK_S)
+        self.searches.stop(STOP_DISK_S)
         ended = self.disk.stop(STOP_DISK_S)
-        for worker in (self.lists, self.disk):
+        for worker in (self.lists, self.searches, self.disk):
             while worker.results:
                 worker.deliver(now)
                 self.bound_output(now)

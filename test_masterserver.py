@@ -5672,6 +5672,23 @@ class WebTest(unittest.TestCase):
             self.registry.rules.read(self.core.settings)
             self.assertEqual(self.get("/servers.json?name=s", address="192.0.2.1")[0], 200)         # however few are allowed
 
+    def test_a_search_is_one_job_of_a_thread_of_its_own(self) -> None:
+        """What is found is compressed at once: many that waited for that would be megabytes each. And no whole list waits behind them."""
+        for port in range(1, 21):
+            self.list(port, name="S")
+        for path, worker in (("/servers.json?name=s", "searches"), ("/?name=s", "searches"), ("/check?address=203.0.113.9", "searches"),
+                             ("/servers.json", "lists")):
+            with mock.patch.multiple(ms, RENDER_INLINE_SERVERS=10, SEARCH_INLINE_SERVERS=5, GZIP_INLINE_BYTES=4096):
+                session = self.web.session("192.0.2.1", 0.0)
+                self.assertEqual(session.receive(b"GET %s HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n" % path.encode(), 0.0), b"")
+                job, session.job = session.job, None
+                assert job is not None
+                self.assertEqual(session.worker, worker)
+                answer = session.resume(job(), 0.0)
+                if worker == "searches" and "check" not in path:
+                    self.assertIn(b"Content-Encoding: gzip", answer)
+                    self.assertIsNone(session.job)
+
     def test_a_kept_connection_keeps_no_list(self) -> None:
         """Each of many that look at a page every few seconds would keep another one, in megabytes."""
         for port in range(1, 21):
@@ -8952,10 +8969,11 @@ class FaultsTest(unittest.TestCase):
         self.assertEqual(len(told), 10)
         self.assertGreater(bounded.call_count, 1, "and output is bounded between them there too")
 
-    def test_no_list_waits_for_a_disk_that_hangs(self) -> None:
+    def test_no_list_waits_for_a_disk_that_hangs_or_for_searches(self) -> None:
         go_on = threading.Event()
         with master(http__ports="0") as server, mock.patch.object(ms, "GZIP_INLINE_BYTES", 0):
-            server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+            for worker in (server.disk, server.searches):
+                worker.submit(lambda: go_on.wait(20), lambda result, now: None)
             try:
                 self.assertEqual(fetch(port_of(server, "http"), "/", "Accept-Encoding: gzip")[1]["Content-Encoding"], "gzip")
             finally:
