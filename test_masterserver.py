@@ -331,6 +331,8 @@ class AddressTest(unittest.TestCase):
         self.assertEqual(ms.source_key("2001:db8:1:2:3::4"), "2001:db8:1:2::/64")
         self.assertEqual(ms.source_key("::ffff:203.0.113.9"), "203.0.113.9")
         self.assertEqual(ms.endpoint("2001:db8::1", 5), "[2001:db8::1]:5")
+        for address in ("127.0.0.1", "127.255.0.9", "128.0.0.1", "126.0.0.1", "::1", "::", "::127", "::1:0:0:1", "2001:db8::1", "fe80::1%lo"):
+            self.assertEqual(ms.is_loopback(address), ipaddress.ip_address(address.partition("%")[0]).is_loopback, address)
 
     def test_ranges_are_what_ipaddress_says(self) -> None:
         networks = list(map(ms.read_network, ("127.0.0.0/8", "::1", "192.0.2.7", "198.51.100.64/27", "2001:db8:1::/48", "0.0.0.0/1", "::/0")))
@@ -5799,6 +5801,17 @@ class WebTest(unittest.TestCase):
             self.assertEqual("10.0.0.5" in page, address == "10.0.0.5", "which one is behind a public address is not told")
         self.registry.servers()[0].unconfirmed = True
         self.assertNotIn(b"<h3>Listed", self.get("/check?address=203.0.113.9", now=4.0)[2])
+
+    def test_check_shows_the_latest(self) -> None:
+        """Of thousands that somebody may have sent so that each page takes long."""
+        for port in range(1, 301):
+            self.registry.note("203.0.113.9", "iceball", port, "announced", port / 100)
+        with mock.patch.object(ms, "fill", wraps=ms.fill) as filled:
+            page = self.get("/check?address=203.0.113.9", now=4.0)[2]
+        self.assertEqual(page.count(b"<h3>"), ms.CHECK_FINDINGS)
+        self.assertEqual((page.count(b"203.0.113.9:300<"), page.count(b"203.0.113.9:200<")), (1, 0))
+        self.assertLess(filled.call_count, 3 * ms.CHECK_FINDINGS)
+        self.assertEqual(self.get("/check?address=203.0.113.9&port=1", now=4.0)[2].count(b"<h3>"), 1)
 
     def test_check_is_about_one_address(self) -> None:
         for address, name in (("203.0.113.9", "Ours"), ("203.0.113.10", "Theirs")):
