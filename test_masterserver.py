@@ -5802,6 +5802,20 @@ class WebTest(unittest.TestCase):
         self.registry.servers()[0].unconfirmed = True
         self.assertNotIn(b"<h3>Listed", self.get("/check?address=203.0.113.9", now=4.0)[2])
 
+    @unittest.skipIf(SLOW, "it measures CPython's regular expressions")
+    @timing
+    def test_a_head_that_comes_byte_by_byte(self) -> None:
+        """Each byte of a long one costs a look for its end, which is to be a quick one."""
+        head, session = b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 14000, self.web.session("127.0.0.1", 0.0)
+        session.receive(head, 0.0)
+        slow, times = re.compile(rb"\r?\n\r?\n"), []
+        for work in (lambda: session.receive(b"y", 0.0), lambda: slow.search(head)):
+            began = time.perf_counter()
+            for _ in range(200):
+                self.assertFalse(work())
+            times.append(time.perf_counter() - began)
+        self.assertLess(times[0], times[1] / 2)
+
     def test_check_shows_the_latest(self) -> None:
         """Of thousands that somebody may have sent so that each page takes long."""
         for port in range(1, 301):
