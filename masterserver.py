@@ -138,6 +138,7 @@ COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources together get beyond what they sent, a second / at once, for each use that
                                     # allow_surplus() has: 200 lists a second, or 0.8 Mbit/s for somebody who sends with false addresses
+ANSWERS_RATE = 1e6, 1e6             # as many as come: a flood in a server's name is not to make it seem silent, and who has been asked knows the port
 KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and who was here for longest. So many who leave wait for it at the most
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
@@ -816,13 +817,13 @@ class Rules:
     """
 
     def __init__(self, settings: Settings) -> None:
-        # `answers` to the poller's questions: a flood in a server's name, sent to other ports, is not to make that seem silent
         self.limiters = {name: [Limiter(settings["limits." + name], self.verdict) for _ in range(number)]
-                         for name, number in (("datagrams", 3), ("connections", 1), ("requests", 2))}
-        self.datagrams, self.answers, self.messages = self.limiters["datagrams"]
+                         for name, number in (("datagrams", 2), ("connections", 1), ("requests", 2))}
+        self.datagrams, self.messages = self.limiters["datagrams"]
         self.connections, = self.limiters["connections"]
         self.udp_requests, self.requests = self.limiters["requests"]
         self.surplus = Limiter(SURPLUS_BYTES)
+        self.answers = Limiter(ANSWERS_RATE, self.verdict)          # to the poller's questions: it is for the verdict
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
@@ -839,6 +840,7 @@ class Rules:
         for name, limiters in self.limiters.items():
             for limiter in limiters:
                 limiter.set_rate(settings["limits." + name])
+        self.answers.set_rate(ANSWERS_RATE)
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
