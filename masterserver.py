@@ -5705,6 +5705,8 @@ class Web(TcpProtocol):
         route = ROUTES.get(exchange.route)
         try:
             if limited or not self.rules.requests.allow(address, now):
+                if not exchange.client:         # what is behind it costs as much as an answer; a proxy's connection is others' as well
+                    exchange.close_connection = True
                 raise self.too_many(address)
             if route is None:
                 raise HttpError(404, "There is no page %s here." % exchange.target.path[:100])

@@ -5816,6 +5816,19 @@ class WebTest(unittest.TestCase):
             times.append(time.perf_counter() - began)
         self.assertLess(times[0], times[1] / 2)
 
+    def test_who_asks_too_much_is_told_so_once_a_connection(self) -> None:
+        """What was sent behind it costs as much as if it were answered. A proxy's connection is not his alone, and stays."""
+        self.core.settings.values["http.trusted_proxies"] = (ms.read_network("192.0.2.0/24"),)
+        self.web.read(self.core.settings)
+        request = b"GET /x HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.9\r\n\r\n"
+        for address, last in (("203.0.113.8", b"close"), ("192.0.2.1", b"keep-alive")):
+            session = self.web.session(address, 0.0)
+            out = drive(session, request * 60)
+            self.assertEqual(out.count(b"HTTP/1.1 404"), 50)
+            self.assertEqual(out.count(b"HTTP/1.1 429"), 1 if last == b"close" else 10)
+            self.assertIn(b"Connection: %s\r\n" % last, out[out.index(b"HTTP/1.1 429"):])
+            self.assertEqual(session.done, last == b"close")
+
     def test_check_shows_the_latest(self) -> None:
         """Of thousands that somebody may have sent so that each page takes long."""
         for port in range(1, 301):
