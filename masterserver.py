@@ -1282,7 +1282,10 @@ class Registry:
             try:
                 while ending:
                     server = ending.pop()
-                    if (server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now):
+                    ended = server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now
+                    if ended and not server.stays and self.rules.datagrams.spent(server.source, now):
+                        server.last_seen, ended = now, False        # a flood in its name lets next to nothing of it in: that says nothing of it
+                    if ended:
                         self.remove(server)
                     else:
                         self.schedule(server)

@@ -1953,6 +1953,17 @@ class IceballTest(unittest.TestCase):
         self.assertEqual(server.name, "Größe 漢字漢字漢字漢")
         self.assertEqual(server.map, "\ufffd\ufffd<script>")
 
+    def test_a_flood_in_its_name_that_lets_no_announcement_in(self) -> None:
+        """It stays while nothing of it can be heard, and goes when it could be and is not."""
+        server = self.shake(CAPTURED)
+        for second in range(1, 610):
+            for _ in range(150):
+                self.registry.rules.datagrams.allow(server.source, float(second))
+            self.registry.expire(float(second))
+        for now, listed in ((610.0, [server]), (719.0, [server]), (721.0, [])):
+            self.registry.expire(now)
+            self.assertEqual(self.registry.servers(), listed)
+
     def test_a_flood_of_strangers_leaves_nothing_behind(self) -> None:
         rng = random.Random(5)
         limiter = ms.Limiter((100, 400))
