@@ -125,6 +125,7 @@ STOP_LOOK_S = 0.05                  # how often it is looked whether all have en
 STOP_DISK_S = 5.0                   # and for a batch under way, which takes milliseconds; a disk that hangs for longer costs what came since
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
 DESCRIPTORS_KEPT = 28               # for what is no connection: standard streams, selector, database and its logs, log, look-ups, pages
+DESCRIPTORS_UNTOLD = 256            # may be open where the system does not tell: macOS's limit, the lowest of those in use
 REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
 WORKER_JOBS = 64                    # waiting for one thread, half a second's work; who comes then is told to come again
 FAULT_RATE = 1, 20                  # tracebacks in the log a second / at once: a fault that packets can cause must not fill the disk
@@ -7315,7 +7316,7 @@ class MasterServer(Loop):
         """What to do where a port cannot be had."""
         if status in DESCRIPTORS_SHORT:
             return "It needs more open files than it may have (ulimit -n)."
-        if status == errno.EADDRNOTAVAIL or not row.setting:
+        if status in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) or not row.setting:           # the latter: no IPv6 in the kernel, or in a sandbox
             return "Change [server] bind; this machine has no such address."
         ours = [l for l in self.listeners if l.port == port and l.transport == row.transport and (":" in l.host) == (":" in address)]
         if any(l.protocol == row.name and {l.host, address} & {"0.0.0.0", "::"} for l in ours):
@@ -7671,10 +7672,13 @@ def descriptor_limit(raise_to: int = 0) -> int:
     """How many files and sockets this process may have open; what it may raise by itself is raised."""
     if WINDOWS:
         return 512                          # what its select() serves
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < raise_to:
-        soft = raise_to if hard == resource.RLIM_INFINITY else min(raise_to, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft = DESCRIPTORS_UNTOLD
+    with contextlib.suppress(OSError, ValueError):          # a sandbox may forbid either call, and macOS sets a bound below the hard limit
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = raise_to if hard == resource.RLIM_INFINITY else min(raise_to, hard)
+        if soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 

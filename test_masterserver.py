@@ -8866,6 +8866,28 @@ class GameServer:
 
 @unittest.skipUnless(sys.platform == "linux", "limits and processor time as Linux has them")
 class DescriptorsTest(unittest.TestCase):
+    @unittest.skipIf(ms.WINDOWS, "Windows has no such limits")
+    def test_a_sandbox_that_tells_and_raises_nothing(self) -> None:
+        import resource
+        for error in OSError(errno.EPERM, "not permitted"), ValueError("current limit exceeds maximum limit"):
+            with mock.patch.object(resource, "setrlimit", side_effect=error), mock.patch.object(resource, "getrlimit", return_value=(300, 9000)):
+                self.assertEqual(ms.descriptor_limit(2000), 300)
+            with mock.patch.object(resource, "getrlimit", side_effect=error):
+                self.assertEqual(ms.descriptor_limit(2000), ms.DESCRIPTORS_UNTOLD)
+
+    def test_no_ipv6_in_the_kernel(self) -> None:
+        """What is to be changed is the address that the ini names, and no port."""
+        make = socket.socket
+
+        def without(family: int = -1, *arguments: Any, **named: Any) -> socket.socket:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            return make(family, *arguments, **named)
+        server = ms.MasterServer({**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1, ::1", "http.ports": "0"})
+        with mock.patch.object(socket, "socket", without), self.assertRaisesRegex(ms.StartError, r"\[server\] bind; this machine has no") as caught:
+            server.bind()
+        self.assertNotIn("http.ports=PORT", str(caught.exception))
+
     def test_more_connections_by_a_reload(self) -> None:
         """They want descriptors as those at the start do, and the program may have more than it was given."""
         import resource
