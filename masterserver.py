@@ -65,7 +65,6 @@ import select
 import selectors
 import signal
 import socket
-import sqlite3
 import string
 import struct
 import sys
@@ -81,6 +80,12 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Named
 
 __version__ = "1.0"
 
+try:
+    import sqlite3
+except ImportError as missing:      # FreeBSD has it in a package of its own, and a Python built without SQLite's headers goes without
+    if __name__ != "__main__":
+        raise
+    sys.exit("masterserver.py: this Python lacks sqlite3 (%s). Install it (FreeBSD: pkg install py3XX-sqlite3), or take another Python." % missing)
 try:
     import resource
 except ImportError:                 # Windows has no such limits
@@ -9033,6 +9038,8 @@ def start_log(settings: Settings) -> None:
         handler = Log(settings.file("server.log_file"))
     except io.UnsupportedOperation:         # as IDLE's window
         handler = logging.StreamHandler()
+    except RuntimeError as error:
+        raise StartError("%s: this user or container has as many as it may (ulimit -u, pids.max); it needs five." % error) from None
     except OSError as error:
         raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -9400,6 +9407,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 if __name__ == "__main__":
     exit_status = main()
-    for end_signal in END_SIGNALS:          # one more, while the interpreter ends, would end it with another status
+    for end_signal in (*END_SIGNALS, getattr(signal, "SIGHUP", signal.SIGINT)):     # one more, while the interpreter ends, would give another status
         signal.signal(end_signal, signal.SIG_IGN)
     sys.exit(exit_status)

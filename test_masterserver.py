@@ -7514,6 +7514,26 @@ class LoopTest(unittest.TestCase):
             self.assertEqual(connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 120_000)
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
+    @unittest.skipUnless(hasattr(signal, "SIGHUP"), "a signal that Windows has not")
+    def test_a_hang_up_while_it_ends(self) -> None:
+        for _ in range(3):
+            with RunningServer() as server:
+                server.process.terminate()
+                while server.process.poll() is None:
+                    server.process.send_signal(signal.SIGHUP)
+                    time.sleep(0.0005)
+                self.assertEqual(server.process.returncode, 0)
+
+    def test_words_where_something_is_missing(self) -> None:
+        """No room for a thread, or no sqlite3: one line that says so, and no traceback."""
+        for there, status, words in (("import threading; threading.Thread.start = lambda self: (_ for _ in ()).throw(RuntimeError('no new thread'))",
+                                      1, "ulimit -u"), ("import sys; sys.modules['sqlite3'] = None", 1, "lacks sqlite3")):
+            script = "%s\nimport runpy, sys; sys.argv = [%r, '--set', 'http.ports=0']; runpy.run_path(sys.argv[0], run_name='__main__')" % (
+                there, ms.__file__)
+            done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60)
+            self.assertEqual(done.returncode, status)
+            self.assertRegex(done.stderr.decode(), r"\Amasterserver\.py: .*%s.*\r?\n\Z" % words)
+
     def test_signals_end_it_with_status_0(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             server = RunningServer()
