@@ -1288,13 +1288,13 @@ class Registry:
             try:
                 while ending:
                     server = ending.pop()
-                    ended = server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now
-                    if ended and not server.stays and self.rules.datagrams.spent(server.source, now):
-                        server.last_seen, ended = now, False        # a flood in its name lets next to nothing of it in: that says nothing of it
-                    if ended:
-                        self.remove(server)
-                    else:
+                    silent = server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now
+                    if not silent:
                         self.schedule(server)
+                    elif server.stays or not self.rules.datagrams.spent(server.source, now):
+                        self.remove(server)
+                    else:                   # a flood in its name lets next to nothing of it in, which says nothing of it
+                        self.schedule(server, now + server.lifetime)
             finally:                        # a watcher that fails keeps nobody else in the list
                 if ending:
                     self.endings.setdefault(second, []).extend(ending)
@@ -6540,7 +6540,7 @@ class Connection:
         session = self.session
         if session.job is not None and not self.working:
             self.working = True
-            getattr(self.loop, session.worker).submit(session.job, self.resumed, WORKER_JOBS)
+            self.loop.workers[session.worker].submit(session.job, self.resumed, WORKER_JOBS)
             if self.events:
                 self.watch()
         if session.wake_at is not None and session.wake_at != self.woken_at:
@@ -7057,9 +7057,7 @@ class Loop:
     One life only; `with` starts and stops. What is made and never started wants stop() as well, for it holds a pair of sockets.
     """
 
-    disk: Worker
-    lists: Worker
-    searches: Worker
+    workers: Mapping[str, Worker]                       # for sessions, by what Session.worker says
     # What each kind of loop does its own way
     open_all: Callable[[], None]                        # open what can fail; raises StartError
     round: Callable[[], None]                           # wait for what comes next, and see to it and to what is due
@@ -7231,10 +7229,10 @@ class MasterServer(Loop):
         super().__init__()
         self.timer_numbers = itertools.count()
         # Apart, as a disk may hang, and as strangers may have more searched than one thread can
-        self.disk, self.lists, self.searches = (Worker(name, self.wake) for name in ("disk", "lists", "searches"))
+        self.workers = {name: Worker(name, self.wake) for name in ("lists", "searches", "disk")}
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
-        self.keeper = Keeper(self.storage, self.registry, self.poller, self.disk, self.health) if self.storage else None
+        self.keeper = Keeper(self.storage, self.registry, self.poller, self.workers["disk"], self.health) if self.storage else None
         if on_event is not None:
             self.registry.watch(functools.partial(self.guarded, on_event))
 
@@ -7591,7 +7589,7 @@ class MasterServer(Loop):
 
     def woken(self, now: float) -> None:
         super().woken(now)
-        for worker in (self.disk, self.lists, self.searches):
+        for worker in self.workers.values():
             worker.deliver(now)
         if self.reload_asked:               # by a signal, which wakes
             self.reload_asked = False
@@ -7607,14 +7605,12 @@ class MasterServer(Loop):
         self.log_events()
         for sock in [datagrams.sock for datagrams in self.datagrams] + [acceptor.sock for acceptor in self.acceptors]:
             sock.close()
-        self.lists.stop(STOP_DISK_S)
-        self.searches.stop(STOP_DISK_S)
-        ended = self.disk.stop(STOP_DISK_S)
-        for worker in (self.lists, self.searches, self.disk):
+        ended = {name: worker.stop(STOP_DISK_S) for name, worker in self.workers.items()}
+        for worker in self.workers.values():
             while worker.results:
                 worker.deliver(now)
                 self.bound_output(now)
-        if self.keeper and ended:
+        if self.keeper and ended["disk"]:
             self.keeper.close(now, time.time())
         elif self.keeper:                   # whoever touched the file now would wait for that thread
             log.error("the list could not be kept at the end: the disk takes too long")

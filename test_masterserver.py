@@ -8781,7 +8781,7 @@ class SlowPeersTest(unittest.TestCase):
         go_on = threading.Event()
         with tempfile.TemporaryDirectory() as folder, master(
                 http__ports="0", server__database=os.path.join(folder, "db"), limits__exempt="127.0.0.0/8") as server:
-            server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+            server.workers["disk"].submit(lambda: go_on.wait(20), lambda result, now: None)
             with socket.create_connection(("127.0.0.1", port_of(server, "http")), 20) as client:
                 def send() -> None:
                     client.sendall(b"GET /history.json?game=iceball HTTP/1.1\r\nHost: x\r\n\r\n" + requests)
@@ -9058,7 +9058,7 @@ class FaultsTest(unittest.TestCase):
                 worker.deliver(clock[0])
                 self.assertEqual((len(told), woken.call_count), (count, wakes))
             server = master()
-            server.lists.results.extend((done, number) for number in range(5))
+            server.workers["lists"].results.extend((done, number) for number in range(5))
             with mock.patch.object(server, "bound_output") as bounded:
                 server.stop()               # at the end all of them have theirs
         self.assertEqual(len(told), 10)
@@ -9067,7 +9067,7 @@ class FaultsTest(unittest.TestCase):
     def test_no_list_waits_for_a_disk_that_hangs_or_for_searches(self) -> None:
         go_on = threading.Event()
         with master(http__ports="0") as server, mock.patch.object(ms, "GZIP_INLINE_BYTES", 0):
-            for worker in (server.disk, server.searches):
+            for worker in (server.workers["disk"], server.workers["searches"]):
                 worker.submit(lambda: go_on.wait(20), lambda result, now: None)
             try:
                 self.assertEqual(fetch(port_of(server, "http"), "/", "Accept-Encoding: gzip")[1]["Content-Encoding"], "gzip")
@@ -9123,7 +9123,7 @@ class DiskTest(unittest.TestCase):
         request = b"GET /history.json?game=iceball HTTP/1.1\r\nHost: x\r\n\r\n" * 2
         with mock.patch.object(ms, "HTTP_HEAD_S", 0.1), mock.patch.object(ms, "HTTP_IDLE_S", 0.1), \
                 tempfile.TemporaryDirectory() as folder, master(http__ports="0", server__database=os.path.join(folder, "db")) as server:
-            server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+            server.workers["disk"].submit(lambda: go_on.wait(20), lambda result, now: None)
             try:
                 with socket.create_connection(("127.0.0.1", port_of(server, "http")), 10) as client:
                     client.sendall(request)
@@ -9142,12 +9142,12 @@ class DiskTest(unittest.TestCase):
         go_on = threading.Event()
         server = ms.MasterServer({"http.ports": "0", "server.database": os.path.join(self.folder, "master.db")})
         self.addCleanup(server.storage.close)
-        self.addCleanup(server.disk.stop, 20.0)
+        self.addCleanup(server.workers["disk"].stop, 20.0)
         self.addCleanup(go_on.set)
         server.start()
-        server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
+        server.workers["disk"].submit(lambda: go_on.wait(20), lambda result, now: None)
         touched = mock.Mock(side_effect=sqlite3.OperationalError("that thread has it"))
-        with mock.patch.object(server.disk, "stop", lambda timeout: ms.Worker.stop(server.disk, 0.1)), \
+        with mock.patch.object(server.workers["disk"], "stop", lambda timeout: ms.Worker.stop(server.workers["disk"], 0.1)), \
                 mock.patch.multiple(server.storage, save=touched, close=touched), self.assertLogs("masterserver", "ERROR") as logged:
             server.stop()
         self.assertEqual((touched.call_count, len(logged.output), server.state), (0, 1, "closed"))
