@@ -4388,6 +4388,7 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
 @media (min-width: 40.01rem) {
   th, td { flex: none; width: 5rem; }
   :is(th, td):first-child { flex: 1; }
+  :is(th, td):nth-child(2) { width: 5.5rem; }
   :is(th, td):nth-child(3) { width: 6rem; }
   :is(th, td):nth-child(4), :is(th, td):nth-child(5) { width: 8rem; }
   :is(th, td):last-child { width: 12rem; }
