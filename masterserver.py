@@ -4820,7 +4820,7 @@ def ago(seconds: float) -> str:
 
 
 def utc(wall: float) -> datetime:
-    return datetime.fromtimestamp(wall, timezone.utc)
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=wall)          # Windows makes none of a time before 1970
 
 
 def time_tag(then: float, wall: float) -> Html:

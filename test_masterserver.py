@@ -4986,6 +4986,7 @@ class PagesTest(unittest.TestCase):
         for seconds, words in ((-5, "now"), (0.9, "now"), (12.7, "12 s ago"), (89, "89 s ago"), (90, "1 min ago"),
                                (5399, "89 min ago"), (5400, "1 h ago"), (129600, "1 d ago"), (864000, "10 d ago")):
             self.assertEqual(ms.ago(seconds), words)
+        self.assertEqual(ms.utc(-1.0).isoformat(), "1969-12-31T23:59:59+00:00")         # a clock that starts in 1970, on Windows too
 
     def test_sparkline(self):
         self.assertEqual(ms.sparkline([None] * 24), "")
@@ -7513,7 +7514,6 @@ class LoopTest(unittest.TestCase):
             connection, = server.connections
             self.assertEqual(connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 120_000)
 
-    @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "a signal that Windows has not")
     def test_a_hang_up_while_it_ends(self) -> None:
         for _ in range(3):
@@ -7534,6 +7534,7 @@ class LoopTest(unittest.TestCase):
             self.assertEqual(done.returncode, status)
             self.assertRegex(done.stderr.decode(), r"\Amasterserver\.py: .*%s.*\r?\n\Z" % words)
 
+    @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_signals_end_it_with_status_0(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             server = RunningServer()
