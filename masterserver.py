@@ -1295,6 +1295,7 @@ class Registry:
                         self.remove(server)
                     else:                   # a flood in its name lets next to nothing of it in, which says nothing of it
                         self.schedule(server, now + server.lifetime)
+                        server.batch = self.batch
             finally:                        # a watcher that fails keeps nobody else in the list
                 if ending:
                     self.endings.setdefault(second, []).extend(ending)
@@ -6905,14 +6906,14 @@ class Keeper:
         if self.rows is None:
             self.rows = self.read(wall)
         altered, heard = self.registry.news(batch, since)
-        if not self.storage.save([stored_row(server, epoch) for server in altered],
-                                 [(server.last_seen + epoch, expiry(server, epoch), *server.key) for server in heard], list(left)):
+        if not self.storage.save([stored_row(server, epoch, wall) for server in altered],
+                                 [(server.last_seen + epoch, expiry(server, epoch, wall), *server.key) for server in heard], list(left)):
             # Not another file than at the last batch, and nobody has moved meanwhile
             if not self.shared and self.storage.renewed == self.renewed and all(server.batch < batch for server in heard):
                 self.shared = True
                 log.warning("%s: another program takes servers out of this database; each master needs one of its own ([server] database)",
                             self.storage.path)
-            self.storage.save([stored_row(server, epoch) for server in self.registry.servers()], [], [])
+            self.storage.save([stored_row(server, epoch, wall) for server in self.registry.servers()], [], [])
         if not counted:
             return None
         everybody, _ = self.registry.news(0, since)
@@ -6957,13 +6958,15 @@ class Keeper:
         self.storage.close()
 
 
-def expiry(server: Server, epoch: float) -> float:
-    return server.last_seen + (NAMED_S if server.named else LASTING_S if server.lasting else server.lifetime) + epoch
+def expiry(server: Server, epoch: float, wall: float) -> float:
+    lifetime = NAMED_S if server.named else LASTING_S if server.lasting else server.lifetime
+    ends = server.last_seen + lifetime + epoch
+    return ends if ends > wall else wall + lifetime         # it is listed all the same: a flood keeps it from being heard
 
 
-def stored_row(server: Server, epoch: float) -> ListedRow:
+def stored_row(server: Server, epoch: float, wall: float) -> ListedRow:
     fields = ENCODER.encode([getattr(server, name) for name in STORED])
-    return (*server.key, expiry(server, epoch), server.first_seen + epoch, server.last_seen + epoch, fields)
+    return (*server.key, expiry(server, epoch, wall), server.first_seen + epoch, server.last_seen + epoch, fields)
 
 
 STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a number counts players

@@ -2407,7 +2407,7 @@ class HyperbolTest(unittest.TestCase):
             self.hyperbol.announced("203.0.113.8", port, {}, self.now)
         self.pass_time(20)
         self.assertEqual(self.registry.total, 33)
-        rows, answers = [ms.stored_row(server, 0.0) for server in self.registry.servers()], self.answers
+        rows, answers = [ms.stored_row(server, 0.0, 0.0) for server in self.registry.servers()], self.answers
         self.start("203.0.113.9:2 9\n203.0.113.9:3 1", poll__interval="3600")
         self.answers, self.now = answers, 30.0
         keeper = ms.Keeper(ms.Storage(":memory:"), self.registry, self.poller, Virtual(), {})
@@ -2426,7 +2426,7 @@ class HyperbolTest(unittest.TestCase):
         self.start()
         keeper = ms.Keeper(ms.Storage(":memory:"), make_core().registry, self.poller, Virtual(), {})         # of a master without Hyperbol
         server = ms.Server("hyperbol", "203.0.113.9", 1, "203.0.113.9", 0.0, float("inf"), "x", verified="query")
-        keeper.rows = [ms.stored_row(server, 0.0)]
+        keeper.rows = [ms.stored_row(server, 0.0, 0.0)]
         keeper.list_again(0.0, 0.0)
         for now, listed in ((179.0, 1), (181.0, 0)):
             keeper.registry.expire(now)
@@ -2628,7 +2628,7 @@ class SubSpaceWorld:
 
     def restarted(self, second: float, *answering: str, **settings: str) -> SubSpaceWorld:
         """The master killed and started again at this second, with what was listed."""
-        rows = [ms.stored_row(server, T0) for server in self.registry.servers()]
+        rows = [ms.stored_row(server, T0, 0.0) for server in self.registry.servers()]
         world = SubSpaceWorld(*answering, **settings)
         storage = mock.Mock(load=lambda wall: rows, recent=lambda wall: {}, path="", renewed=0)
         ms.Keeper(storage, world.registry, world.core.poller, Virtual(), {}).restore(0.0, T0 + second)
@@ -3587,7 +3587,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         before = SubSpaceWorld(ZONE[0])
         before.announce(ANNOUNCEMENT)
         before.run(5)
-        row = ms.stored_row(before.zone(), T0)
+        row = ms.stored_row(before.zone(), T0, 0.0)
         world = SubSpaceWorld()
         hyperbol = ms.Hyperbol(world.core)
         hyperbol.announced("203.0.113.9", 25001, {}, 0.0)
@@ -4169,7 +4169,7 @@ class AioTest(unittest.TestCase):
         server, = aio.registry.servers()
         text = ms.aio_published_name(server)
         self.assertEqual(text, b"My server [3/9]")
-        (_, restored), = ms.restored_servers([ms.stored_row(server, T0)], 0.0, T0)
+        (_, restored), = ms.restored_servers([ms.stored_row(server, T0, 0.0)], 0.0, T0)
         assert restored is not None
         self.assertEqual(ms.aio_published_name(restored), text)
 
@@ -6777,11 +6777,26 @@ class KeeperTest(unittest.TestCase):
         self.assertEqual({server.port: server.address for server in registry.servers()},
                          {1: "203.0.113.8", 2: "192.168.1.6", 3: "198.51.100.1", 4: "203.0.113.8"})
 
+    def test_who_is_kept_through_a_flood_in_his_name_is_kept_on_disk(self) -> None:
+        """Past the end of his lifetime, so that a restart keeps him too, and nobody else is blamed when he is heard again."""
+        registry, keeper = self.start(0.0, T0)
+        server = registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 0.0, 120.0, {"name": "x"})
+        for second in range(1, 400):
+            for _ in range(500):
+                registry.rules.datagrams.allow(server.source, float(second))
+            registry.expire(float(second))
+            keeper.tick(float(second), T0 + second)
+        self.assertEqual([(row[1], row[5]) for row in keeper.storage.load(T0 + 400)], [("203.0.113.9", T0)])
+        server.last_seen = 400.0
+        keeper.tick(400.0, T0 + 400)
+        self.assertFalse(keeper.shared)
+        self.assertEqual([row[3] for row in keeper.storage.load(T0 + 400)], [T0 + 520])
+
     def test_a_database_that_does_not_say_where_addresses_come_from(self) -> None:
         registry, keeper = self.start(0.0, T0)
         for port, address, verified in ((1, "203.0.113.7", "query"), (2, "192.168.1.5", "handshake"), (3, "198.51.100.1", "connection")):
             registry.hear("iceball", address, port, "192.168.1.5", 0.0, 120.0, {"verified": verified})
-        rows = [(*row[:6], json.dumps(json.loads(row[6])[:-1])) for row in (ms.stored_row(server, T0) for server in registry.servers())]
+        rows = [(*row[:6], json.dumps(json.loads(row[6])[:-1])) for row in (ms.stored_row(server, T0, 0.0) for server in registry.servers())]
         registry.rules.address_map = {"192.168.1.5": "203.0.113.8"}
         registry.games.clear()
         keeper.rows = rows
@@ -6792,7 +6807,7 @@ class KeeperTest(unittest.TestCase):
         registry, keeper = self.start(0.0, T0, **{"address_map.192.168.1.5": "203.0.113.8", "bans.192.168.1.5": "cheats"})
         mover, other = (ms.Server("iceball", address, 1, source, 0.0, 120.0, mapped=True)
                         for address, source in (("203.0.113.7", "192.168.1.5"), ("203.0.113.8", "203.0.113.8")))
-        keeper.rows = [ms.stored_row(server, T0) for server in (mover, other)]
+        keeper.rows = [ms.stored_row(server, T0, 0.0) for server in (mover, other)]
         keeper.list_again(5.0, T0 + 5)
         self.assertEqual(([server.address for server in registry.servers()], registry.left), (["203.0.113.8"], {mover.key}))
 
@@ -8159,7 +8174,7 @@ class Fuzzer:
             self.expect(self.registry.admit, server.game, server.address, server.port, server.source, server.name, errors=ms.Refused)
             if self.registry.get(*server.key) is None and self.registry.total < 400:
                 self.registry.insert(server)
-                json.dumps(ms.stored_row(server, 0.0))
+                json.dumps(ms.stored_row(server, 0.0, 0.0))
 
     def fuzz_announcer(self) -> None:
         """What a master answers to the announce command."""
