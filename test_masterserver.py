@@ -640,6 +640,13 @@ class RegistryTest(unittest.TestCase):
         self.registry.apply_rules(settings)                                 # whoever is banned now leaves
         self.assertEqual([s.address for s in self.registry.servers()], ["198.51.100.1"])
 
+    def test_who_is_blocked_and_who_is_not_any_more(self) -> None:
+        rules = self.registry.rules
+        limiters = [rules.datagrams, rules.messages, rules.answers, rules.connections, rules.udp_requests, rules.requests]
+        for settings, allowed in ({}, True), ({"blocked.203.0.113.0/24": "floods"}, False), ({}, True):
+            rules.read(ms.Settings(settings))
+            self.assertEqual({limiter.allow("203.0.113.9", 0.0) for limiter in limiters}, {allowed})
+
     def test_who_comes_again_outlives_his_former_ending(self) -> None:
         former = self.hear(1)
         self.registry.remove(former)
@@ -4206,6 +4213,11 @@ class AioTest(unittest.TestCase):
             self.assertEqual(session.receive(hexa("01000000 04"), now), hexa("02000000 05 04"))
             session.tick(now + 39)
         self.assertEqual([s.last_seen for s in aio.registry.servers()], [360])
+        session = aio.session("203.0.113.8", 0.0)           # each message has its own time, though the next one came with its end
+        for now in range(0, 60, 15):
+            session.receive(b"#%KEEPALIVE" if now else b"KEEPALIVE", now)
+            session.tick(now + 14)
+        self.assertRaises(ms.Malformed, session.tick, 65)
 
     def test_what_is_no_message(self) -> None:
         bomb = zlib.compress(bytes(100 << 20), 9)
