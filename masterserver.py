@@ -3892,6 +3892,7 @@ class AioSession(Session):
         self.kept_alive_at = now
         if self.server is not None:
             self.aio.registry.refresh(self.server, now)
+            self.aio.ask(self)              # the ini may have had another game asked there meanwhile
         elif self.told[2] and self.aio.registry.get("aio", self.aio.address(self), self.told[1]) is None:
             self.aio.publish(self, *self.told, now)         # a ban that was lifted, or a newer connection that has ended
 
@@ -4014,10 +4015,14 @@ class Aio(TcpProtocol, Querier):
             self.disown(server)
             self.owners[server] = session
             session.own(server)
-        if session.dialect is aio_framed:       # name and players are asked for by UDP, at the address that the connection comes from
-            session.target = self.poller.add(self, session.address, port)
-            session.target.scratch = server
+        self.ask(session)
         return ""
+
+    def ask(self, session: AioSession) -> None:
+        """Name and players of a framed server are asked for by UDP, at the address that the connection comes from."""
+        if session.dialect is aio_framed and session.server is not None:
+            session.target = self.poller.add(self, session.address, session.server.port)
+            session.target.scratch = session.server
 
     def claim(self, session: AioSession) -> str:
         """The address that the server of this connection says it has, if it may."""

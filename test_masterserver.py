@@ -4388,6 +4388,18 @@ class AioTest(unittest.TestCase):
             first.receive(again, 3.0)
             self.assertEqual((core.registry.total, len(core.poller.targets)), (1, int(first.dialect is ms.aio_framed)))
 
+    def test_a_framed_server_is_asked_again_when_the_ini_does_not_name_its_port_any_more(self) -> None:
+        core = make_core()
+        aio, hyperbol = ms.Aio(core), ms.Hyperbol(core)
+        session = aio.session("203.0.113.9", 0.0)
+        session.receive(hexa("03000000 03 f06c"), 0.0)
+        for servers in "203.0.113.9:27888 1", "":
+            reload(core, aio, hyperbol, hyperbol__servers=servers)
+            hyperbol.tick(1.0)
+            self.assertEqual(session.receive(hexa("01000000 04"), 1.0), hexa("02000000 05 04"))
+            self.assertEqual([target.querier for target in core.poller.targets.values()], [hyperbol if servers else aio])
+        self.assertEqual([target.scratch for target in core.poller.targets.values()], [session.server])
+
     def test_line_ends_before_the_first_message(self) -> None:
         for data, answer in ((b"\n\r\n12#%\n", b"%12#"), (b"\nKEEPALIVE#%", b"%SUCCESS#KEEPALIVE#%"),
                              (hexa("0a000000") + b"\t" * 10, hexa("22000000 06 09"))):
