@@ -1237,13 +1237,15 @@ class Registry:
         moving: Dict[Server, Key] = {}
         for server in [server for listed in self.games.values() for server in listed.values()]:
             address = self.rules.listed_address(server.source) if server.mapped else server.address
-            if server.game in closed or self.rules.ban(*{server.source, server.address, address}) or self.rules.refused_name(server.name):
+            if server.game in closed or self.rules.ban(*{server.source, address}) or self.rules.refused_name(server.name):
                 self.remove(server)
             elif server.address != address:
                 moving[server] = server.game, address, server.port
             elif (server.official, server.priority) != self.rules.marks((address, server.port)):
                 official, priority = self.rules.marks((address, server.port))
                 self.update(server, {"official": official, "priority": priority})
+        for game in closed:
+            self.census.pop(game, None)
         self.move(moving)
 
     def move(self, moving: Mapping[Server, Key]) -> None:

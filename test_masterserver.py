@@ -647,6 +647,13 @@ class RegistryTest(unittest.TestCase):
             rules.read(ms.Settings(settings))
             self.assertEqual({limiter.allow("203.0.113.9", 0.0) for limiter in limiters}, {allowed})
 
+    def test_a_ban_of_the_address_that_a_server_leaves(self) -> None:
+        """It is heard, and would be listed, at the one that the same settings give it."""
+        self.registry.rules.read(ms.Settings({"address_map.10.0.0.5": "203.0.113.7"}))
+        server = self.registry.hear("iceball", "203.0.113.7", 1, "10.0.0.5", 0.0, 120.0, {})
+        self.registry.apply_rules(ms.Settings({"address_map.10.0.0.5": "203.0.113.8", "bans.203.0.113.7": "another's by now"}))
+        self.assertEqual((self.registry.servers(), server.address), ([server], "203.0.113.8"))
+
     def test_who_comes_again_outlives_his_former_ending(self) -> None:
         former = self.hear(1)
         self.registry.remove(former)
@@ -6549,6 +6556,7 @@ class AnnounceTest(unittest.TestCase):
         self.registry.hear("iceball", "203.0.113.9", 4000, "203.0.113.9", 0.0, 120.0, {})
         reload(self.core, self.web, games__other="Another title")
         self.assertEqual({server.game for server in self.registry.servers()}, {"iceball", "other"})
+        self.assertEqual(set(self.registry.census), {"iceball", "other"}, "in /metrics and in the history, as after a restart")
 
     def test_stop_does_not_reach_behind_a_router(self) -> None:
         self.registry.rules.address_map["192.168.1.5"] = "203.0.113.9"
