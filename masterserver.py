@@ -1109,7 +1109,7 @@ class Registry:
         if rules.bans:
             self.admit_source(source, address)
         if rules.refuse_names:
-            self.admit_name(name)
+            self.admit_name(name, address, port)
         if known:
             return
         if self.total >= rules.servers:
@@ -1122,9 +1122,10 @@ class Registry:
         if ban:
             raise Refused("banned", ban)
 
-    def admit_name(self, name: Optional[str]) -> None:
+    def admit_name(self, name: Optional[str], address: str = "", port: int = 0) -> None:
+        """The name of a server at this place; the place itself is the name of one that has told none."""
         pattern = "" if name is None else self.rules.refused_name(name)
-        if pattern:
+        if pattern and name != endpoint(address, port):
             raise Refused("name", "names matching %s are not listed here" % pattern)
 
     def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
@@ -1136,7 +1137,7 @@ class Registry:
             server = Server(game, address, port, source, now, lifetime, named=known, **fields)
             self.insert(server)
         else:
-            self.admit_name(fields.get("name"))
+            self.admit_name(fields.get("name"), address, port)
             if server.source != source:
                 self.admit_source(source, address)
                 uncount(self.sources, source_key(server.source))
@@ -1237,7 +1238,8 @@ class Registry:
         moving: Dict[Server, Key] = {}
         for server in [server for listed in self.games.values() for server in listed.values()]:
             address = self.rules.listed_address(server.source) if server.mapped else server.address
-            if server.game in closed or self.rules.ban(*{server.source, address}) or self.rules.refused_name(server.name):
+            if (server.game in closed or self.rules.ban(*{server.source, address})
+                    or self.rules.refused_name(server.name) and not server.nameless):
                 self.remove(server)
             elif server.address != address:
                 moving[server] = server.game, address, server.port

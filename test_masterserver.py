@@ -647,6 +647,20 @@ class RegistryTest(unittest.TestCase):
             rules.read(ms.Settings(settings))
             self.assertEqual({limiter.allow("203.0.113.9", 0.0) for limiter in limiters}, {allowed})
 
+    def test_who_has_told_no_name_has_none_that_is_refused(self) -> None:
+        """Its address, which stands for it, may have the numbers that a pattern has."""
+        settings = ms.Settings({"server.refuse_names": "88"})
+        self.registry.rules.read(settings)
+        for _ in range(2):
+            server = self.hear(27888, name="203.0.113.9:27888")
+            self.assertRaisesRegex(ms.Refused, "88", self.hear, 27888, name="number 88")
+            self.assertRaisesRegex(ms.Refused, "88", self.hear, 1, name="203.0.113.9:27888")
+            self.registry.apply_rules(settings)
+            self.assertEqual(self.registry.servers(), [server])
+        self.registry.update(server, {"name": "203.0.113.8:27888"})
+        self.registry.apply_rules(settings)
+        self.assertEqual(self.registry.servers(), [])
+
     def test_a_ban_of_the_address_that_a_server_leaves(self) -> None:
         """It is heard, and would be listed, at the one that the same settings give it."""
         self.registry.rules.read(ms.Settings({"address_map.10.0.0.5": "203.0.113.7"}))
