@@ -7242,7 +7242,7 @@ class MasterServer(Loop):
         super().__init__()
         self.timer_numbers = itertools.count()
         # Apart, as a disk may hang, and as strangers may have more searched than one thread can
-        self.workers = {name: Worker(name, self.wake) for name in ("lists", "searches", "disk")}
+        self.workers = {name: Worker(name, self.wake) for name in ("disk", "lists", "searches")}
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.poller, self.workers["disk"], self.health) if self.storage else None
@@ -7618,7 +7618,8 @@ class MasterServer(Loop):
         self.log_events()
         for sock in [datagrams.sock for datagrams in self.datagrams] + [acceptor.sock for acceptor in self.acceptors]:
             sock.close()
-        ended = {name: worker.stop(STOP_DISK_S) for name, worker in self.workers.items()}
+        until = now + STOP_DISK_S           # for all together, the disk first: ten seconds after the signal a container is killed
+        ended = {name: worker.stop(until - time.monotonic()) for name, worker in self.workers.items()}
         for worker in self.workers.values():
             while worker.results:
                 worker.deliver(now)

@@ -9136,6 +9136,18 @@ class FaultsTest(unittest.TestCase):
             finally:
                 go_on.set()
 
+    def test_a_stop_waits_for_all_threads_together(self) -> None:
+        """A container's engine kills what has not ended after ten seconds."""
+        go_on = threading.Event()
+        self.addCleanup(go_on.set)
+        server = master()
+        for worker in server.workers.values():
+            worker.submit(lambda: go_on.wait(20), lambda result, now: None)
+        began = time.monotonic()
+        with mock.patch.object(ms, "STOP_DISK_S", 0.5):
+            server.stop()
+        self.assertTrue(0.4 < time.monotonic() - began < 1.4)
+
     def test_too_many_wait_for_the_disk(self) -> None:
         with tempfile.TemporaryDirectory() as folder, master(http__ports="0", server__database=os.path.join(folder, "master.db")) as server:
             with mock.patch.object(ms, "WORKER_JOBS", 0):
