@@ -6551,7 +6551,8 @@ class Connection:
         session = self.session
         if session.job is not None and not self.working:
             self.working = True
-            self.loop.workers[session.worker].submit(session.job, self.resumed, WORKER_JOBS)
+            job = session.job               # for nobody once it has taken too long: to do it would make those behind it late as well
+            self.loop.workers[session.worker].submit(lambda: None if session.done else job(), self.resumed, WORKER_JOBS)
             if self.events:
                 self.watch()
         if session.wake_at is not None and session.wake_at != self.woken_at:
