@@ -6792,6 +6792,7 @@ class Worker:
             except Exception as error:
                 result = error
             self.results.append((done, result))
+            del item, job, done, result         # which may hold a list and all its servers, and the next job may come in days
             self.wake()
 
     def deliver(self, now: float) -> None:

@@ -9094,6 +9094,34 @@ class FaultsTest(unittest.TestCase):
         worker.deliver(0.0)
         self.assertEqual(told, ["can't start new thread", 2])
 
+    def test_a_worker_keeps_nothing_of_its_last_job(self) -> None:
+        """A search has all servers and makes megabytes of them, which would stay until somebody searches again."""
+        class List:
+            def search(self) -> Any:
+                return List()
+
+            def fail(self) -> None:
+                raise ValueError
+
+            def told(self, result: Any, now: float) -> None:
+                if not isinstance(result, Exception):
+                    kept.append(weakref.ref(result))
+
+        worker, kept = ms.Worker("test", lambda: None), []
+        self.addCleanup(worker.stop, 5.0)
+        for job in (List.search, List.fail):
+            for there in (List(), List()):
+                kept.append(weakref.ref(there))
+                worker.submit(functools.partial(job, there), there.told)
+            del there
+            eventually(lambda: len(worker.results) == 2)
+            worker.deliver(time.monotonic())
+
+            def all_gone() -> bool:
+                gc.collect()
+                return not any(one() for one in kept)
+            eventually(all_gone)
+
     def test_what_results_lead_to_waits_for_the_next_round(self) -> None:
         worker, told = ms.Worker("test", lambda: None), []
 
