@@ -5426,6 +5426,7 @@ class HttpSession(Session):
             (self.job, self.then, self.worker), self.waiting = answer, exchange
             return None
         request = (PROXIED if exchange.client else b"") + self.request_bytes
+        self.request_bytes, self.chunks = b"", None
         if self.edition != self.web.edition:            # the lists have turned meanwhile: for those alone who have waited as well
             request += answer.etag.encode()
         kept = self.web.memo.get(request) if answer.etag else None
@@ -5445,15 +5446,15 @@ class HttpSession(Session):
     def resume(self, result: Any, now: float) -> bytes:
         if self.done:                       # it has taken too long
             return b""
-        self.job, then = None, self.then
-        del self.then                       # which may hold the list that it makes an answer of, and the connection may be kept for days
+        self.job, then, exchange = None, self.then, self.waiting
+        del self.then, self.waiting         # the former may hold the list that it makes an answer of, and the connection may be kept for days
         try:
             if isinstance(result, Exception):
                 raise HttpError(503, "The answer cannot be made just now: %s." % result)
-            answer = self.web.finish(self.waiting, then(result))
+            answer = self.web.finish(exchange, then(result))
         except HttpError as error:
-            answer = self.web.refused(error, self.waiting)
-        out = self.respond(self.waiting, answer, now)
+            answer = self.web.refused(error, exchange)
+        out = self.respond(exchange, answer, now)
         self.held = bool(out and self.buffer)           # until this answer is out
         return out or b""
 

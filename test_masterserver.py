@@ -5762,6 +5762,20 @@ class WebTest(unittest.TestCase):
         gc.collect()
         self.assertIsNone(made())
 
+    def test_a_kept_connection_keeps_no_request(self) -> None:
+        """Its headers, whole and read, have up to 46 kB, and a body in chunks as much again."""
+        head = " HTTP/1.1\r\nHost: x\r\n" + "".join("X-%d: %s\r\n" % (number, "x" * 150) for number in range(80))
+        chunks = head + "Transfer-Encoding: chunked\r\n\r\n" + "1\r\nx\r\n" * 5000 + "0\r\n\r\n"
+        with mock.patch.object(ms, "SEARCH_INLINE_SERVERS", -1):            # /check is made in the worker
+            for request in ("GET /healthz" + head + "\r\n", "GET /check" + head + "\r\n", "POST /announce" + chunks):
+                session, answer = self.exchange(request.encode())
+                self.assertTrue(answer and not session.done)
+                kept, count = [session], 0
+                for thing in kept:
+                    count += sys.getsizeof(thing)
+                    kept += [one for one in gc.get_referents(thing) if one is not self.web and not isinstance(one, type) and one not in kept]
+                self.assertLess(count, 4000, request[:20])
+
     def test_proxies_that_ask_for_themselves_have_limits_of_their_own(self) -> None:
         self.core.settings.values["http.trusted_proxies"] = (ms.read_network("192.0.2.0/24"),)
         self.web.read(self.core.settings)
