@@ -7105,7 +7105,8 @@ class Loop:
                 return
             self.state = "binding"
             try:
-                self.open_all()
+                if not self.stopping:           # by a signal handler just now, which has closed what there was
+                    self.open_all()
             except BaseException:
                 self.close()
                 raise
@@ -7122,6 +7123,9 @@ class Loop:
             if self.state in ("binding", "running") or self.thread not in (None, threading.current_thread()):
                 raise StartError("It is running already.")
             self.state = "running"
+            if self.stopping:           # as in bind()
+                self.close()
+                return
         try:
             while not self.stopping:
                 self.round()
@@ -7159,7 +7163,9 @@ class Loop:
             if self.state in ("new", "bound") and self.thread is None:
                 self.close()
         self.wake()
-        if self.thread is not None and self.thread is not threading.current_thread():
+        # A signal handler may have interrupted what the thread waits for
+        interrupts = self.life._is_owned()  # type: ignore[attr-defined,unused-ignore]
+        if self.thread is not None and self.thread is not threading.current_thread() and not interrupts:
             self.thread.join()
 
     def __enter__(self: Started) -> Started:

@@ -11100,6 +11100,64 @@ class Embedded(unittest.TestCase):
         server.thread.join(5)
         self.assertEqual((server.state, server.wake_out.fileno()), ("closed", -1))
 
+    def test_stop_from_a_signal_handler_at_every_step(self) -> None:
+        class Life(ms.Loop):
+            closings = 0
+
+            def open_all(self) -> None:  # type: ignore[override]
+                self.selector.register(self.wake_out, selectors.EVENT_READ)
+
+            def round(self) -> None:  # type: ignore[override]
+                self.selector.select(0.001)
+                if self.thread is None:
+                    self.stop()
+
+            def leave(self) -> None:  # type: ignore[override]
+                self.selector.select(0.0)
+
+            def close_all(self) -> None:  # type: ignore[override]
+                self.closings += 1
+
+        def start_twice(life: Life) -> None:
+            with contextlib.suppress(ms.StartError):        # it has been stopped
+                life.start()
+                life.start()
+            life.stop()
+
+        join = threading.Thread.join
+
+        def join_soon(thread: threading.Thread) -> None:
+            join(thread, 2.0)
+            self.assertFalse(thread.is_alive(), "they wait for each other")
+        functions = ms.Loop.bind, ms.Loop.run, ms.Loop.close, ms.Loop.start, ms.Loop.stop, threading.current_thread
+        watched = {function.__code__ for function in functions}
+        before = sys.gettrace()
+        for act in (Life.run, start_twice):
+            for step in itertools.count(1):
+                life, steps = Life(), itertools.count(1)
+
+                def trace(frame: Any, event: str, argument: Any) -> Any:
+                    if frame.f_code not in watched:
+                        return None
+                    frame.f_trace_opcodes = True
+                    if event in ("opcode", "line") and next(steps) == step:
+                        sys.settrace(None)
+                        life.stop()         # the handler; it returns to where it interrupted
+                    return trace
+                with mock.patch.object(threading.Thread, "join", join_soon):
+                    sys.settrace(trace)
+                    try:
+                        act(life)
+                    finally:
+                        sys.settrace(before)
+                        if life.thread is not None:
+                            join_soon(life.thread)
+                    self.assertEqual((life.state, life.wake_out.fileno()), ("closed", -1))
+                    self.assertTrue(life.closings)
+                if next(steps) <= step:             # it has ended before
+                    break
+            self.assertGreater(step, 50)
+
     def test_stop_from_a_callback(self) -> None:
         server = ms.MasterServer(LOOPBACK, lambda event, listed: server.stop())
         server.start()
