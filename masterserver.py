@@ -1264,11 +1264,14 @@ class Registry:
             self.remove(goes)
             there[key] = stays
         arrived = [(copy.copy(server), server) for key, server in there.items() if server.key != key]
+        games = {server.game: dict(self.games[server.game]) for _, server in arrived}
         for before, _ in arrived:
-            del self.games[before.game][before.address, before.port]
+            del games[before.game][before.address, before.port]
+        for _, server in arrived:
+            games[server.game][moving[server][1:]] = server
+        self.games.update(games)            # at once, as other threads may look, and nobody is to be missing
         for before, server in arrived:
             server.move(moving[server][1])
-            self.games[server.game][server.address, server.port] = server
             server.official, server.priority = self.rules.marks((server.address, server.port))
             self.left.add(before.key)
             self.changed("moved", server)
@@ -2287,7 +2290,6 @@ class Iceball(UdpProtocol):
         self.cookie = Cookie(os.urandom(16))
         self.draft = IceballDraft(core)
         self.timeout: float = core.settings["iceball.timeout"]
-        self.listed = self.registry.games[self.game]
         # Those that have announced themselves since they were listed, by the fingerprint of the last datagram and its source
         self.known: Dict[Any, Server] = {}
         # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
@@ -2335,7 +2337,7 @@ class Iceball(UdpProtocol):
                 return wrong
         source = peer[0]
         port = data[10] | data[11] << 8
-        server = self.listed.get((self.registry.rules.listed_address(source), port))
+        server = self.registry.games[self.game].get((self.registry.rules.listed_address(source), port))
         if server is not None and server.source == source:
             self.list_server(source, data, now)
             return [(self.thanks, peer)]
@@ -2385,7 +2387,7 @@ class Iceball(UdpProtocol):
             players = max_players
         registry = self.registry
         address = registry.rules.listed_address(source)
-        server = self.listed.get((address, port))
+        server = self.registry.games[self.game].get((address, port))
         try:
             if server is None:
                 registry.admit("iceball", address, port, source, name)

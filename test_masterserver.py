@@ -11359,6 +11359,31 @@ class Embedded(unittest.TestCase):
         self.assertNotIn("none", registry.games)
         self.assertEqual({s.key for s in registry.servers()}, {s.key for game in list(registry.games) for s in registry.games[game].values()})
 
+    def test_no_thread_misses_a_server_that_moves(self) -> None:
+        core = make_core(**{"server.public_address": "203.0.113.5"})
+        registry = core.registry
+        for port in range(1, 6):
+            registry.hear("iceball", "203.0.113.5", port, "127.0.0.1", 0.0, 60.0, {"name": "n%d" % port})
+        seen: List[List[int]] = []
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            if frame.f_code is not ms.Registry.move.__code__:
+                return None
+            if event == "line":         # where another thread may have its turn
+                seen.append(sorted(server.port for server in registry.servers()))
+                seen.append(sorted(server.port for server in registry.news(0, 0.0)[0]))
+            return trace
+        core.settings.values["server.public_address"] = "203.0.113.6"
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            registry.apply_rules(core.settings)
+        finally:
+            sys.settrace(before)
+        self.assertGreater(len(seen), 20)
+        self.assertEqual(seen, [[1, 2, 3, 4, 5]] * len(seen))
+        self.assertEqual({server.address for server in registry.servers()}, {"203.0.113.6"})
+
     def test_import_starts_nothing_and_nothing_is_left(self) -> None:
         script = """if True:
             import contextlib, logging, os, signal, sys, threading, time
