@@ -5663,7 +5663,7 @@ class Web(TcpProtocol):
         self.trusted = Networks(settings["http.trusted_proxies"])
         self.titles: Dict[str, str] = {**GAME_TITLES, **settings["games"]}
         self.renderings.clear()
-        self.edition_generation = -1
+        self.edition_at = float("-inf")             # what is being made by the old settings is of an edition that is over
         self.registry.forget_parts()                # titles stand in them
 
     def client(self, exchange: Exchange, peer: str) -> str:

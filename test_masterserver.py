@@ -11384,6 +11384,31 @@ class Embedded(unittest.TestCase):
         self.assertEqual(seen, [[1, 2, 3, 4, 5]] * len(seen))
         self.assertEqual({server.address for server in registry.servers()}, {"203.0.113.6"})
 
+    def test_after_a_reload_nobody_is_given_an_older_list_than_before(self) -> None:
+        core = make_core(**{"limits.servers_per_source": "65536"})
+        web = ms.Web(core)
+
+        def list_server(port: int) -> None:
+            core.registry.hear("iceball", "203.0.113.5", port, "203.0.113.5", 0.0, 1e6, {"name": "n"})
+        for port in range(1, ms.RENDER_INLINE_SERVERS + 2):
+            list_server(port)
+        one, other = web.session("127.0.0.1", 0.0), web.session("127.0.0.1", 0.0)
+        requests = [b"GET /servers.json HTTP/1.1\r\nHost: %s\r\n\r\n" % host for host in (b"a", b"b")]
+
+        def answered(session: Any, answer: bytes, now: float) -> int:
+            if session.job:
+                answer = session.resume(session.job(), now)
+            return len(json.loads(answer.partition(b"\r\n\r\n")[2])["servers"])
+        one.receive(requests[0], 0.0)
+        assert one.job is not None
+        made = one.job()
+        list_server(60000)
+        reload(core, web, **{"limits.servers_per_source": "65536", "http.title": "Another"})
+        other.receive(requests[1], 0.1)
+        one.resume(made, 0.1)
+        seen = [answered(other, b"", 0.1), answered(other, other.receive(requests[0], 0.2), 0.2)]
+        self.assertEqual(seen, [ms.RENDER_INLINE_SERVERS + 2] * 2)
+
     def test_import_starts_nothing_and_nothing_is_left(self) -> None:
         script = """if True:
             import contextlib, logging, os, signal, sys, threading, time
