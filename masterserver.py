@@ -2387,7 +2387,7 @@ class Iceball(UdpProtocol):
             players = max_players
         registry = self.registry
         address = registry.rules.listed_address(source)
-        server = self.registry.games[self.game].get((address, port))
+        server = registry.games[self.game].get((address, port))
         try:
             if server is None:
                 registry.admit("iceball", address, port, source, name)
@@ -5636,7 +5636,7 @@ class Web(TcpProtocol):
         # All lists change together, from one edition to the next: when a server has changed, but at most once in RENDER_S,
         # and after RENDER_STALE_S anyway. What is remembered is of this edition, and no older than RENDER_S and a tick.
         self.edition = 1
-        self.edition_at = float("-inf")
+        self.edition_at = -math.inf
         self.edition_generation = -1
         self.recent: Mapping[Key, Sequence[Optional[int]]] = {}        # what stands in the rows …
         self.parts_epoch = 0.0          # … and what the times in /servers.json are counted from
@@ -5663,7 +5663,7 @@ class Web(TcpProtocol):
         self.trusted = Networks(settings["http.trusted_proxies"])
         self.titles: Dict[str, str] = {**GAME_TITLES, **settings["games"]}
         self.renderings.clear()
-        self.edition_at = float("-inf")             # what is being made by the old settings is of an edition that is over
+        self.edition_at = -math.inf             # what is being made by the old settings is of an edition that is over
         self.registry.forget_parts()                # titles stand in them
 
     def client(self, exchange: Exchange, peer: str) -> str:
@@ -6839,7 +6839,7 @@ class Keeper:
         self.rows: Optional[List[ListedRow]] = None         # read and not listed yet; None: the file could not be read so far
         self.renewed = 0
         self.saved_at = self.minute = 0.0
-        self.told, self.told_at = False, float("-inf")      # the log was told of the present trouble, and when of any
+        self.told, self.told_at = False, -math.inf      # the log was told of the present trouble, and when of any
         self.epoch = 0.0                    # wall clock minus monotonic clock at the last batch; the first one after a start is whole
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
@@ -7030,7 +7030,7 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
         server.first_seen = now - max(0.0, wall - first_seen)
         server.last_seen = now - max(0.0, wall - last_seen)         # the clock may have been put back meanwhile
         # A zone that the ini does not name any more lives by its announcements, if there are any
-        server.lifetime = float("inf") if lasting else ZONE_LIFETIME_S if server.named else expires - last_seen
+        server.lifetime = math.inf if lasting else ZONE_LIFETIME_S if server.named else expires - last_seen
         yield row, server
 
 
@@ -7893,7 +7893,7 @@ class Announcer:
 
     def leave(self, now: float) -> None:
         """Announce no more, and say goodbye where the protocol has a way to; the end of a connection is one."""
-        self.due, self.done = float("inf"), True
+        self.due, self.done = math.inf, True
 
     def answer(self, data: bytes) -> bytes:
         """What the game server answers to a master's question; raises Malformed if it is none."""
@@ -8128,7 +8128,7 @@ class HttpAnnouncer(TcpAnnouncer):
 
     def leave(self, now: float) -> None:
         self.leaving = True
-        self.due = now if self.listed else float("inf")
+        self.due = now if self.listed else math.inf
 
     def opened(self, now: float) -> bytes:
         super().opened(now)
@@ -8163,7 +8163,7 @@ class HttpAnnouncer(TcpAnnouncer):
             return
         self.done = True
         if self.leaving:
-            self.due = float("inf") if self.goodbye else now
+            self.due = math.inf if self.goodbye else now
             return
         response = http.client.HTTPResponse(types.SimpleNamespace(makefile=lambda mode: io.BytesIO(self.buffer)))  # type: ignore[arg-type]
         try:
@@ -8231,7 +8231,7 @@ class Link:
     def __init__(self, host: str, port: int, announcer: Announcer) -> None:
         self.host, self.port, self.announcer = host, port, announcer
         self.resolving = self.unknown = False       # its name is looked up; there is no such name
-        self.resolve_at = float("-inf")             # host names are looked up anew now and then
+        self.resolve_at = -math.inf             # host names are looked up anew now and then
         self.datagrams: Optional[Datagrams] = None
         self.connecting: Optional[socket.socket] = None
         self.deadline = 0.0
@@ -8276,7 +8276,7 @@ class Announcement(Loop):
             raise ValueError("dialects are AIO's")
         if type(port) is not int:
             raise ValueError("port %r: a number is wanted" % (port,))
-        self.server = Server(read_game_id(game), "", port, "", 0.0, float("inf"))
+        self.server = Server(read_game_id(game), "", port, "", 0.0, math.inf)
         self.apply(fields)
         if not self.server.name and (game in ("iceball", "subspace", "hyperbol") or dialect == "text"):
             self.server.name = "%s server" % GAME_TITLES[game]
@@ -8305,7 +8305,7 @@ class Announcement(Loop):
         self.sockets: List[Datagrams] = []
         self.tally = Tally()
         self.limiter = Limiter(ANSWER_RATE)
-        self.next_tick = float("-inf")
+        self.next_tick = -math.inf
         super().__init__()
 
     # What is announced
@@ -8402,7 +8402,7 @@ class Announcement(Loop):
         until = now + GOODBYE_S
         for link in self.links:
             link.announcer.leave(now)
-            if link.connecting is not None and link.announcer.due == float("inf"):          # there is nothing to say goodbye to
+            if link.connecting is not None and link.announcer.due == math.inf:          # there is nothing to say goodbye to
                 self.selector.unregister(link.connecting)
                 link.connecting.close()
                 link.connecting = None
@@ -8623,7 +8623,7 @@ class ListFetch(SubSpaceLink):
         super().__init__(now, [b"\1" + struct.pack("<I", minimum)])
         self.key = key
         self.connected = False
-        self.connect_at = float("-inf")
+        self.connect_at = -math.inf
         self.data = bytearray()
         self.zones: Optional[List[Dict[str, Any]]] = None
 
