@@ -1264,7 +1264,7 @@ class Registry:
             self.remove(goes)
             there[key] = stays
         arrived = [(copy.copy(server), server) for key, server in there.items() if server.key != key]
-        games = {server.game: dict(self.games[server.game]) for _, server in arrived}
+        games = {game: dict(self.games[game]) for game in {server.game for server, _ in arrived}}
         for before, _ in arrived:
             del games[before.game][before.address, before.port]
         for _, server in arrived:

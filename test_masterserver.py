@@ -11409,6 +11409,15 @@ class Embedded(unittest.TestCase):
         seen = [answered(other, b"", 0.1), answered(other, other.receive(requests[0], 0.2), 0.2)]
         self.assertEqual(seen, [ms.RENDER_INLINE_SERVERS + 2] * 2)
 
+    def test_a_move_of_many_copies_the_list_once(self) -> None:
+        core = make_core(**{"server.public_address": "203.0.113.5"})
+        for port in range(1, 21):
+            core.registry.hear("iceball", "203.0.113.5", port, "127.0.0.1", 0.0, 60.0, {})
+        with mock.patch.object(ms, "dict", create=True, side_effect=dict) as copied:
+            core.registry.move({server: (server.game, "203.0.113.6", server.port) for server in core.registry.servers()})
+        self.assertEqual(copied.call_count, 1)
+        self.assertEqual({server.address for server in core.registry.servers()}, {"203.0.113.6"})
+
     def test_import_starts_nothing_and_nothing_is_left(self) -> None:
         script = """if True:
             import contextlib, logging, os, signal, sys, threading, time
