@@ -3898,7 +3898,8 @@ class AioSession(Session):
         self.kept_alive_at = now
         if self.server is not None:
             self.aio.registry.refresh(self.server, now)
-            self.aio.ask(self)              # the ini may have had another game asked there meanwhile
+            if (self.address, self.server.port) not in self.aio.poller.targets:         # the ini may have had another game asked there meanwhile
+                self.aio.ask(self)
         elif self.told[2] and self.aio.registry.get("aio", self.aio.address(self), self.told[1]) is None:
             self.aio.publish(self, *self.told, now)         # a ban that was lifted, or a newer connection that has ended
 

@@ -4421,6 +4421,20 @@ class AioTest(unittest.TestCase):
             self.assertEqual([target.querier for target in core.poller.targets.values()], [hyperbol if servers else aio])
         self.assertEqual([target.scratch for target in core.poller.targets.values()], [session.server])
 
+    def test_a_keepalive_takes_no_server_of_another_game_out_that_is_asked_there(self) -> None:
+        core = make_core()
+        aio, hyperbol = ms.Aio(core), ms.Hyperbol(core)
+        reload(core, aio, hyperbol, hyperbol__servers="203.0.113.9:27888 1")
+        hyperbol.tick(0.0)
+        session = aio.session("203.0.113.9", 0.0)
+        session.receive(hexa("03000000 03 f06c"), 0.0)
+        hyperbol.announced("203.0.113.9", 27888, {}, 0.0)
+        hyperbol.take(core.poller.targets["203.0.113.9", 27888], 1.0, {"responding": True})
+        reload(core, aio, hyperbol)
+        hyperbol.tick(2.0)
+        self.assertEqual(session.receive(hexa("01000000 04"), 3.0), hexa("02000000 05 04"))
+        self.assertEqual({server.game for server in core.registry.servers()}, {"aio", "hyperbol"})
+
     def test_line_ends_before_the_first_message(self) -> None:
         for data, answer in ((b"\n\r\n12#%\n", b"%12#"), (b"\nKEEPALIVE#%", b"%SUCCESS#KEEPALIVE#%"),
                              (hexa("0a000000") + b"\t" * 10, hexa("22000000 06 09"))):
