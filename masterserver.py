@@ -6905,15 +6905,19 @@ class Keeper:
             return
         since, self.saved_at = self.saved_at, now
         registry = self.registry
-        stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that was put right since
-        self.epoch = wall - now
-        batch = 0 if self.whole or stepped else registry.batch
+        batch = self.begin(now, wall)
         registry.batch += 1
         left, registry.left = registry.left, set()
         counted, self.minute = wall // 60 != self.minute, wall // 60
         self.busy = True
         self.worker.submit(functools.partial(self.write, batch, since, left, counted, wall - now, wall),
                            functools.partial(self.written, left))
+
+    def begin(self, now: float, wall: float) -> int:
+        """The number of the next batch; 0: it is the whole registry."""
+        stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that was put right since
+        self.epoch = wall - now
+        return 0 if self.whole or stepped else self.registry.batch
 
     def write(self, batch: int, since: float, left: Set[Key], counted: bool, epoch: float, wall: float
               ) -> Optional[Dict[Key, List[Optional[int]]]]:
@@ -6967,7 +6971,7 @@ class Keeper:
         self.rows = []                      # what could not be read stays as it is
         registry = self.registry
         try:
-            self.write(0 if self.whole else registry.batch, self.saved_at, registry.left, False, wall - now, wall)
+            self.write(self.begin(now, wall), self.saved_at, registry.left, False, wall - now, wall)
         except sqlite3.Error as error:
             log.error("the list could not be kept at the end: %s", error)
         self.storage.close()

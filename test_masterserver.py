@@ -6838,6 +6838,14 @@ class KeeperTest(unittest.TestCase):
         keeper.storage.close()
         return self.start(0.0, wall, **settings)
 
+    def test_a_clock_that_is_put_right_just_before_the_end(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", 1.0, 120.0, {})
+        keeper.tick(2.0, T0 + 2)
+        keeper.close(2.5, T0 + 1002.5)
+        registry, keeper = self.start(0.0, T0 + 1003)
+        self.assertEqual(registry.total, 1)
+
     def test_public_addresses_that_change_while_the_master_is_down(self) -> None:
         """Whoever is listed where the settings have him moves with them; who claims an address keeps it."""
         settings = {"address_map.192.168.1.5": "203.0.113.7", "address_map.192.168.1.6": "203.0.113.7"}
