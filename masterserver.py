@@ -846,7 +846,7 @@ class Rules:
         for name, limiters in self.limiters.items():
             for limiter in limiters:
                 limiter.set_rate(settings["limits." + name])
-        self.answers.set_rate(ANSWERS_RATE)
+        self.answers.set_rate(ANSWERS_RATE)             # the same one: who is blocked may have changed
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
@@ -1302,7 +1302,7 @@ class Registry:
                         self.remove(server)
                     else:                   # a flood in its name lets next to nothing of it in, which says nothing of it
                         self.schedule(server, now + server.lifetime)
-                        server.batch = self.batch
+                        server.batch = self.batch           # on disk it would end
             finally:                        # a watcher that fails keeps nobody else in the list
                 if ending:
                     self.endings.setdefault(second, []).extend(ending)
@@ -7170,7 +7170,7 @@ class Loop:
             if self.state in ("new", "bound") and self.thread is None:
                 self.close()
         self.wake()
-        # A signal handler may have interrupted what the thread waits for
+        # A signal handler may have interrupted what the thread waits for; threading.Condition asks its lock the same way
         interrupts = self.life._is_owned()  # type: ignore[attr-defined,unused-ignore]
         if self.thread is not None and self.thread is not threading.current_thread() and not interrupts:
             self.thread.join()
@@ -7743,8 +7743,8 @@ def watchdog_interval() -> float:
 
 
 def own_address(far: str = "192.0.2.1") -> str:
-    """This machine's address on the way to the internet, as the machine knows it; "" without a network. Nothing is sent.
-    `far`: an address for documentation, which no one has."""
+    """This machine's address on the way to `far`, as the machine knows it; "" where no way leads there. Nothing is sent. What stands for the
+    internet is an address for documentation, which no one has."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in far else socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((far, 9))

@@ -668,6 +668,15 @@ class RegistryTest(unittest.TestCase):
         self.registry.apply_rules(ms.Settings({"address_map.10.0.0.5": "203.0.113.8", "bans.203.0.113.7": "another's by now"}))
         self.assertEqual((self.registry.servers(), server.address), ([server], "203.0.113.8"))
 
+    def test_a_move_of_many_copies_the_list_once(self) -> None:
+        core = make_core(**{"server.public_address": "203.0.113.5"})
+        for port in range(1, 21):
+            core.registry.hear("iceball", "203.0.113.5", port, "127.0.0.1", 0.0, 60.0, {})
+        with mock.patch.object(ms, "dict", create=True, side_effect=dict) as copied:
+            core.registry.move({server: (server.game, "203.0.113.6", server.port) for server in core.registry.servers()})
+        self.assertEqual(copied.call_count, 1)
+        self.assertEqual({server.address for server in core.registry.servers()}, {"203.0.113.6"})
+
     def test_who_comes_again_outlives_his_former_ending(self) -> None:
         former = self.hear(1)
         self.registry.remove(former)
@@ -5824,6 +5833,31 @@ class WebTest(unittest.TestCase):
         self.assertEqual([len(json.loads(split_response(answer)[2].decode())["servers"]) for answer in found], [1, 1, 2])
         self.assertIs(self.web.session("127.0.0.1", 1.5).receive(ICEBALL_REQUEST, 1.5), found[2])
 
+    def test_after_a_reload_nobody_is_given_an_older_list_than_before(self) -> None:
+        core = make_core(**{"limits.servers_per_source": "65536"})
+        web = ms.Web(core)
+
+        def list_server(port: int) -> None:
+            core.registry.hear("iceball", "203.0.113.5", port, "203.0.113.5", 0.0, 1e6, {"name": "n"})
+        for port in range(1, ms.RENDER_INLINE_SERVERS + 2):
+            list_server(port)
+        one, other = web.session("127.0.0.1", 0.0), web.session("127.0.0.1", 0.0)
+        requests = [b"GET /servers.json HTTP/1.1\r\nHost: %s\r\n\r\n" % host for host in (b"a", b"b")]
+
+        def answered(session: Any, answer: bytes, now: float) -> int:
+            if session.job:
+                answer = session.resume(session.job(), now)
+            return len(json.loads(answer.partition(b"\r\n\r\n")[2])["servers"])
+        one.receive(requests[0], 0.0)
+        assert one.job is not None
+        made = one.job()
+        list_server(60000)
+        reload(core, web, **{"limits.servers_per_source": "65536", "http.title": "Another"})
+        other.receive(requests[1], 0.1)
+        one.resume(made, 0.1)
+        seen = [answered(other, b"", 0.1), answered(other, other.receive(requests[0], 0.2), 0.2)]
+        self.assertEqual(seen, [ms.RENDER_INLINE_SERVERS + 2] * 2)
+
     def test_hostile_names(self) -> None:
         names = ["<script>alert(1)</script>", "\"quoted\\ 'twice'", "new\nline", "\u2028sep", "\x7f\x00\x1b[1mz", "\U0001f600", "&amp;", "\ud800"]
         for port, name in enumerate(names, 1):
@@ -8659,7 +8693,7 @@ class SourceLimitsTest(unittest.TestCase):
             clients[1].sendall(b"#%\n")
             self.assertEqual(clients[1].recv(4), b"%12#")
             self.assertEqual(len(server.connections), 8)
-            server.most_connections = 3                                             # as after a reload
+            server.most_connections = 3             # as after a reload
             connect()
             self.assertEqual(len(server.connections), 3)
             self.assertEqual(len(server.registry.servers("aio")), 1)
@@ -8984,7 +9018,6 @@ class GameServer:
 
 @unittest.skipUnless(sys.platform == "linux", "limits and processor time as Linux has them")
 class DescriptorsTest(unittest.TestCase):
-    @unittest.skipIf(ms.WINDOWS, "Windows has no such limits")
     def test_a_sandbox_that_tells_and_raises_nothing(self) -> None:
         import resource
         for error in OSError(errno.EPERM, "not permitted"), ValueError("current limit exceeds maximum limit"):
@@ -9200,6 +9233,7 @@ class FaultsTest(unittest.TestCase):
             finally:
                 go_on.set()
 
+    @timing
     def test_a_stop_waits_for_all_threads_together(self) -> None:
         """A container's engine kills what has not ended after ten seconds."""
         go_on = threading.Event()
@@ -10686,6 +10720,13 @@ LOOPBACK = {**{row.setting: "" for row in ms.PROTOCOLS if row.setting},
 class Announcing(unittest.TestCase):
     """With real sockets, in this process and as a command."""
 
+    def towards_one_master(self, game: str, port: int) -> Tuple[ms.Announcement, ms.Link]:
+        """What announces to a master whose name was not looked up yet."""
+        announcement = ms.Announcement(game, port, "master.example")
+        self.addCleanup(announcement.stop)
+        link, = announcement.links
+        return announcement, link
+
     @mock.patch.object(ms, "TICK_S", 0.1)
     def test_as_a_class(self) -> None:
         with self.assertLogs("masterserver") as logs, ms.MasterServer(LOOPBACK) as master, tempfile.TemporaryDirectory() as folder:
@@ -10735,9 +10776,7 @@ class Announcing(unittest.TestCase):
                 self.assertIn("a plain file is wanted", logged.output[0])
 
     def test_a_name_that_cannot_be_looked_up_yet(self) -> None:
-        announcement = ms.Announcement("iceball", 1, "master.example")
-        self.addCleanup(announcement.stop)
-        link, = announcement.links
+        announcement, link = self.towards_one_master("iceball", 1)
         for error, hopeless in ((socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), False), (socket.gaierror(socket.EAI_NONAME, "no"), True)):
             announcement.found(link, error, 0.0)
             self.assertEqual((link.hopeless, link.announcer.due > 0.0), (hopeless, True))
@@ -10746,9 +10785,7 @@ class Announcing(unittest.TestCase):
 
     def test_a_refusal_ends_it_only_at_the_beginning(self) -> None:
         """A proxy may answer in the master's place for a moment, and anybody may forge a BADV."""
-        announcement = ms.Announcement("iceball", 21737, "master.example")
-        self.addCleanup(announcement.stop)
-        link, = announcement.links
+        announcement, link = self.towards_one_master("iceball", 21737)
         link.announcer.master = MASTER
         assert isinstance(link.announcer, ms.IceballAnnouncer)
         for data, refused, hopeless in ((b"BADF", True, True), (b"MSOKabcd", False, False), (b"BADF", True, False)):
@@ -10756,9 +10793,7 @@ class Announcing(unittest.TestCase):
             self.assertEqual((link.announcer.refused, link.hopeless), (refused, hopeless))
 
     def test_a_master_reached_by_ipv6_is_looked_up_again_soon(self) -> None:
-        announcement = ms.Announcement("hyperbol", 1, "master.example")
-        self.addCleanup(announcement.stop)
-        link, = announcement.links
+        announcement, link = self.towards_one_master("hyperbol", 1)
         for address, again in (("2001:db8::1", ms.RESOLVE_RETRY_S), ("203.0.113.1", ms.RESOLVE_S)):
             announcement.found(link, address, 1.0)
             self.assertEqual((link.announcer.master[0], link.resolve_at), (address, 1.0 + again))
@@ -10780,10 +10815,8 @@ class Announcing(unittest.TestCase):
             ms.resolved("master.example")
 
     def test_what_cannot_be_sent_is_not_called_announced(self) -> None:
-        announcement = ms.Announcement("subspace", 5000, "master.example")
-        self.addCleanup(announcement.stop)
+        announcement, link = self.towards_one_master("subspace", 5000)
         announcement.bind()
-        link, = announcement.links
         now = link.announcer.due
         link.announcer.master, link.resolve_at = ("255.255.255.255", 9), now + 1         # where this socket may not send
         with self.assertLogs("masterserver", "WARNING"):
@@ -10793,10 +10826,8 @@ class Announcing(unittest.TestCase):
 
     def test_a_name_that_is_looked_up_again_holds_no_announcement_up(self) -> None:
         """A look-up may take half a minute, and those of several masters wait for each other."""
-        announcement = ms.Announcement("iceball", 21737, "master.example")
-        self.addCleanup(announcement.stop)
+        announcement, link = self.towards_one_master("iceball", 21737)
         announcement.bind()
-        link, = announcement.links
         now = link.announcer.due
         with mock.patch.object(announcement.names, "submit") as submit:
             for address, failures, sent in (("", 0, 0), ("127.0.0.1", 0, 1), ("127.0.0.1", 1, 0)):
@@ -11405,40 +11436,6 @@ class Embedded(unittest.TestCase):
         self.assertGreater(len(seen), 20)
         self.assertEqual(seen, [[1, 2, 3, 4, 5]] * len(seen))
         self.assertEqual({server.address for server in registry.servers()}, {"203.0.113.6"})
-
-    def test_after_a_reload_nobody_is_given_an_older_list_than_before(self) -> None:
-        core = make_core(**{"limits.servers_per_source": "65536"})
-        web = ms.Web(core)
-
-        def list_server(port: int) -> None:
-            core.registry.hear("iceball", "203.0.113.5", port, "203.0.113.5", 0.0, 1e6, {"name": "n"})
-        for port in range(1, ms.RENDER_INLINE_SERVERS + 2):
-            list_server(port)
-        one, other = web.session("127.0.0.1", 0.0), web.session("127.0.0.1", 0.0)
-        requests = [b"GET /servers.json HTTP/1.1\r\nHost: %s\r\n\r\n" % host for host in (b"a", b"b")]
-
-        def answered(session: Any, answer: bytes, now: float) -> int:
-            if session.job:
-                answer = session.resume(session.job(), now)
-            return len(json.loads(answer.partition(b"\r\n\r\n")[2])["servers"])
-        one.receive(requests[0], 0.0)
-        assert one.job is not None
-        made = one.job()
-        list_server(60000)
-        reload(core, web, **{"limits.servers_per_source": "65536", "http.title": "Another"})
-        other.receive(requests[1], 0.1)
-        one.resume(made, 0.1)
-        seen = [answered(other, b"", 0.1), answered(other, other.receive(requests[0], 0.2), 0.2)]
-        self.assertEqual(seen, [ms.RENDER_INLINE_SERVERS + 2] * 2)
-
-    def test_a_move_of_many_copies_the_list_once(self) -> None:
-        core = make_core(**{"server.public_address": "203.0.113.5"})
-        for port in range(1, 21):
-            core.registry.hear("iceball", "203.0.113.5", port, "127.0.0.1", 0.0, 60.0, {})
-        with mock.patch.object(ms, "dict", create=True, side_effect=dict) as copied:
-            core.registry.move({server: (server.game, "203.0.113.6", server.port) for server in core.registry.servers()})
-        self.assertEqual(copied.call_count, 1)
-        self.assertEqual({server.address for server in core.registry.servers()}, {"203.0.113.6"})
 
     def test_import_starts_nothing_and_nothing_is_left(self) -> None:
         script = """if True:
