@@ -8713,10 +8713,9 @@ def list_hyperbol(host: str, port: int) -> List[Facts]:
 
 
 def list_aio(host: str, port: int) -> List[Facts]:
-    try:
+    with contextlib.suppress(socket.timeout, ConnectionResetError, Malformed):      # without the text dialect a master waits for more, or hangs up
         return list_aio_text(host, port)
-    except socket.timeout:                  # a master of the framed dialect alone
-        return list_aio_framed(host, port)
+    return list_aio_framed(host, port)
 
 
 def list_aio_text(host: str, port: int) -> List[Facts]:

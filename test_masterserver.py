@@ -9800,6 +9800,16 @@ class ClientTools(unittest.TestCase):
             ms.AIO_TEXT_S = patient
         self.assertEqual((status, err, out.split()), (0, "", ["-", "203.0.113.9:27010"]))
 
+    def test_list_aio_of_this_master_without_the_text_dialect(self) -> None:
+        for dialects in "framed", "binary, framed":
+            with master(aio__port="0", aio__dialects=dialects) as server, \
+                    socket.create_connection(("127.0.0.1", port_of(server, "aio")), 5) as publisher:
+                publisher.recv(5)
+                publisher.sendall(hexa("03000000 03 8269"))
+                self.assertEqual(publisher.recv(100), hexa("02000000 05 03"))
+                status, out, err = command("list", "127.0.0.1:%d" % port_of(server, "aio"), "--game", "aio")
+            self.assertEqual((status, err, out.split()), (0, "", ["-", "127.0.0.1:27010"]))
+
 
 class SubSpaceOnTheWire(unittest.TestCase):
     """The program, a zone and a player, on loopback."""
