@@ -9268,8 +9268,9 @@ Hyperbol's protocol document does. A server that does not answer has responding=
 The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc. PATH begins in
 the user's folder (%2F at its front: in the root); if it does not end in /, its last part is the name of the file.
 
-Exit status: 0 done; 2 wrong usage; 3 no connection to the master; 4 it is no Hyperbol master; 6 its list is empty;
-7 the file cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends with 0."""
+Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no word from it; 4 it is no Hyperbol master;
+6 its list is empty; 7 the file cannot be written; 8 the upload failed. With --every it goes on until a signal or
+Ctrl+C, and ends with 0."""
 
 
 def command_export(arguments: argparse.Namespace) -> int:
