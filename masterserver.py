@@ -564,6 +564,7 @@ def config_text() -> str:
 Peer = Tuple[Any, ...]              # as the socket gives it: (address, port) or (address, port, flow, scope)
 Replies = List[Tuple[bytes, Peer]]
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
+CHANCE = random.SystemRandom()      # not the module's own numbers: a program around this one may seed those, and count on their order
 
 
 class Malformed(Exception):
@@ -1929,7 +1930,7 @@ class Querier:
 
     def nonce(self) -> int:
         """What a question carries and its answer must: an unsigned 32-bit integer."""
-        return random.SystemRandom().getrandbits(32)
+        return CHANCE.getrandbits(32)
 
     def query(self, target: Target) -> bytes:
         raise NotImplementedError
@@ -2695,7 +2696,7 @@ class HyperbolSession(Session):
 
     def __init__(self, hyperbol: Hyperbol, address: str, now: float) -> None:
         self.hyperbol, self.address, self.deadline = hyperbol, address, now + HYPERBOL_REQUEST_S
-        self.key = random.getrandbits(32)           # over TCP it proves nothing, so it need not be hard to guess
+        self.key = CHANCE.getrandbits(32)           # over TCP it proves nothing
         self.request = b""
 
     def opened(self, now: float) -> bytes:
@@ -2883,7 +2884,7 @@ def ping_answer(data: bytes, total: int, playing: int, arenas: Iterable[Tuple[by
 
 def ping_nonce() -> int:
     """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500` means the total."""
-    return 3000 * random.SystemRandom().randrange((1 << 32) // 3000) + random.SystemRandom().randrange(300)
+    return 3000 * CHANCE.randrange((1 << 32) // 3000) + CHANCE.randrange(300)
 
 
 class Claim(NamedTuple):
@@ -2982,7 +2983,7 @@ class SubSpacePing(UdpProtocol, Querier):
         ports = self.proven.get(peer[0], set())
         keep_latest(self.proven, peer[0], ports, ZONE_PROVEN)
         if peer[1] not in ports and len(ports) >= (ZONE_CLAIMS_PROVEN if self.rules.exempts(peer[0]) else self.rules.servers_per_source):
-            ports.remove(random.choice(list(ports)))        # were it the oldest, of one zone too many each would go before it comes again
+            ports.remove(CHANCE.choice(list(ports)))        # were it the oldest, of one zone too many each would go before it comes again
         ports.add(peer[1])
         self.registry.note(peer[0], self.game, peer[1] - 1, "waiting", now)
         return True
@@ -5573,7 +5574,7 @@ class Rendering:
         self.edition = 0
         self.made = Made(b"", "")
         # Random, as the numbers start over with the program and with other settings; a hash of the bytes takes as long as to make them
-        self.tag = '"%x-%s-%%d"' % (random.getrandbits(32), name)
+        self.tag = '"%x-%s-%%d"' % (CHANCE.getrandbits(32), name)
         self.number = 0                     # moves only when the bytes do
 
     def refresh(self, edition: int, blocks: Blocks, now: float) -> Made:
@@ -7823,7 +7824,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
 
 def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
     """The first of `length` free ports in a row on all these IPv4 addresses; 0 if one is not this machine's."""
-    for first in random.sample(DYNAMIC_PORTS[:len(DYNAMIC_PORTS) + 1 - length], FREE_RUN_TRIES):
+    for first in CHANCE.sample(DYNAMIC_PORTS[:len(DYNAMIC_PORTS) + 1 - length], FREE_RUN_TRIES):
         try:
             for host, offset in itertools.product(hosts, range(length)):
                 bound_socket(socket.AF_INET, transport, host, first + offset).close()
@@ -7909,7 +7910,7 @@ class Announcer:
         self.state, self.done = why, True
         pause = min(RETRY_MAX_S, RETRY_S * 2 ** min(self.failures, 10))
         self.failures += 1
-        self.due = now + pause * random.uniform(0.8, 1.0)
+        self.due = now + pause * CHANCE.uniform(0.8, 1.0)
 
     def refuse(self, why: str, now: float) -> None:
         self.state, self.done = "refused: " + why, True
@@ -8611,7 +8612,7 @@ def ping_subspace(host: str, port: int) -> Facts:
 
 
 def ping_hyperbol(host: str, port: int) -> Facts:
-    nonce = random.SystemRandom().getrandbits(32)
+    nonce = CHANCE.getrandbits(32)
     found, ping_ms = udp_ask(host, port, lambda attempt: struct.pack("<BI", 2, nonce), lambda data: hyperbol_info(data, nonce))
     return dict(found, ping_ms=round(ping_ms, 1), **found.pop("details"))
 
@@ -9327,7 +9328,7 @@ def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Serv
         datagrams = Datagrams("export", sock, UdpProtocol(), Tally(), Limiter(ANSWER_RATE))
         for _ in range(POLL_ATTEMPTS):
             for number, place in enumerate(list(silent)):
-                timestamp = random.SystemRandom().getrandbits(32)
+                timestamp = CHANCE.getrandbits(32)
                 asked[place, timestamp] = time.monotonic()
                 with contextlib.suppress(OverflowError):                # no port: it does not answer
                     datagrams.send(struct.pack("<BI", 2, timestamp), place)

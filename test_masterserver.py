@@ -11067,6 +11067,21 @@ class Embedded(unittest.TestCase):
             with self.assertRaises(ms.StartError):
                 server.start()
 
+    def test_numbers_of_chance_are_not_the_programs_own(self) -> None:
+        """A game that seeds its own gets the ones it counts on, and its next start gives no list the ETag of another."""
+        tags, state = [], random.getstate()
+        self.addCleanup(random.setstate, state)
+        for _ in range(2):
+            random.seed(42)
+            before = random.getstate()
+            with ms.MasterServer(dict(LOOPBACK, **{"http.ports": "0", "hyperbol.port": "0", "subspace.port": "0"})) as server:
+                with urllib.request.urlopen("http://127.0.0.1:%d/servers.json" % port_of(server, "http"), timeout=5) as answer:
+                    tags.append(answer.headers["ETag"])
+                with socket.create_connection(("127.0.0.1", port_of(server, "hyperbol")), 5) as player:
+                    self.assertTrue(player.recv(100))
+            self.assertEqual(random.getstate(), before)
+        self.assertNotEqual(*tags)
+
     def test_a_failed_start_leaves_nothing_open(self) -> None:
         with ms.MasterServer(LOOPBACK) as first:
             port = port_of(first, "iceball")
