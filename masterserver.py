@@ -8947,8 +8947,15 @@ def arguments_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def program_path() -> str:
+    """This file; where it is part of an executable or a zip archive, that one: what is unpacked of it may be gone with the process."""
+    if getattr(sys, "frozen", False):               # by PyInstaller, cx_Freeze and the like
+        return os.path.abspath(sys.executable)
+    return os.path.abspath(getattr(getattr(__spec__, "loader", None), "archive", __file__))
+
+
 def load_settings(arguments: argparse.Namespace) -> Settings:
-    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "masterserver.ini")
+    beside = os.path.join(os.path.dirname(program_path()), "masterserver.ini")
     overrides = arguments.set + ["server.log_level=debug"] * arguments.verbose
     return Settings.load(beside if arguments.config is None else arguments.config, overrides, missing_ok=arguments.config is None)
 

@@ -50,6 +50,7 @@ import urllib.request
 import warnings
 import weakref
 import xml.dom.minidom
+import zipfile
 import zlib
 from types import SimpleNamespace
 from unittest import mock
@@ -11509,6 +11510,26 @@ class ChildProcess(unittest.TestCase):
         self.assertNotIn(b"Traceback", err)
         self.assertIn(b'svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["203.0.113.5", %d]]' % ports["iceball"], err)
         self.assertIn(b"http://203.0.113.5:%d/" % ports["http"], err)
+
+
+    def test_in_an_archive_or_an_executable_the_ini_is_beside_that(self) -> None:
+        """Inside there is none, and nothing can be kept, or it is gone with the folder into which it was unpacked for one run."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("master server.pyz", "é.zip"):
+                with zipfile.ZipFile(os.path.join(folder, name), "w") as archive:
+                    archive.write(ms.__file__, "__main__.py" if name.endswith("z") else "masterserver.py")
+                    if name.endswith("p"):
+                        archive.writestr("__main__.py", "import masterserver, sys; sys.exit(masterserver.main())")
+            with open(os.path.join(folder, "masterserver.ini"), "w", encoding="utf-8") as file:
+                file.write("[nonsense]\n")
+            for name in ("master server.pyz", "é.zip"):
+                done = subprocess.run([sys.executable, name, "--check"], cwd=folder, capture_output=True, timeout=60)
+                self.assertEqual(done.returncode, 2)
+                self.assertIn(b"masterserver.ini: no section [nonsense]", done.stderr)
+        with mock.patch.object(sys, "frozen", True, create=True), mock.patch.object(sys, "executable", os.path.abspath("a game/server")):
+            settings = ms.load_settings(ms.arguments_parser().parse_args([]))
+            self.assertEqual(settings.file("server.database"), os.path.abspath("a game/masterserver.db"))
+        self.assertEqual(ms.program_path(), os.path.abspath(ms.__file__))
 
 
 class WritingFiles(unittest.TestCase):
