@@ -8349,7 +8349,9 @@ class Announcement(Loop):
             check_is_file(self.players_from)
             with open(self.players_from, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - HTTP_BODY_BYTES))        # a script may add lines for years
-                lines = [line for line in file.read(HTTP_BODY_BYTES).decode("utf-8", "replace").split("\n") if line.strip()]
+                raw = file.read(HTTP_BODY_BYTES)
+            coding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"        # Windows' echo 5 >FILE
+            lines = [line for line in raw.decode(coding, "replace").split("\n") if line.strip()]
             if lines:                   # a file that is being written anew may be empty for a moment
                 self.update(**read_players(lines[-1]))
         except (OSError, ValueError) as error:
@@ -8969,7 +8971,7 @@ def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
             begins = True
             for text in iter(functools.partial(file.readline, 4096), b""):
                 if begins:
-                    line(text.decode("utf-8", "replace"))
+                    line(text.decode("utf-8-sig", "replace"))
                 begins = text.endswith(b"\n")
                 if not begins and len(text) < 4096:         # a terminal tells its end only once
                     break

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import codecs
 import collections
 import contextlib
 import ctypes
@@ -10779,6 +10780,11 @@ class Announcing(unittest.TestCase):
             self.addCleanup(announcement.stop)
             announcement.read_file()
             self.assertEqual(list(announcement.updates), [{"players": 7, "max_players": 16, "map": "Höhle"}])
+            for coding in ("utf-8-sig", "utf-16"):              # as programs under Windows write it, PowerShell's > among them
+                with open(path, "w", encoding=coding) as file:
+                    file.write("%d/16 Höhle\r\n" % len(coding))
+                announcement.read_file()
+                self.assertEqual(announcement.updates.pop(), {"players": len(coding), "max_players": 16, "map": "Höhle"})
             if hasattr(os, "mkfifo"):
                 os.remove(path)
                 os.mkfifo(path)
@@ -10970,7 +10976,7 @@ class Announcing(unittest.TestCase):
             print(ended.wait(10), [(line[:3], len(line)) for line in lines])
             """
         command = [sys.executable, "-W", "error", "-X", "dev", "-c", script]
-        done = subprocess.run(command, input=b"5/8\n" + b"x" * 10000 + b"\n7\nend", cwd=HERE, capture_output=True, timeout=20)
+        done = subprocess.run(command, input=codecs.BOM_UTF8 + b"5/8\n" + b"x" * 10000 + b"\n7\nend", cwd=HERE, capture_output=True, timeout=20)
         self.assertEqual((done.stdout.strip(), done.stderr), (b"True [('5/8', 4), ('xxx', 4096), ('7\\n', 2), ('end', 3)]", b""))
         if sys.platform == "linux" and os.path.exists("/dev/ptmx"):
             ours, theirs = os.openpty()
