@@ -8307,7 +8307,7 @@ class Announcement(Loop):
         self.players_read: Optional[Tuple[int, ...]] = None         # its stamp when it was read
         self.give_up = give_up
         self.failure = ""
-        self.updates: collections.deque[Mapping[str, Any]] = collections.deque()
+        self.updates: Dict[str, Any] = {}           # not announced yet
         self.sockets: List[Datagrams] = []
         self.tally = Tally()
         self.limiter = Limiter(ANSWER_RATE)
@@ -8319,7 +8319,8 @@ class Announcement(Loop):
     def update(self, **fields: Any) -> None:
         """Announce these values from now on; from any thread. Raises ValueError."""
         self.check(fields)
-        self.updates.append(fields)
+        with self.life:
+            self.updates.update(fields)         # the latest alone: a game may say it with each frame, and go on when this has ended
         self.wake()
 
     def check(self, fields: Mapping[str, Any]) -> None:
@@ -8391,8 +8392,10 @@ class Announcement(Loop):
             self.next_tick = now + TICK_S
             if self.players_from:
                 self.read_file()
-        while self.updates:
-            self.apply(self.updates.popleft())
+        if self.updates:
+            with self.life:
+                fields, self.updates = self.updates, {}
+            self.apply(fields)
             for link in self.links:
                 link.announcer.changed(now)
         for link in self.links:

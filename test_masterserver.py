@@ -10779,12 +10779,12 @@ class Announcing(unittest.TestCase):
             announcement = ms.Announcement("iceball", 1, "master.example", players_from=path)
             self.addCleanup(announcement.stop)
             announcement.read_file()
-            self.assertEqual(list(announcement.updates), [{"players": 7, "max_players": 16, "map": "Höhle"}])
+            self.assertEqual(announcement.updates, {"players": 7, "max_players": 16, "map": "Höhle"})
             for coding in ("utf-8-sig", "utf-16"):              # as programs under Windows write it, PowerShell's > among them
                 with open(path, "w", encoding=coding) as file:
                     file.write("%d/16 Höhle\r\n" % len(coding))
                 announcement.read_file()
-                self.assertEqual(announcement.updates.pop(), {"players": len(coding), "max_players": 16, "map": "Höhle"})
+                self.assertEqual(announcement.updates["players"], len(coding))
             if hasattr(os, "mkfifo"):
                 os.remove(path)
                 os.mkfifo(path)
@@ -10871,6 +10871,19 @@ class Announcing(unittest.TestCase):
         announcement = ms.Announcement("iceball", 65535, "master.example:65535")
         self.addCleanup(announcement.stop)
         self.assertEqual([(link.host, link.port) for link in announcement.links], [("master.example", 65535)])
+
+    def test_updates_that_nobody_announces_are_no_more_than_the_latest(self) -> None:
+        """A game may tell its players with each frame, before it starts to announce itself and after it has stopped."""
+        announcement = ms.Announcement("iceball", 21737, "127.0.0.1:1")
+        self.addCleanup(announcement.stop)
+        for players in range(10):
+            announcement.update(players=players)
+        announcement.update(map="castle")
+        self.assertEqual(announcement.updates, {"players": 9, "map": "castle"})
+        with mock.patch.object(announcement.links[0].announcer, "changed") as changed:
+            announcement.next_tick = 0.0
+            announcement.round()
+        self.assertEqual((changed.call_count, announcement.server.players, announcement.server.map, announcement.updates), (1, 9, "castle", {}))
 
     def test_players_as_they_are_written(self) -> None:
         for line, fields in (("5", {"players": 5}), (" 5 / 16\r", {"players": 5, "max_players": 16}),
