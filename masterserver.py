@@ -8335,10 +8335,13 @@ class Announcement(Loop):
             if name == "version" and value and self.server.game == "iceball":
                 read_iceball_version(value)
 
-    def apply(self, fields: Mapping[str, Any]) -> None:
+    def apply(self, fields: Mapping[str, Any]) -> bool:
+        """True: something is another than before."""
         self.check(fields)
+        before = copy.copy(self.server)
         for name, value in fields.items():
             setattr(self.server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+        return any(getattr(self.server, name) != getattr(before, name) for name in fields)
 
     def read_file(self) -> None:
         """Take the last line over when the file has changed, or say once what is wrong with it."""
@@ -8395,9 +8398,9 @@ class Announcement(Loop):
         if self.updates:
             with self.life:
                 fields, self.updates = self.updates, {}
-            self.apply(fields)
-            for link in self.links:
-                link.announcer.changed(now)
+            if self.apply(fields):
+                for link in self.links:
+                    link.announcer.changed(now)
         for link in self.links:
             self.advance(link, now, tick)
         if self.give_up and all(link.hopeless for link in self.links):
