@@ -8981,6 +8981,7 @@ def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
                 begins = text.endswith(b"\n")
                 if not begins and len(text) < 4096:         # a terminal tells its end only once
                     break
+        log.info("standard input has ended")            # it may have from the beginning, where a program starts others without one
         end()
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 

@@ -11531,6 +11531,7 @@ class ChildProcess(unittest.TestCase):
         self.assertNotIn(b"Traceback", err)
         self.assertIn(b'svsave/pub/server.json: "heartbeat_send": true, "heartbeat": [["203.0.113.5", %d]]' % ports["iceball"], err)
         self.assertIn(b"http://203.0.113.5:%d/" % ports["http"], err)
+        self.assertIn(b"standard input has ended", err)
 
 
     def test_in_an_archive_or_an_executable_the_ini_is_beside_that(self) -> None:
