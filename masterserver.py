@@ -5331,7 +5331,7 @@ class HttpSession(Session):
             if now - web.edition_at >= RENDER_S:
                 web.turn(now)
             kept = web.memo.get(PROXIED + data if self.proxied else data)
-            if kept is not None and not self.limited and web.rules.requests.allow(kept.client or self.address, now):
+            if kept is not None and not self.limited and web.rules.requests.allow(self.proxied and kept.client or self.address, now):
                 kept.count[0] += 1
                 self.deadline = now + HTTP_IDLE_S
                 self.done = kept.close

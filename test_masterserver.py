@@ -6442,6 +6442,10 @@ class WebTest(unittest.TestCase):
                 paying.pop(client, None)
                 drive(self.web.session(address, 0.0), b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.8\r\n\r\n")
                 self.assertEqual([client in paying, "203.0.113.8" in paying], [True, address == "127.0.0.1"])
+        # What is remembered of that proxy's client, asked for by its key
+        paying.clear()
+        drive(self.web.session("203.0.113.7", 0.0), ms.PROXIED + b"GET /master.json HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 203.0.113.8\r\n\r\n")
+        self.assertNotIn("203.0.113.8", paying)
         # A proxy that is trusted since it connected, and then one who says the same and is none
         stranger, proxy = self.web.session("203.0.113.7", 0.0), self.web.session("203.0.113.50", 0.0)
         self.core.settings.values["http.trusted_proxies"] = (ms.read_network("203.0.113.50"),)
