@@ -4070,7 +4070,6 @@ class Aio(TcpProtocol, Querier):
         except Refused as refused:
             self.registry.note(server.source, self.game, server.port, refused.outcome, now, str(refused))
             name = endpoint(server.address, server.port)
-        self.registry.refresh(server, now)
         self.registry.update(server, {
             "name": name, "description": description, "players": clamp(players), "max_players": clamp(max_players),
             "version": str(version), "ping_ms": round(target.ping_ms)})

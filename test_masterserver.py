@@ -4319,8 +4319,8 @@ class AioTest(unittest.TestCase):
             tracemalloc.stop()
         self.assertRaises(ms.Malformed, core.poller.datagram, zlib.compress(AIO_ANSWER), ("203.0.113.10", 27010), 1.04)
         core.poller.datagram(zlib.compress(AIO_ANSWER), peer, 1.04)
-        self.assertEqual((server.name, server.description, server.players, server.max_players, server.version, server.ping_ms),
-                         ("My server", "Fun!", 3, 16, "7", 40))
+        self.assertEqual((server.name, server.description, server.players, server.max_players, server.version, server.ping_ms, server.last_seen),
+                         ("My server", "Fun!", 3, 16, "7", 40, 0.0))
         self.assertEqual(aio_ask(aio, b"12#%\n"), b"%12#My server#Fun!#203.0.113.9#27010#%")
         for now in range(30, 600):                      # silent from now on
             core.poller.tick(float(now))
