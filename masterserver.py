@@ -3421,8 +3421,7 @@ class SubSpaceList(UdpProtocol):
         return self.post(link, [b"\0\2" + link.key] if connect else link.receive(data, now), peer, now)
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
-        if link.proven:
-            self.unproven.pop(peer, None)
+        self.unproven.pop(peer, None)
         # Strangers who come once, thousands a second, push out each other
         keep_latest(self.proven if link.proven else self.unproven, peer, link, LIST_LINKS)
         out: Replies = []
