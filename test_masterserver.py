@@ -494,6 +494,27 @@ class RegistryTest(unittest.TestCase):
             self.registry.expire(now)
             self.assertEqual(len(self.registry.servers()), left, now)
 
+    def test_a_watcher_that_fails_keeps_nobody_in_the_list(self) -> None:
+        for port in 1, 2, 3:
+            self.hear(port)
+        self.registry.watch(mock.Mock(side_effect=[ZeroDivisionError, None, None]), "iceball", ["gone"])
+        self.assertRaises(ZeroDivisionError, self.registry.expire, 120.0)
+        self.registry.expire(121.0)
+        self.assertEqual((self.registry.servers(), self.registry.endings), ([], {}))
+
+    def test_who_comes_from_another_source_counts_there(self) -> None:
+        self.registry.rules.address_map = {"10.0.0.5": "203.0.113.9"}
+        server = self.hear(1)
+        for source, mapped in ("10.0.0.5", True), ("10.0.0.6", False):
+            self.registry.hear("iceball", "203.0.113.9", 1, source, 1.0, 120.0, {})
+            self.assertEqual((dict(self.registry.sources), server.mapped), ({source: 1}, mapped))
+
+    def test_who_was_restored_and_is_heard_lives_as_long_as_the_others(self) -> None:
+        self.hear(1, lifetime=180.0).unconfirmed = True
+        self.hear(1, now=10.0, lifetime=60.0)
+        self.registry.expire(70.0)
+        self.assertEqual(self.registry.servers(), [])
+
     def test_who_is_banned_takes_nothing_over(self) -> None:
         self.hear(1, name="Mine")
         self.registry.rules.read(ms.Settings({"bans.10.0.0.5": "cheats"}))
@@ -640,7 +661,10 @@ class RegistryTest(unittest.TestCase):
             self.hear(2, "198.51.100.1", name="get FREE  Gold here")
         self.hear(2, "198.51.100.1", name="spam of the best")
         self.registry.apply_rules(settings)                                 # whoever is banned now leaves
-        self.assertEqual([s.address for s in self.registry.servers()], ["198.51.100.1"])
+        server, = self.registry.servers()
+        self.assertEqual((server.address, server.official), ("198.51.100.1", False))
+        self.registry.apply_rules(ms.Settings({"official.198.51.100.1:2": "yes"}))
+        self.assertTrue(server.official)
 
     def test_who_is_blocked_and_who_is_not_any_more(self) -> None:
         rules = self.registry.rules
@@ -678,6 +702,15 @@ class RegistryTest(unittest.TestCase):
             core.registry.move({server: (server.game, "203.0.113.6", server.port) for server in core.registry.servers()})
         self.assertEqual(copied.call_count, 1)
         self.assertEqual({server.address for server in core.registry.servers()}, {"203.0.113.6"})
+
+    def test_who_stayed_and_is_not_there_any_more_goes_in_a_flood_too(self) -> None:
+        server = self.hear(1, lifetime=math.inf)
+        server.unconfirmed = True
+        self.registry.schedule(server, 60.0)
+        while self.registry.rules.datagrams.allow("203.0.113.9", 60.0):
+            pass
+        self.registry.expire(60.0)
+        self.assertEqual(self.registry.servers(), [])
 
     def test_who_comes_again_outlives_his_former_ending(self) -> None:
         former = self.hear(1)
@@ -1518,6 +1551,20 @@ class PollerTest(unittest.TestCase):
             self.assertEqual(len(set(sum(asked[start:start + 31], []))), 500)
         self.assertEqual({len(peers) for peers in asked[60:]} - {15, 16, 17, 18, 19}, set())       # 500 / 30 = 16.7
 
+    def test_the_silent_take_their_share_and_no_more(self) -> None:
+        poller, place, asked = make_core(poll__rate="50").poller, ("203.0.113.9", 5000), []
+        poller.add(self.querier, *place, known=True)
+        for number in range(600):
+            poller.add(self.querier, address_of(number), 5000)
+        for second in range(100):
+            questions = poller.tick(float(second))
+            self.assertLessEqual(len(questions), 50)
+            for data, peer in questions:
+                if peer == place:
+                    asked.append(second)
+                    poller.datagram(data, peer, second + 0.1)
+        self.assertLessEqual(max(later - sooner for sooner, later in zip(asked, asked[1:])), 40)
+
     def test_an_answer_counts_only_from_where_and_to_what_was_asked(self) -> None:
         target = self.poller.add(self.querier, "203.0.113.9", 5000)
         [(data, peer)] = self.poller.tick(1.0)
@@ -1556,6 +1603,10 @@ class PollerTest(unittest.TestCase):
         self.assertEqual((self.poller.targets, dict(self.poller.sources)), ({}, {}))
         self.assertGreater(answered, 0)
         self.poller.remove(target)                                  # twice does no harm
+        target = self.poller.add(self.querier, "203.0.113.9", 5000)
+        self.poller.tick(300.0)
+        self.poller.remove(target)
+        self.assertFalse(self.poller.open)
 
     def test_polls_go_on_at_the_interval(self) -> None:
         self.poller.add(self.querier, "203.0.113.9", 5000)
@@ -1673,6 +1724,8 @@ class KnownTest(unittest.TestCase):
         self.lookups[0][1]("203.0.113.1", 1000.0)
         target = self.core.poller.targets["203.0.113.1", 5001]
         self.assertEqual((target.server_port, target.known), (5000, True))
+        self.known.tick(1599.0)
+        self.assertEqual(len(self.lookups), 1)
         self.known.tick(1600.0)
         self.lookups[1][1]("203.0.113.2", 1602.0)                                       # it moved
         self.assertEqual(set(self.core.poller.targets), {("203.0.113.2", 5001), ("203.0.113.9", 6001)})
@@ -1703,6 +1756,9 @@ class KnownTest(unittest.TestCase):
         self.known.read([("a.example", 5000)])
         with self.assertLogs("masterserver", "WARNING") as logged:
             for number, now in enumerate((0.0, 60.0, 120.0)):
+                if number:
+                    self.known.tick(now - 1.0)
+                    self.assertEqual(len(self.lookups), number)
                 self.known.tick(now)
                 self.assertEqual(len(self.lookups), number + 1)
                 self.lookups[-1][1](("", "0.0.0.0", "")[number], now)
@@ -1785,6 +1841,16 @@ class IceballTest(unittest.TestCase):
         self.shake(CAPTURED, 2.0)
         self.assertIsNotNone(self.registry.get("iceball", "198.51.100.7", 21737))
 
+    def test_nobody_speaks_for_a_server_behind_the_router_unproven(self) -> None:
+        """With the address at which it is listed; who proves that he has it is the server from then on."""
+        self.registry.rules.address_map = {"192.168.1.5": "203.0.113.7"}
+        server = self.shake(announcement(name=b"Mine"), 0.0, ("192.168.1.5", 1))
+        self.send(announcement(name=b"Mine"), 1.0, ("192.168.1.5", 1))
+        self.send(announcement(name=b"Evil"), 2.0, ("203.0.113.7", 1))
+        self.assertEqual((server.name, server.last_seen), ("Mine", 1.0))
+        self.assertIs(self.shake(announcement(name=b"Moved"), 3.0, ("203.0.113.7", 1)), server)
+        self.assertEqual((server.name, server.source), ("Moved", "203.0.113.7"))
+
     def test_versions_as_text(self) -> None:
         for number, text in ((8421413, "0.2.1-37"), (1 << 27 | 3 << 22, "1.3"), (2 << 22 | 1 << 15, "0.2.1"), (2 << 22 | 1 << 10, "0.2a"),
                              (2 << 22 | 1 << 15 | 2 << 10 | 5, "0.2.1b-5"), (2 << 22 | 7, "0.2-7"), (0, "0.0")):
@@ -1816,6 +1882,7 @@ class IceballTest(unittest.TestCase):
         self.shake(CAPTURED)
         for now in (1.0, 2.0, 3.0, 4.0, 40.0):
             msok, = self.send(CAPTURED, now)
+            self.assertEqual(msok[:4], b"MSOK")
             self.assertEqual(self.send(b"HSHK" + msok[4:], now), [])
             self.assertEqual(self.registry.servers()[0].last_seen, now)
         self.assertEqual(len(self.registry.servers()), 1)
@@ -1927,7 +1994,7 @@ class IceballTest(unittest.TestCase):
     def test_port_0_is_not_listed(self) -> None:
         msok, = self.send(announcement(port=0))
         self.send(b"HSHK" + msok[4:])
-        self.assertEqual(self.registry.servers(), [])
+        self.assertEqual((self.registry.servers(), self.registry.heard[self.peer[0], "iceball", 0][1]), ([], "bad packet"))
 
     def test_bad_versions(self) -> None:
         self.assertEqual(self.send(announcement(hbversion=1)), [hexa("42414456 0200 25808000")])
@@ -1977,6 +2044,10 @@ class IceballTest(unittest.TestCase):
         self.iceball.read(self.core.settings)
         self.send(b"HSHK" + msok[4:])
         self.assertEqual([server.players for server in self.registry.servers()], [5])
+        self.send(announcement(players=5))
+        self.send(b"HSHK" + msok[4:])
+        self.registry.remove(self.registry.servers()[0])
+        self.assertEqual((self.iceball.known, self.send(announcement(players=1))), ({}, [msok]))
 
     def test_a_late_handshake_undoes_nothing(self) -> None:
         msok, later = self.send(announcement(players=1))[0], self.send(announcement(players=2))[0]
@@ -2058,10 +2129,15 @@ class IceballDraftTest(unittest.TestCase):
         self.assertEqual(reply[:1] + reply[5:], hexa("02 0151") + b"203.0.113.9\0")
         identity = reply[1:5]
         self.assertEqual(self.registry.servers(), [])
+        self.assertEqual(self.registry.heard["203.0.113.9", "iceball", 20737][1], "announced")
         self.assertEqual(self.send(b"\5" + identity), [])
         server, = self.registry.servers()
         self.assertEqual((server.address, server.port, server.name), ("203.0.113.9", 20737, "203.0.113.9:20737"))
+        self.assertEqual(self.registry.heard["203.0.113.9", "iceball", 20737][1], "listed")
+        self.assertEqual(self.send(b"\3\0\0\0\0\1Evil\0"), [b"\6"])              # another id from the same place
+        self.assertEqual(server.name, "203.0.113.9:20737")
         self.assertEqual(self.send(b"\3" + identity + b"\1My server\0"), [b"\3" + identity + b"\1My server\0"])
+        self.assertEqual(self.send(b"\3" + identity + b"\2\0"), [b"\3" + identity + b"\2\0"])
         self.assertEqual(self.send(b"\3" + identity + b"\2ctf\0"), [b"\3" + identity + b"\2ctf\0"])
         self.assertEqual(self.send(b"\4" + identity + hexa("02 10000000")), [b"\4" + identity + hexa("02 10000000")])
         self.assertEqual(self.send(b"\4" + identity + hexa("01 05000000")), [b"\4" + identity + hexa("01 05000000")])
@@ -2073,13 +2149,13 @@ class IceballDraftTest(unittest.TestCase):
 
     def test_silence_ends_the_session(self) -> None:
         identity = self.request()
-        self.send(b"\5" + identity)
-        self.send(b"\5" + identity, 30.0)
-        self.registry.expire(149.9)
+        for now in 0.0, 30.0, 149.0:            # by then nobody else's id of that age would be good
+            self.assertEqual(self.send(b"\5" + identity, now), [])
+        self.registry.expire(268.9)
         self.assertEqual(len(self.registry.servers()), 1)
-        self.registry.expire(150.0)
+        self.registry.expire(269.0)
         self.assertEqual(self.registry.servers(), [])
-        self.assertEqual(self.send(b"\5" + identity, 151.0), [b"\6"])
+        self.assertEqual(self.send(b"\5" + identity, 270.0), [b"\6"])
 
     def test_wrong_ids(self) -> None:
         identity = self.request()
@@ -2124,6 +2200,25 @@ class IceballDraftTest(unittest.TestCase):
         self.send(b"\5" + second, 31.0)
         self.assertEqual(len(self.registry.servers()), 1)
         self.assertEqual(len(self.iceball.draft.sessions), 1)
+        away = "203.0.113.9", 40001
+        self.send(b"\5" + self.request(31.0, away), 31.0, away)                          # the same server from another port
+        self.assertEqual((list(self.iceball.draft.sessions), len(self.registry.servers())), ([away], 1))
+        identity = self.send(hexa("01 0100 0251 00"), 40.0, away)[0][1:5]               # and another server from there
+        for now in 40.0, 155.0:
+            self.assertEqual(self.send(b"\5" + identity, now, away), [])
+            self.registry.expire(now)
+        self.assertEqual([server.port for server in self.registry.servers()], [20738])
+        self.assertEqual(self.send(b"\5" + identity, 156.0, away), [])
+
+    def test_refused(self) -> None:
+        self.registry.rules.read(ms.Settings({"server.refuse_names": "casino", "limits.servers": "1"}))
+        identity = self.request()
+        self.send(b"\5" + identity)
+        self.assertRaisesRegex(ms.Malformed, "casino", self.send, b"\3" + identity + b"\1Casino\0")
+        self.assertEqual(self.send(b"\3" + identity + b"\2casino\0"), [b"\3" + identity + b"\2casino\0"])
+        other = "203.0.113.10", 40000
+        self.assertEqual(self.send(b"\5" + self.request(peer=other), peer=other), [b"\6"])
+        self.assertEqual(self.registry.heard["203.0.113.10", "iceball", 20737][1], "limit")
 
     def test_claimed_address(self) -> None:
         self.registry.rules.address_map = {"192.168.1.5": "198.51.100.1"}           # which it keeps when the settings give it no more
@@ -2134,6 +2229,9 @@ class IceballDraftTest(unittest.TestCase):
             self.assertIsNotNone(self.registry.get("iceball", listed, 20737), (source, claim))
         reload(self.core, self.iceball)
         self.assertIsNotNone(self.registry.get("iceball", "198.51.100.1", 20737))
+        self.request(0.0, ("10.0.0.5", 40000), b"198.51.100.3")
+        self.send(b"\5" + self.request(0.0, ("10.0.0.5", 40000)), 0.0, ("10.0.0.5", 40000))            # which it claims no more
+        self.assertIsNotNone(self.registry.get("iceball", "10.0.0.5", 20737))
 
     def test_requests_that_get_no_answer_push_out_no_claimed_address(self) -> None:
         peer = ("10.0.0.5", 40000)
@@ -2152,7 +2250,8 @@ class IceballDraftTest(unittest.TestCase):
         self.assertEqual(self.send(hexa("01 0200 0151 00")), [hexa("07 0100")])
         identity = self.request()
         self.send(b"\5" + identity)
-        for bad in (b"\1", b"\1\1", hexa("01 0100 0151"), hexa("01 0100 0151 41"), hexa("01 0100 0151 0000"), b"\2" + identity, b"\6", b"\7\1\0",
+        for bad in (b"\1", b"\1\1", hexa("01 0100 0151"), hexa("01 0100 0151 41"), hexa("01 0100 0151 0000"), b"\2" + identity + b"\1\0\0\0\0",
+                    b"\6", b"\7\1\0",
                     b"\3", b"\5\1\2\3", b"\3" + identity, b"\3" + identity + b"\1", b"\3" + identity + b"\1a", b"\3" + identity + b"\1a\0b\0",
                     b"\4" + identity + b"\1\0\0\0", b"\4" + identity + b"\1\0\0\0\0\0"):
             self.assertRaises(ms.Malformed, self.send, bad)
@@ -2311,6 +2410,8 @@ class HyperbolTest(unittest.TestCase):
         with self.assertRaisesRegex(ms.Refused, "another game"):
             self.hyperbol.announced(*place, {}, self.now)
         self.hyperbol.announced(place[0], 9, {}, self.now)
+        ms.Aio(self.core).session(place[0], self.now).receive(hexa("03000000 03") + struct.pack("<H", place[1]), self.now)
+        self.assertEqual(([s.game for s in self.registry.servers()], zones.claims), (["aio"], {}))
 
     def test_false_claims_of_another_game_keep_no_server_out(self) -> None:
         """A packet in the server's name that claims a zone on its port, every second."""
@@ -2362,6 +2463,11 @@ class HyperbolTest(unittest.TestCase):
         self.start()
         self.hyperbol.announced("203.0.113.9", 27888, {}, self.now)
         self.assertEqual(self.registry.heard["203.0.113.9", "hyperbol", 27888][1], "announced")
+        for seconds in 20, 80:              # it does not answer
+            self.pass_time(seconds)
+            self.assertEqual(self.registry.servers(), [])
+        self.assertEqual(self.poller.targets, {})
+        self.hyperbol.announced("203.0.113.9", 27888, {}, self.now)
         self.pass_time(5)
         self.assertEqual(self.get_list(), b"")
         self.answers["203.0.113.9", 27888] = {}
@@ -2423,6 +2529,17 @@ class HyperbolTest(unittest.TestCase):
             self.pass_time(300)
             server, = self.registry.servers()
             self.assertEqual((server.responding, server.named), (answers, True))
+
+    def test_two_ways_to_one_server(self) -> None:
+        for ini, named in ("", False), ("203.0.113.7:27888", True):
+            self.start(ini)
+            self.registry.rules.address_map = {"192.168.1.5": "203.0.113.7"}
+            self.answers = {("192.168.1.5", 27888): {}, ("203.0.113.7", 27888): {}}
+            self.hyperbol.announced("192.168.1.5", 27888, {}, self.now)
+            self.pass_time(2)
+            self.hyperbol.announced("203.0.113.7", 27888, {}, self.now)
+            self.pass_time(31)
+            self.assertEqual([server.named for server in self.registry.servers()], [named])
 
     def test_a_name_that_is_found_touches_its_own_server_alone(self) -> None:
         self.start("a.example:27888 4")
@@ -2513,6 +2630,15 @@ class HyperbolTest(unittest.TestCase):
         self.pass_time(60)
         self.assertEqual((self.registry.servers(), self.registry.heard["203.0.113.9", "hyperbol", 1][1]), ([], "name"))
         self.assertNotIn(("203.0.113.9", 1), self.poller.targets)
+        self.hyperbol.announced("203.0.113.9", 1, {}, self.now)             # and it was never listed
+        self.pass_time(2)
+        self.assertNotIn(("203.0.113.9", 1), self.poller.targets)
+        self.registry.rules.servers = 1
+        for _ in range(2):                  # who is listed counts no second time
+            self.hyperbol.announced("203.0.113.8", 1, {}, self.now)
+            self.answers["203.0.113.8", 1] = {}
+            self.pass_time(2)
+        self.assertEqual(self.registry.total, 1)
 
     def test_behind_the_same_router(self) -> None:
         self.start("198.51.100.1:27888 5")
@@ -2616,8 +2742,8 @@ ARENA_BLOCKS = PING_ANSWERS[3][1][8:]
 ZONE = ("203.0.113.9", 25000)
 
 
-def zone_announcement(port: int = 25000, name: bytes = b"Loopback Test Zone", password: bytes = b"cane", players: int = 6) -> bytes:
-    return (b"\0\0\0\0" + struct.pack("<HHHI", port, players, 1, 134) + name.ljust(32, b"\0") + password.ljust(48, b"\0")
+def zone_announcement(port: int = 25000, name: bytes = b"Loopback Test Zone", password: bytes = b"cane", players: int = 6, scores: int = 1) -> bytes:
+    return (b"\0\0\0\0" + struct.pack("<HHHI", port, players, scores, 134) + name.ljust(32, b"\0") + password.ljust(48, b"\0")
             + b"a real asss on loopback\0")
 
 
@@ -2749,6 +2875,8 @@ class SubSpacePolls(unittest.TestCase):
         self.assertEqual((poll.fields(), poll.arenas_text()), ({"players": 6, "playing": 4}, ARENAS))
         poll = self.poll((3, PING_ANSWERS[2][1]), (2, PING_ANSWERS[1][1]), (None, PING_ANSWERS[0][1]))
         self.assertEqual((poll.fields(), poll.arenas), ({"players": 6, "playing": 4}, []))
+        poll = self.poll((3, hexa("1122334403000000 06000000 06000000 00")), (None, PING_ANSWERS[0][1]))
+        self.assertEqual(poll.fields(), {"players": 6, "playing": 6})
 
     def test_an_answer_to_another_question(self) -> None:
         for attempt, answer in enumerate(("04000000 03000000 06000000 04000000 00", "04000000 02000000 00", "09000000 04000000")):
@@ -2779,9 +2907,10 @@ class SubSpacePolls(unittest.TestCase):
         self.assertEqual(self.poll((3, answer), (None, PING_ANSWERS[0][1])).fields(), {"players": 6, "playing": None})
 
     def test_timestamps_ask_for_the_total(self) -> None:
-        for _ in range(2000):
-            nonce = ms.ping_nonce()
+        nonces = {ms.ping_nonce() for _ in range(2000)}
+        for nonce in nonces:
             self.assertTrue(0 <= nonce < 1 << 32 and nonce % 600 < 300 and nonce % 1000 < 500)
+        self.assertGreater(len(nonces), 1990)           # which nobody guesses
 
     def test_wrong_answers(self) -> None:
         for answer in (b"", PING_TIME, hexa("11223345 00000000"), hexa("11223344 01000000 060000"), hexa("06000000 11223344")):
@@ -3072,6 +3201,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.3")
         world.run(2)
         self.assertEqual([source for _, source, _ in sorted(s.key for s in world.registry.servers())], ["203.0.113.1", "203.0.113.3"])
+        world.registry.remove(world.zone("203.0.113.1"))               # it still is the other's
+        world.announce(zone_announcement(name=b"Chaos", password=b"cane"), "203.0.113.2")
+        self.assertEqual(world.outcome("203.0.113.2")[0], "name")
         world.run(200)                      # nobody has announced it for long enough: the name is free
         world.announce(zone_announcement(name=b"Chaos", password=b"cane"), "203.0.113.2")
         world.run(2)
@@ -3096,6 +3228,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.run(age)
             world.announce(zone_announcement(name=b"Chaos", password=b"other"), "203.0.113.1")
             self.assertEqual(world.outcome("203.0.113.1")[0], outcome)
+        world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.2")            # which is another's by now
+        self.assertEqual(world.outcome("203.0.113.2")[0], "name")
         world.announce(zone_announcement(name=b"Order", password=b"other"), "203.0.113.1")
         world.announce(zone_announcement(name=b"Chaos", password=b"cane"), "203.0.113.2")
         world.run(2)
@@ -3439,6 +3573,14 @@ class SubSpaceAnnouncements(unittest.TestCase):
             self.assertEqual([(s.name, s.source, s.responding, s.unconfirmed) for s in world.registry.servers()],
                              [("Mine", "203.0.113.9", True, False)])
 
+    def test_a_zone_that_comes_from_another_source_by_another_name(self) -> None:
+        """Its former name is nobody's."""
+        world = SubSpaceWorld(ZONE[0], server__public_address=ZONE[0])
+        world.registry.hear("subspace", *ZONE, "127.0.0.1", 0.0, 180.0, {"name": "Mine"}).unconfirmed = True
+        world.announce(zone_announcement(name=b"Other"))
+        world.run(5)
+        self.assertEqual(([s.name for s in world.registry.servers()], list(world.ping.owners)), (["Other"], ["other"]))
+
     def test_two_sources_of_one_zone(self) -> None:
         """It announced to localhost, and now to the public name; neither way lists it for the other's sake, nor takes its name."""
         world = SubSpaceWorld("127.0.0.1", "203.0.113.9", server__public_address="203.0.113.9")
@@ -3563,6 +3705,12 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(world.outcome(), ("banned", "fake players"))
         self.assertFalse(world.ping.claims or world.core.poller.targets)
 
+    def test_the_shortest_and_the_longest(self) -> None:
+        """Of the scores only the low byte tells."""
+        for size, scores, kept in (95, 0x0100, "no"), (480, 0x0301, "yes"):
+            claim = ms.zone_announcement(zone_announcement(scores=scores)[:94] + b"d" * (size - 94))
+            self.assertEqual((claim.fields["description"], claim.fields["details"]), ("d" * (size - 94), {"scores": kept}))
+
     def test_announced_by_http_stays_by_polling(self) -> None:
         world = SubSpaceWorld(ZONE[0])
         world.ping.announced("203.0.113.9", 25000, {"name": "Web Zone"}, 0.0)
@@ -3614,6 +3762,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.announce(ANNOUNCEMENT, "10.1.%d.%d" % divmod(n, 256))
         self.assertEqual((len(world.ping.claims), len(world.core.poller.targets)), (ms.ZONE_CLAIMS, ms.ZONE_CLAIMS))
         self.assertEqual([("10.1.%d.0" % n, 25000) in world.ping.claims for n in (0, 17)], [True, False])
+        world.ping.announced("203.0.113.77", 25000, {"name": "By HTTP"}, 0.0)           # which proves its address
+        self.assertIn(("203.0.113.77", 25000), world.ping.claims)
 
     def test_another_games_poll_is_left_alone(self) -> None:
         world = SubSpaceWorld()
@@ -3709,11 +3859,49 @@ class SubSpaceLists(unittest.TestCase):
         with self.assertRaises(ms.Malformed):
             say("0003 00000000 01 00000000")
 
+    def test_who_is_blocked_meanwhile_gets_no_more(self) -> None:
+        world, peer = self.world(400), ("192.0.2.1", 777)
+        for packet in CONNECT, REQUEST, hexa("0004 00000000"):
+            world.list.datagram(packet, peer, 0.0)
+        self.assertEqual(len(world.list.tick(1.0)), ms.LINK_WINDOW)
+        world.registry.rules.read(ms.Settings({"blocked.192.0.2.0/24": "floods"}))
+        self.assertEqual(world.list.tick(2.0), [])
+
+    def test_connects_and_requests_are_limited(self) -> None:
+        for new in True, False:             # one link after another, or many requests on one
+            world = SubSpaceWorld(limits__requests="1/5", limits__exempt="")
+            world.registry.rules.surplus.set_rate(ms.ANSWERS_RATE)
+            lists = 0
+            for number in range(20):
+                peer = "192.0.2.1", 777 + number * new
+                sequence = struct.pack("<I", 0 if new else number)
+                if new or not number:
+                    world.list.datagram(CONNECT, peer, number / 100)
+                with contextlib.suppress(ms.Malformed):
+                    out = world.list.datagram(hexa("0003") + sequence + REQUEST[6:], peer, number / 100)
+                    lists += hexa("0003") in [data[:2] for data, _ in out]
+                    world.list.datagram(hexa("0004") + sequence, peer, number / 100)
+            self.assertEqual(lists, 5)
+
+    def test_a_packet_that_two_others_overtook_is_sent_again_at_once(self) -> None:
+        link = ms.SubSpaceLink(0.0, [b"%d" % n for n in range(9)])
+        link.proven = True
+        self.assertEqual(len(link.tick(0.0)), 4)
+        sent = [len(link.receive(hexa("0004") + struct.pack("<I", number), 0.1)) for number in (1, 2)]
+        self.assertEqual(sent, [1, 2])
+
     def test_an_empty_list(self) -> None:
         world = self.world(0)
         peer = ("192.0.2.1", 777)
         world.list.datagram(b"\0\1" + KEY + b"\x11\0", peer, 0.0)
-        self.assertEqual(world.list.datagram(REQUEST, peer, 0.0)[1][0], hexa("0003 00000000 000a 01000000 01"))
+        for now in 0.0, 1.0:                # and again with the same key
+            self.assertEqual(world.list.datagram(REQUEST, peer, now)[1][0], hexa("0003 00000000 000a 01000000 01"))
+            world.list.datagram(hexa("0004 00000000"), peer, now)
+            world.list.datagram(b"\0\1" + KEY + b"\x11\0", peer, now)
+
+    def test_texts_are_cut_to_their_fields(self) -> None:
+        entry = ms.zone_entry(ms.Server("subspace", *ZONE, ZONE[0], 0.0, 1.0, "n" * 90, description="d" * 600))
+        self.assertEqual((entry[14:78], entry[78:]), (b"n" * 63 + b"\0", b"d" * 479 + b"\0"))
 
     def test_a_cluster_is_taken_apart(self) -> None:
         world = self.world(1)
@@ -3721,6 +3909,7 @@ class SubSpaceLists(unittest.TestCase):
         world.list.datagram(CONNECT, peer, 0.0)
         out = [reply for reply, _ in world.list.datagram(hexa("000e 06 0005 01020304") + bytes([len(REQUEST)]) + REQUEST, peer, 0.0)]
         self.assertEqual([reply[:2] for reply in out], [hexa("0006"), hexa("0004"), hexa("0003")])
+        self.assertEqual(len(world.list.datagram(hexa("000e 06 0005 01020304 07 0005 01020304"), peer, 0.0)), 1)         # the last is cut off
 
     def test_what_is_repeated_is_acknowledged_again(self) -> None:
         world = self.world(30)
@@ -3822,7 +4011,7 @@ class SubSpaceLists(unittest.TestCase):
             arrived = [data for data, _ in out if data[:2] == hexa("0003")]
             size += sum(len(data) - 12 for data in arrived)
             out = [reply for data in arrived for reply in world.list.datagram(hexa("0004") + data[2:6], peer, now)]
-        self.assertEqual((size, len(world.list.proven)), (1 + 150 * 179, ms.LIST_LINKS))
+        self.assertEqual((size, len(world.list.proven), len(world.list.unproven)), (1 + 150 * 179, ms.LIST_LINKS, 0))
 
     def test_a_list_of_50_000_zones_is_read_at_once(self) -> None:
         entry = ms.ZONE_ENTRY.pack(bytes(4), 1, 2, 1, 134, b"Zone") + b"d" * 100 + b"\0"
@@ -3952,7 +4141,8 @@ class SubSpaceLists(unittest.TestCase):
         for _ in range(3):
             packet = b"\0\x0e" + bytes([len(packet)]) + packet
         self.assertEqual(len(world.list.datagram(packet, peer, 0.0)), 1)
-        for bad in (b"\0\x0e" + bytes([len(packet)]) + packet, hexa("000e 00"), hexa("000e 05 0005 0102"), hexa("000e ff"), bytes(521)):
+        for bad in (b"\0\x0e" + bytes([len(packet)]) + packet, hexa("000e 00"), hexa("000e 05 0005 0102"), hexa("000e ff"),
+                    hexa("000e 07 0005 01020304"), hexa("0005") + bytes(519), b"\0\1" + KEY + b"\2\0", CONNECT + b"\0"):
             with self.assertRaises(ms.Malformed):
                 world.list.datagram(bad, peer, 0.0)
 
@@ -4051,6 +4241,7 @@ class AioTest(unittest.TestCase):
                 with self.subTest(title, size=size):
                     session = aio_ready().session("185.12.59.68", 0.0)
                     self.assertEqual(feed(session, data, size) + session.tick(0.25), answer)
+                    self.assertFalse(session.held)
             for at in range(1, len(data)):
                 session = aio_ready().session("185.12.59.68", 0.0)
                 self.assertEqual(session.receive(data[:at], 0.0) + session.receive(data[at:], 0.1) + session.tick(0.35), answer, title)
@@ -4150,6 +4341,9 @@ class AioTest(unittest.TestCase):
         here.receive(b"SET_IP#203.0.113.8#%\n", 1.0)
         here.receive(b"13#N [2/5]#D#27010#%\n", 2.0)
         self.assertEqual([(s.address, s.players) for s in aio.registry.servers("aio")], [("203.0.113.8", 2)])
+        here.receive(b"13#N#D#203.0.113.7#27010#%\n", 3.0)
+        here.receive(b"SET_IP#203.0.113.9#%\n", 4.0)                 # the last word counts
+        self.assertEqual([s.address for s in aio.registry.servers("aio")], ["203.0.113.9"])
 
     def test_the_newer_connection_has_the_server(self) -> None:
         aio = ms.Aio(make_core())
@@ -4250,12 +4444,22 @@ class AioTest(unittest.TestCase):
             session.receive(b"#%KEEPALIVE" if now else b"KEEPALIVE", now)
             session.tick(now + 14)
         self.assertRaises(ms.Malformed, session.tick, 65)
+        session = aio.session("203.0.113.8", 100.0)
+        session.receive(b"13#N#D#27010#%", 100.0)
+        server, = (server for server in aio.registry.servers() if server.source == "203.0.113.8")
+        for now, seen in (159.0, 100.0), (160.0, 160.0):            # it says nothing, and is connected
+            session.tick(now)
+            self.assertEqual(server.last_seen, seen)
+        session.receive(b"13#N#", 200.0)
+        session.receive(b"D", 210.0)
+        session.tick(219.0)
+        self.assertRaises(ms.Malformed, session.tick, 220.0)
 
     def test_what_is_no_message(self) -> None:
         bomb = zlib.compress(bytes(100 << 20), 9)
         for data in (b"\xff\xff\xff\0", b"\1\0\xff\0", b"\1\0\0\2\4", b"\0\0\0\0", b"\x16\3\1\2\0", b"\x80", b"%", b"A" * 9000, b"\x0d" + b"A" * 9000,
                      b"13#N#D#%", b"13#N#D#1.2.3.4#5#6#%", b"13#N#D#-1#%", "13#N#D#२७#%".encode(), hexa("01000000 03"),
-                     b"POST / HTTP/1.1\r\nHost: x\r\n\r\n#%13#N#D#27010#%",
+                     b"POST / HTTP/1.1\r\nHost: x\r\n\r\n#%13#N#D#27010#%", hexa("08000001") + zlib.compress(b""),
                      hexa("08000001 789c636060600000"), hexa("05000001 0000000000"), len(bomb).to_bytes(3, "little") + b"\1" + bomb):
             aio = aio_ready()
             session = aio.session("203.0.113.9", 0.0)
@@ -4464,9 +4668,24 @@ class AioTest(unittest.TestCase):
         answers = [session.receive(hexa("01000000 02"), 0.0) for _ in range(5)]
         self.assertEqual([answer[4] for answer in answers], [2, 2, 2, 6, 6])
         self.assertIn(b"too many requests", answers[3])
+        self.assertIn(b"too many requests", session.receive(hexa("01000000 01"), 0.0))
+        self.assertRaises(ms.Malformed, session.aio.session("203.0.113.9", 0.0).receive, b"NEWS#%\n", 0.0)
 
     def test_players_stand_behind_a_name_however_long(self) -> None:
         self.assertEqual([ms.aio_fields(b"n" * length + b" [3/10]", b"")["players"] for length in (9, 520)], [3, 3])
+
+    def test_the_document_numbers_its_servers_from_one_end_to_the_other(self) -> None:
+        aio = ms.Aio(make_core())
+        for number in range(300):
+            aio.registry.hear("aio", address_of(number), 27010, address_of(number), 0.0, math.inf, {"name": "%03d" % number})
+        self.assertEqual([int(index) for index in aio_ask(aio, b"12#%").split(b"#")[1::5][:-1]], list(range(300)))
+        entries = aio_ask(aio, b"\x0c")[1:].split(hexa("144801"))
+        self.assertEqual([int.from_bytes(entry[:2], "little") for entry in entries[:-1]], list(range(300)))
+        with mock.patch.object(ms, "AIO_SERVERS", 256):         # no more than have a number
+            self.assertEqual(aio_ask(aio, b"12#%", 1.0).count(b"#27010#"), 300)
+            aio.registry.remove(aio.registry.servers()[-1])
+            self.assertEqual(aio_ask(aio, b"12#%", 2.0).count(b"#27010#"), 256)
+            self.assertEqual(ms.aio_unframe(aio_ask(aio, hexa("01000000 02"), 2.0), 1 << 16)[0][1:3], hexa("0001"))
 
     def test_a_framed_name_is_itself_after_a_restart(self) -> None:
         for version, listed in (("7", b"Framed"), ("", b"Framed [3/10]")):
