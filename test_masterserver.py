@@ -298,6 +298,17 @@ class SettingsTest(unittest.TestCase):
             else:
                 self.assertEqual(len(self.load(enabled).values[row.name]), 1, row.name)
 
+    def test_values_at_their_edges(self) -> None:
+        for read, good, bad in (
+                (ms.read_endpoint, ("1.2.3.4:1", "a.example:65535", "[::1]:5"),
+                 ("1.2.3.4:0", "1.2.3.4:65536", "1.2.3.4:x", ":5", "1.2.3.4", "2001:db8::1:5", "[2001:db8::1:5", "2001:db8::1]:5")),
+                (ms.read_known_hyperbol, ("1.2.3.4:1 0", "1.2.3.4:1 255"), ("1.2.3.4:1 256", "1.2.3.4:1 -1", "1.2.3.4:1 1 1")),
+                (ms.read_iceball_version, ("31.31.127-1023", "0.0"), ("32.1", "0.32", "0.2.128", "0.2-1024")),
+                (ms.read_own_game_id, ("a" * 32, "my-game_2"), ("a" * 33, "", "A", "my game", "iceball", "http"))):
+            for text in good:
+                read(text)
+            for text in bad:
+                self.assertRaises(ValueError, read, text)
 
 
 # --- Wire helpers ----------------------------------------------------------------------------------------------------
