@@ -158,7 +158,7 @@ class RunningServer:
 
 
 def timing(test: Callable[[Any], None]) -> Callable[[Any], None]:
-    """For a test that measures time: whatever else the machine does only adds to it, so the best of three attempts counts."""
+    """For a test that measures time: whatever else the machine does only adds to it, so the best of three attempts counts, and it runs alone."""
     @functools.wraps(test)
     def attempts(self: Any) -> None:
         for left in (2, 1, 0):
@@ -170,6 +170,7 @@ def timing(test: Callable[[Any], None]) -> Callable[[Any], None]:
             self.doCleanups()
             self.setUp()
         return None
+    setattr(attempts, "alone", True)
     return attempts
 
 
@@ -13419,6 +13420,60 @@ def soak_main(arguments):
     return int(missed > 0)
 
 
+class Told(str):
+    """The name of a test that another process ran."""
+
+    def shortDescription(self) -> None:
+        return None
+
+
+class InTwo(unittest.TestSuite):
+    """Every test of this file, for one report: this process takes the classes from the first on, a second one from the last on, until they
+    meet, so that two cores have work; then what measures time runs alone."""
+
+    def run(self, result: unittest.TestResult, debug: bool = False) -> unittest.TestResult:
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["-W" + option for option in sys.warnoptions or ["default"]] + ["-X", "dev"] * sys.flags.dev_mode
+            with subprocess.Popen([sys.executable, *flags, os.path.abspath(__file__), "--share", folder]) as other:
+                share(folder, 1, result)
+            for case in test_cases():
+                tests_of(case, True)(result)
+            told = {"errors": [("the second process", "It ended with status %d, and told nothing." % other.returncode)]}
+            with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "told"), encoding="utf-8") as file:
+                told = json.load(file)
+        result.testsRun += told.pop("run", 0)
+        for outcome, tests in told.items():
+            getattr(result, outcome).extend((Told(name), text) for name, text in tests)
+        return result
+
+
+def test_cases() -> List[type]:
+    return [case for case in list(globals().values()) if isinstance(case, type) and issubclass(case, unittest.TestCase)]
+
+
+def tests_of(case: type, alone: bool) -> unittest.TestSuite:
+    names = unittest.defaultTestLoader.getTestCaseNames(case)
+    return unittest.TestSuite(case(name) for name in names if hasattr(getattr(case, name), "alone") == alone)
+
+
+def share(folder: str, step: int, result: unittest.TestResult) -> None:
+    """Run each class, in this order (1) or the other (-1), of which no process has left a file in the folder yet."""
+    for case in test_cases()[::step]:
+        try:
+            open(os.path.join(folder, case.__name__), "x").close()
+        except FileExistsError:
+            continue
+        tests_of(case, False)(result)
+
+
+def share_main(folder: str) -> None:
+    result = unittest.TextTestResult(sys.stderr, False, 1)
+    share(folder, -1, result)
+    told: Dict[str, Any] = {outcome: [(str(test), text) for test, text in getattr(result, outcome)] for outcome in ("errors", "failures", "skipped")}
+    with open(os.path.join(folder, "told"), "w", encoding="utf-8") as file:
+        json.dump(dict(told, run=result.testsRun), file)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--bench"]:
         sys.exit(bench_main(sys.argv[2:]))
@@ -13426,5 +13481,10 @@ if __name__ == "__main__":
         sys.exit(soak_main(sys.argv[2:]))
     if sys.argv[1:2] == ["--bench-part"]:
         part_main(*sys.argv[2:])
-    else:
+    elif sys.argv[1:2] == ["--share"]:
+        share_main(sys.argv[2])
+    elif sys.argv[1:]:
         unittest.main()
+    else:
+        runner = unittest.TextTestRunner(warnings=None if sys.warnoptions else "default")
+        sys.exit(not runner.run(InTwo()).wasSuccessful())
