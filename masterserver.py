@@ -6740,8 +6740,8 @@ class Acceptor:
 
     def tick(self, now: float) -> None:
         if self.paused_until and now >= self.paused_until:
+            self.loop.selector.register(self.sock, selectors.EVENT_READ, self.ready)        # may fail too; then it is tried again
             self.paused_until = 0.0
-            self.loop.selector.register(self.sock, selectors.EVENT_READ, self.ready)
 
     def leave(self, now: float) -> None:
         """Take who has connected already, for whom a closed listener is a reset, and nobody else."""

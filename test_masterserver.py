@@ -9333,6 +9333,21 @@ class DescriptorsTest(unittest.TestCase):
             self.assertEqual([("no new connections" in line, "again" in line) for line in logged.output], [(True, False), (False, True)])
             self.assertNotIn("descriptors", server.health)
 
+    def test_a_rest_whose_end_fails_ends_later(self) -> None:
+        """Memory that is too short to accept may be too short to watch the listener again."""
+        server = master(http__ports="0")
+        self.addCleanup(server.stop)
+        server.bind()
+        acceptor = server.acceptors[0]
+        with self.assertLogs("masterserver", "WARNING"):
+            acceptor.pause(0.0, OSError(errno.ENOMEM, "Cannot allocate memory"))
+        with mock.patch.object(server.selector, "register", side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")):
+            with self.assertRaises(OSError):
+                acceptor.tick(100.0)
+        self.assertNotIn(acceptor.sock, server.selector.get_map())
+        acceptor.tick(101.0)
+        self.assertIn(acceptor.sock, server.selector.get_map())
+
 
 class FaultsTest(unittest.TestCase):
     """The program's own errors end the packet, connection or step they happen in, and nothing else."""
