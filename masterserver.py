@@ -6943,7 +6943,7 @@ class Keeper:
         self.busy = False
         self.list_again(now, now + self.epoch, left)
         failed = isinstance(result, Exception)
-        trouble = str(result) if failed else self.storage.trouble       # which an empty batch does not end
+        trouble = str(result) or type(result).__name__ if failed else self.storage.trouble       # which an empty batch does not end
         self.whole = bool(trouble) or self.storage.renewed != self.renewed
         self.renewed = self.storage.renewed
         if failed:
@@ -6971,8 +6971,8 @@ class Keeper:
         registry = self.registry
         try:
             self.write(self.begin(now, wall), self.saved_at, registry.left, False, wall - now, wall)
-        except sqlite3.Error as error:
-            log.error("the list could not be kept at the end: %s", error)
+        except (sqlite3.Error, MemoryError) as error:
+            log.error("the list could not be kept at the end: %s", str(error) or type(error).__name__)
         self.storage.close()
 
 

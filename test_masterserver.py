@@ -7123,6 +7123,21 @@ class KeeperTest(unittest.TestCase):
         registry, keeper = self.start(0.0, T0 + 1003)
         self.assertEqual(registry.total, 1)
 
+    def test_a_batch_that_fails_without_a_word_is_written_again(self) -> None:
+        """SQLite's want of memory is Python's MemoryError, which has no text."""
+        registry, keeper = self.start(0.0, T0)
+        keeper.tick(2.0, T0 + 2)
+        registry.hear("aio", "203.0.113.9", 1, "203.0.113.9", 3.0, math.inf, {})
+        with mock.patch.object(keeper.storage, "save", side_effect=MemoryError), self.assertLogs("masterserver", "ERROR"):
+            keeper.tick(4.0, T0 + 4)
+        self.assertEqual(keeper.health, {"database": "MemoryError"})
+        keeper.tick(6.0, T0 + 6)
+        self.assertEqual(keeper.health, {})
+        self.assertEqual(len(keeper.storage.load(T0 + 7)), 1)
+        with mock.patch.object(keeper.storage, "save", side_effect=MemoryError), self.assertLogs("masterserver", "ERROR") as logged:
+            keeper.close(8.0, T0 + 8)
+        self.assertIn("at the end: MemoryError", logged.output[0])
+
     def test_public_addresses_that_change_while_the_master_is_down(self) -> None:
         """Whoever is listed where the settings have him moves with them; who claims an address keeps it."""
         settings = {"address_map.192.168.1.5": "203.0.113.7", "address_map.192.168.1.6": "203.0.113.7"}
