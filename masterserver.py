@@ -1697,11 +1697,12 @@ class Storage:
     def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str = "BEGIN IMMEDIATE") -> Any:
         """Do `work` in a transaction; if the file turns out to be damaged, once more in a new one."""
         try:
-            try:
-                return self._attempt(work, begin)
-            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-                if not is_damage(error):
-                    raise
+            for _ in range(2):          # SQLite calls it damage too that the disk failed to read a page, which it may read now
+                try:
+                    return self._attempt(work, begin)
+                except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                    if not is_damage(error):
+                        raise
             self._move_aside()          # without the error, which keeps its cursors and so the file open: Windows renames no such file
             return self._attempt(work, begin)
         except (sqlite3.Error, OSError) as error:

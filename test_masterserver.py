@@ -1241,6 +1241,16 @@ class Damage(StorageCase):
             with open(path, "rb") as file:
                 self.assertEqual((file.read(), keeper.set_aside), (before, ""))
 
+    def test_a_page_that_could_not_be_read_once(self):
+        """For an EIO of the disk SQLite says SQLITE_CORRUPT."""
+        self.put(self.whole())
+        keeper = self.storage()
+        before = keeper.load(T0)
+        keeper.close()
+        with mock.patch.object(keeper, "_listed", side_effect=[sqlite3.DatabaseError("database disk image is malformed"), before]):
+            self.assertEqual(keeper.load(T0), before)
+        self.assertEqual((keeper.set_aside, keeper.trouble), ("", ""))
+
     def test_pages_of_noise(self):
         data = self.whole()
         noise = random.Random(2).getrandbits(8 * 4096).to_bytes(4096, "big")
