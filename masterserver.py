@@ -8254,6 +8254,8 @@ class Link:
         return self.announcer.refused and not self.announcer.taken or self.unknown
 
 
+# Of an OSError: of the resolver, by the name that a system has for it, or ours, without a number
+NO_SUCH_NAME = {None, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 ANNOUNCED = ("name", "players", "max_players", "playing", "map", "mode", "version", "description")
 
 
@@ -8456,7 +8458,8 @@ class Announcement(Loop):
         if isinstance(result, str):
             link.announcer.master, link.unknown = (result, link.port), False
         elif not link.announcer.master[0]:
-            link.unknown = getattr(result, "errno", None) != socket.EAI_AGAIN          # the network may come up after us
+            # Not while nobody can be asked: the network may come up after us, and there may be a descriptor or a thread again
+            link.unknown = isinstance(result, UnicodeError) or getattr(result, "errno", 0) in NO_SUCH_NAME
             link.announcer.failed("the name cannot be resolved: %s" % result, now)
             return
         link.resolve_at = now + (RESOLVE_RETRY_S if ":" in link.announcer.master[0] else RESOLVE_S)         # IPv4 may come up after IPv6

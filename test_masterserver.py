@@ -11075,7 +11075,10 @@ class Announcing(unittest.TestCase):
 
     def test_a_name_that_cannot_be_looked_up_yet(self) -> None:
         announcement, link = self.towards_one_master("iceball", 1)
-        for error, hopeless in ((socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), False), (socket.gaierror(socket.EAI_NONAME, "no"), True)):
+        for error, hopeless in ((socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), False), (socket.gaierror(socket.EAI_NONAME, "no"), True),
+                                (socket.gaierror(socket.EAI_FAIL, "Non-recoverable failure"), False), (OSError("it has no IPv4 address"), True),
+                                (OSError(errno.EMFILE, "Too many open files"), False), (RuntimeError("can't start new thread"), False),
+                                (UnicodeError("label too long"), True)):
             announcement.found(link, error, 0.0)
             self.assertEqual((link.hopeless, link.announcer.due > 0.0), (hopeless, True))
         announcement.found(link, "203.0.113.1", 1.0)
