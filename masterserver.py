@@ -8871,7 +8871,7 @@ def outcome(arguments: argparse.Namespace, ask: Callable[[str, int], Facts], wor
     host, port = arguments.place
     try:
         result = {"game": arguments.game, "address": host, "port": port, **within(ASK_TOTAL_S, lambda: ask(host, port))}
-    except (Malformed, OSError, UnicodeError) as error:
+    except (Malformed, OSError, UnicodeError, RuntimeError) as error:           # the last: no thread can be had
         raise ToolError(EXIT_FAILED, "%s: %s" % (endpoint(host, port), reason(error))) from None
     say(json.dumps(result, indent=2) if arguments.json else "\n".join(words(result)))
     return EXIT_OK
@@ -9321,7 +9321,10 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
         raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
     if not entries:
         raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is." % (endpoint(host, port), path))
-    servers = query_hyperbol_servers(entries)
+    try:
+        servers = query_hyperbol_servers(entries)
+    except OSError as error:
+        raise ToolError(EXIT_FAILED, "The servers cannot be asked: %s." % reason(error)) from None
     data = servers_xml(map(server_xml, servers), time.time())
     try:
         write_file(path, data)

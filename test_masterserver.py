@@ -9907,6 +9907,10 @@ class ClientTools(unittest.TestCase):
             "max_players": 16, "map": "Station", "version": "1.8a", "flags": "0x00000005",
             "factions": "IMF 1, Syndicate 2, Republic 0", "skill": "7"}))
 
+    def test_no_thread_to_ask_in(self) -> None:
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            self.assertEqual(command("ping", "127.0.0.1:1", "--game", "aio"), (1, "", "masterserver.py: 127.0.0.1:1: can't start new thread\n"))
+
     def test_ping_aio(self) -> None:
         answer = zlib.compress(hexa("00 0400") + b"Caf\xc3"[:3] + b"e" + hexa("0200") + b"hi" + hexa("02000000 10000000 0300"))
         with FakeServer(lambda data: answer if data == b"\0" else None) as server:
@@ -10306,6 +10310,10 @@ class ExportTest(unittest.TestCase):
         self.assertEqual(status, 7)
         self.assertIn("servers.xml cannot be written", err)
         self.assertEqual(os.listdir(self.folder), ["servers.xml"])
+        with MasterOf(self.greeting, entry("127.0.0.1", 70000, 1)) as master:
+            with unittest.mock.patch.object(ms, "query_hyperbol_servers", side_effect=OSError(errno.EMFILE, "Too many open files")):
+                status, _, err = self.export(master.place)
+        self.assertEqual((status, err), (1, "masterserver.py: The servers cannot be asked: Too many open files.\n"))
 
     def test_what_an_ftp_server_says_does_nothing_to_the_terminal(self) -> None:
         with FakeServer(serve=lambda sock: sock.sendall(b"220 hi\r\n530 \x1b]0;title\x07\x1b[2JGo away.\r\n")) as server:
