@@ -7323,7 +7323,7 @@ class MasterServer(Loop):
                         sock = bound_socket(family, row.transport, address, same)
                 sock = sock or bound_socket(family, row.transport, address, wanted)
             except OSError as error:
-                if family == socket.AF_INET6 and optional_ipv6 and error.errno != errno.EADDRINUSE:
+                if family == socket.AF_INET6 and optional_ipv6 and error.errno not in DESCRIPTORS_SHORT | {errno.EADDRINUSE}:
                     log.info("%s: no IPv6 on this machine: %s", row.name, error)
                     continue
                 raise StartError("%s cannot listen on %s %s: %s. %s" % (

@@ -9358,6 +9358,18 @@ class DescriptorsTest(unittest.TestCase):
             self.assertEqual([("no new connections" in line, "again" in line) for line in logged.output], [(True, False), (False, True)])
             self.assertNotIn("descriptors", server.health)
 
+    def test_ipv6_without_a_descriptor_for_it(self) -> None:
+        """A machine has IPv6 all the same."""
+        def bound(family: int, transport: str, address: str, port: int) -> socket.socket:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return bound_socket(family, transport, address, port)
+        bound_socket = ms.bound_socket
+        server = master(server__bind="0.0.0.0, ::", http__ports="0")
+        self.addCleanup(server.stop)
+        with mock.patch.object(ms, "bound_socket", bound), self.assertRaisesRegex(ms.StartError, "Too many open files. It needs more open files"):
+            server.bind()
+
     def test_a_rest_whose_end_fails_ends_later(self) -> None:
         """Memory that is too short to accept may be too short to watch the listener again."""
         server = master(http__ports="0")
