@@ -170,7 +170,7 @@ def timing(test: Callable[[Any], None]) -> Callable[[Any], None]:
             self.doCleanups()
             self.setUp()
         return None
-    setattr(attempts, "alone", True)
+    attempts.alone = True
     return attempts
 
 
