@@ -5348,7 +5348,6 @@ class HttpSession(Session):
 
     def work(self, now: float) -> bytes:
         out: List[bytes] = []
-        self.held = False
         while self.buffer or self.exchange:
             self.held = len(out) >= HTTP_TURN_REQUESTS or sum(map(len, out)) >= HTTP_PIPELINE_BYTES
             if self.done or self.job or self.held:
@@ -7610,8 +7609,7 @@ class MasterServer(Loop):
             for connection in [*self.connections, *self.refused]:
                 if connection.address in self.rules.blocked:
                     connection.close(time.monotonic())
-        self.poller.read(settings)
-        for protocol in self.protocols:
+        for protocol in self.protocols:         # the poller among them
             protocol.read(settings)
         if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(settings["server.log_level"].upper())
@@ -9198,7 +9196,6 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
 
 
 def command_check(settings: Settings) -> int:
-    read_text_files(settings)
     errors, warnings = check(settings)
     say("\n".join(["The settings are good." if not errors else "The settings can be read, but it cannot start:"]
                   + ["error: " + text for text in errors] + ["warning: " + text for text in warnings]))
