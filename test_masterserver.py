@@ -6060,11 +6060,12 @@ class WebTest(unittest.TestCase):
         """It counts once among what waits for slow readers; each with a copy, they would be cut off for it."""
         self.list(name="S")
         with mock.patch.object(ms, "RENDER_INLINE_SERVERS", 0):
-            requests = [b"GET /master.json HTTP/1.1\r\nHost: %s\r\n\r\n" % host for host in (b"x", b"x", b"y")]
+            requests = [b"GET /master.json HTTP/1.1\r\nHost: x\r\n%s\r\n" % more for more in [b"Connection: close\r\n"] * 2 + [b""]]
             waiting = [self.web.session("127.0.0.1", 0.0) for _ in requests]
             self.assertEqual([session.receive(request, 0.0) for session, request in zip(waiting, requests)], [b""] * 3)
             first, second, other = [session.resume(session.job(), 0.5) for session in waiting if session.job]
         self.assertIs(first, second)
+        self.assertEqual([session.done for session in waiting], [True, True, False])
         self.assertIsNot(first, other)
         self.assertEqual(len(json.loads(split_response(first)[2].decode())["servers"]), 1)
         self.assertEqual(self.web.requests["/master.json", 200], [3])
@@ -6272,6 +6273,8 @@ class WebTest(unittest.TestCase):
         page = self.get("/server?game=iceball&address=203.0.113.9&port=1", now=90 * 60 + 5.0)[2].decode()
         self.assertIn("50 % of the time", page)
         self.assertRegex(page, "<dt>First seen</dt><dd><time[^>]*>1 h ago")
+        self.registry.remove(self.registry.servers()[0])
+        self.assertEqual(self.get("/server?game=iceball&address=203.0.113.9&port=1", now=91 * 60.0)[0], 200)
 
     def test_metrics_by_the_rules_of_their_format(self) -> None:
         """https://prometheus.io/docs/instrumenting/exposition_formats/, and what `promtool check metrics` wants of names."""
@@ -6326,6 +6329,12 @@ class WebTest(unittest.TestCase):
             status, _, body = self.get(path)
             self.assertEqual((status, b"game" in body), (400, True))
         self.assertEqual(self.get("/history.json?game=iceball")[0], 200)
+
+    def test_a_server_where_no_history_is_kept(self) -> None:
+        self.list(1, name="S", players=3, max_players=8, map="mesa")
+        status, headers, body = self.get("/server?game=iceball&address=203.0.113.9&port=1", "Accept-Encoding: gzip")
+        self.assertEqual((status, headers["Content-Encoding"], "ETag" in headers), (200, "gzip", False))         # what is not remembered has no tag
+        self.assertRegex(gzip.decompress(body).decode(), "<dt>Players</dt><dd>3 of 8</dd>[^$]*<dt>Map</dt><dd>mesa</dd>")
 
     def test_official_is_left_out_unless_true(self) -> None:
         self.registry.rules.official = {("203.0.113.9", 2): True}
@@ -6384,9 +6393,10 @@ class WebTest(unittest.TestCase):
         request = b"GET / HTTP/1.0\r\n\r\n"
         self.assertIn(b">First title<", drive(web.session("127.0.0.1", 0.0), request, 0.0))
         core.settings.values["games"] = {"mygame": "Second title"}
+        core.settings.texts["http.template"] = "<p>Our own page $table"
         web.read(core.settings)
         page = drive(web.session("127.0.0.1", 2.0), request, 2.0)
-        self.assertEqual((page.count(b"First title"), page.count(b">Second title<") > 0), (0, True))
+        self.assertEqual((page.count(b"First title"), page.count(b">Second title<") > 0, b"Our own page" in page), (0, True, True))
 
     def test_a_title_that_changes_while_a_list_is_made(self) -> None:
         """In a worker, which goes on with the new one."""
@@ -6415,6 +6425,7 @@ class WebTest(unittest.TestCase):
         after = self.get("/master.json", "If-None-Match: " + before[1]["ETag"], now=2.0)
         self.assertEqual(after[0], 200)
         self.assertNotEqual(after[2], before[2])
+        self.assertEqual((after[1]["Cache-Control"], "Retry-After" in after[1]), ("public, max-age=%d" % ms.CACHE_S, False))
         self.assertEqual(self.get("/master.json", "If-None-Match: " + after[1]["ETag"], now=2.0)[0], 304)
 
     def test_idle_begins_when_the_answer_has_gone_out(self) -> None:
@@ -6440,7 +6451,13 @@ class WebTest(unittest.TestCase):
             session = self.web.session("127.0.0.1", 0.0)
             self.assertTrue(feed(session, ICEBALL_REQUEST, 50))
             self.assertEqual(self.web.memo_bytes, sum(len(request) + len(kept.response) for request, kept in self.web.memo.items()))
-        self.assertEqual(len(self.web.memo), 1)
+        self.assertEqual(list(self.web.memo), [ICEBALL_REQUEST])
+        self.assertTrue(session.receive(ICEBALL_REQUEST, 0.5))
+        self.assertEqual(session.deadline, 0.5 + ms.HTTP_IDLE_S)
+        with mock.patch.object(ms, "HTTP_MEMO_BYTES", 3000):
+            for number in range(9):
+                self.get("/master.json?x=%d" % number)
+                self.assertLessEqual(self.web.memo_bytes, 3000)
 
     def test_requests_are_counted_by_what_was_answered(self) -> None:
         for _ in range(3):
@@ -6595,7 +6612,7 @@ class WebTest(unittest.TestCase):
                 (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "HTTP/1.1"),
                 (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\rContent-Length: 3\r\n\r\n", 400, "return"), (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, ""),
                 (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\0b\r\n\r\n", 400, "NUL"),
-                (b"GET / HTTP/1.1\r\nHost: x\r\nHo st: y\r\n\r\n", 400, "header")):
+                (b"GET / HTTP/1.1\r\nHost: x\r\nHo st: y\r\n\r\n", 400, "header"), (b"GET / HTTP/1.1\r\nHost: x\r\nHost(: y\r\n\r\n", 400, "header")):
             data = self.exchange(request)[1]
             if not status:
                 split_response(data)
@@ -6625,14 +6642,14 @@ class WebTest(unittest.TestCase):
         self.assertTrue(session.done)
 
     def test_lists_are_made_once_a_second(self) -> None:
-        made = []
-        original = self.web.master_json_frame
-        self.web.master_json_frame = lambda servers: made.append(1) or original(servers)  # type: ignore
-        for i in range(100):
-            self.list(i + 1, "127.0.0.1")
-            self.get("/master.json", now=10 + i / 50)
-        self.assertLessEqual(len(made), 3)
-        self.assertEqual(len(json.loads(self.get("/master.json", now=20.0)[2].decode())["servers"]), 100)
+        """At most, in whatever words they are asked for; without a change of the lists now and then."""
+        with mock.patch.object(self.web, "master_json_frame", wraps=self.web.master_json_frame) as made:
+            for now, servers, count in ((0.0, 1, 1), (0.5, 50, 1), (0.9, 100, 1), (1.0, 100, 2), (1.9, 100, 2), (2.5, 100, 2),
+                                        (0.9 + ms.RENDER_STALE_S, 100, 2), (1.0 + ms.RENDER_STALE_S, 100, 3)):
+                for port in range(1, servers + 1):
+                    self.list(port, "127.0.0.1")
+                body = self.get("/master.json?now=%g" % now, now=now)[2]
+                self.assertEqual((made.call_count, len(json.loads(body.decode())["servers"])), (count, 1 if count == 1 else 100), now)
 
     def test_conditional_requests(self) -> None:
         status, headers, body = self.get("/master.json")
@@ -6647,7 +6664,8 @@ class WebTest(unittest.TestCase):
                 status, again, _, _ = split_response(drive(self.web.session("127.0.0.1", 1.0), request.encode(), 1.0))
                 self.assertEqual((status, again["Length"], again["Content-Length"]), (304, whole["Length"], whole["Length"]), (path, coding))
         self.list(1)
-        self.assertEqual(self.get("/master.json", "If-None-Match: " + etag, now=2.0)[0], 200)
+        for wanted, status in ((etag, 200), ("*", 304)):
+            self.assertEqual(self.get("/master.json", "If-None-Match: " + wanted, now=2.0)[0], status)
 
     def test_several_lines_are_one_list(self) -> None:
         etag = self.get("/master.json")[1]["ETag"]
@@ -6721,6 +6739,7 @@ class WebTest(unittest.TestCase):
                                 (b"POST / HTTP/1.1\r\n", 405), (b"GET /check?address=x HTTP/1.1\r\n", 400)):
             found, headers, body, _ = split_response(self.exchange(request + b"Host: x\r\nAccept: text/html\r\n\r\n")[1])
             self.assertEqual((found, headers["Content-Type"]), (status, ms.HTML_TYPE), request)
+        self.assertIn(b"takes GET", self.get("/master.json", method="PUT")[2])         # a client of the list gets one at 403 and 429 alone
 
     def test_a_filtered_list_has_a_tag_and_many_are_looked_through_elsewhere(self) -> None:
         for port in range(1, 31):
@@ -6905,6 +6924,7 @@ class AnnounceTest(unittest.TestCase):
                 (b'{"game":"mygame","port":true}', "application/json", 400, "port"),
                 (b'{"game":"mygame","port":1,"players":-1}', "application/json", 400, "players"),
                 (b'{"game":"mygame","port":1,"name":["x"]}', "application/json", 400, "name is not a text"),
+                (b'{"game":"mygame","port":1,"name":true}', "application/json", 400, "name is not a text"),
                 (b'{"game":"mygame","port":1,"action":"jump"}', "application/json", 400, "action"),
                 (b'["game"]', "application/json", 400, "object"),
                 (b'{"game":', "application/json; charset=utf-8", 400, "JSON"),
@@ -7038,7 +7058,8 @@ class AnnounceTest(unittest.TestCase):
                 (b"15\r\ngame=mygame&port=4000\r\n" + b"10\r\n&name=0123456789\r\n" * many + b"0\r\n\r\n", 413),
                 (b"4001\r\n", 413), (b"FFFFFF\r\n", 413), (b"1\r\nx\r\n" * 6000, 413),
                 (b"1000000000\r\n", 400), (b"-1\r\n", 400), (b"0x5\r\n", 400), (b" 5\r\n", 400), (b"\r\n", 400), (b"5\n", 400), (b"5;\r;\r\n", 400),
-                (b"5;" + b"x" * 5000, 400), (b"5;" + b"x" * 5000 + b"\r\n", 400), (b"2\r\nabc\r\n", 400), (b"2\r\na\r\n0\r\n\r\n", 400),
+                (b"5;" + b"x" * 5000, 400), (b"5;" + b"x" * 5000 + b"\r\n", 400),
+                (b"15\r\ngame=mygame&port=4000xx0\r\n\r\n", 400), (b"2\r\na\r\n0\r\n\r\n", 400),
                 (b"0\r\nX: y\n\n", 400), (b"0\r\nX: y\r\n\n", 400), (b"0\r\n" + b"X: y\r\n" * 3000, 431),
                 (b"0\r\n" + b"X: y\r\n" * 3000 + b"\r\n", 431)):
             answers = set()
@@ -7448,6 +7469,20 @@ class KeeperTest(unittest.TestCase):
         keeper.tick(4.0, T0 + 4)
         self.assertEqual(keeper.storage.history("iceball", "203.0.113.9", 1, "day", T0 + 60).means[-1], 3)
 
+    def test_who_leaves_while_a_batch_fails_stays_away(self) -> None:
+        registry, keeper = self.start(0.0, T0)
+        servers = [registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 120.0, {"name": "S"}) for port in (1, 2)]
+        keeper.tick(2.0, T0 + 2)
+        self.assertEqual(len(keeper.storage.load(T0 + 2)), 2)
+        registry.remove(servers[0])
+        with mock.patch.object(keeper, "worker") as worker:
+            keeper.tick(4.0, T0 + 4)
+        registry.remove(servers[1])
+        with self.assertLogs("masterserver"):
+            worker.submit.call_args[0][1](sqlite3.OperationalError("database or disk is full"), 4.0)
+            keeper.tick(6.0, T0 + 6)
+        self.assertEqual(keeper.storage.load(T0 + 6), [])
+
     def test_trouble_ends_when_something_is_written(self) -> None:
         """Not when there is nothing to write."""
         registry, keeper = self.start(0.0, T0)
@@ -7504,6 +7539,7 @@ class ReloadTest(unittest.TestCase):
         with master(http__ports="0") as server, socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client:
             client.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
             self.assertEqual(split_response(client.recv(65536))[0], 200)
+            self.assertEqual(server.tallies["http"].bytes_in, 38)
             server.settings.values["blocked"] = {ms.read_network("127.0.0.0/8"): ""}
             server.names.submit(lambda: None, lambda result, now: server.apply())           # in the event loop
             self.assertEqual(client.recv(65536), b"")
@@ -7622,10 +7658,12 @@ class ReloadTest(unittest.TestCase):
             write(path, "")
             server = ms.MasterServer(ms.Settings.load(path), reload=lambda: ms.Settings.load(path))
             self.addCleanup(server.stop)
+            server.tell = mock.Mock()
             self.assertEqual(said(), [])
             write(path, "[http]\ntitle = Mine\n[aio]\nnews_file = news.txt\n")
             refused, = said()
             self.assertRegex(refused, "^the old settings stay in force: .*news.txt")
+            self.assertEqual(server.tell.call_count, 2, "systemd, of the first look alone")
             write(news, "Party")
             self.assertEqual(said(), ["settings read again; changed: http.title, aio.news_file"])
             server.reload()
@@ -8253,6 +8291,7 @@ class EventLogTest(unittest.TestCase):
         server.registry.hear("iceball", "203.0.113.9", 20737, "203.0.113.9", 0.0, 120.0, {"name": "S"})
         with self.assertLogs("masterserver", "INFO") as logged:
             server.log_events()
+            server.log_events()
         self.assertEqual([record.getMessage() for record in logged.records], ["203.0.113.9:20737 iceball listed 'S'"])
 
 
@@ -8839,9 +8878,12 @@ class SourceLimitsTest(unittest.TestCase):
         self.addCleanup(server.stop)
         server.bind()
         self.assertTrue(server.rules.udp_requests.allow("203.0.113.9", 0.0))
-        for text in ("0.01/1", "0.01/3"):
-            server.settings.values["limits.requests"] = ms.read_rate(text)
-            server.apply()
+        self.addCleanup(ms.log.setLevel, ms.log.level)
+        for text, handlers, level in (("0.01/1", [], ms.log.level), ("0.01/3", [logging.NullHandler()], logging.ERROR)):
+            server.settings.values.update({"limits.requests": ms.read_rate(text), "poll.rate": int(text[-1]), "server.log_level": "error"})
+            with mock.patch.object(ms.log, "handlers", handlers):           # without any the log is that of the program around it
+                server.apply()
+            self.assertEqual((server.poller.rate, ms.log.level), (int(text[-1]), level))
             ping = next(p for p in server.protocols if isinstance(p, ms.SubSpacePing))
             answered = sum(bool(ping.datagram(PING_TIME, ("203.0.113.9", 1), 0.0)) for _ in range(9))
             self.assertEqual(answered, int(text[-1]))
@@ -8963,7 +9005,7 @@ class SourceLimitsTest(unittest.TestCase):
             self.assertEqual(len(server.connections), 8)
             server.most_connections = 3             # as after a reload
             connect()
-            self.assertEqual(len(server.connections), 3)
+            self.assertEqual((len(server.connections), server.tallies["aio"].connections, server.tallies["aio"].limited), (3, 10, 7))
             self.assertEqual(len(server.registry.servers("aio")), 1)
 
     def test_bans_are_shown(self) -> None:
@@ -9038,7 +9080,7 @@ class SlowPeersTest(unittest.TestCase):
         server, shared = master(), bytes(3 << 20)
         self.addCleanup(server.stop)
         asked = []
-        for number, (source, request) in enumerate([("203.0.113.1", b"own")] * 6 + [("203.0.113.2", b"own")] * 2 + [("203.0.113.3", b"same")] * 9):
+        for number, (source, request) in enumerate([("203.0.113.3", b"same")] * 9 + [("203.0.113.2", b"own")] * 2 + [("203.0.113.1", b"own")] * 6):
             ours, theirs = socket.socketpair()
             for sock in (ours, theirs):
                 self.addCleanup(sock.close)
@@ -9051,8 +9093,9 @@ class SlowPeersTest(unittest.TestCase):
             connection.call(connection.session.receive, request, float(number))
             asked.append(connection)
         with mock.patch.object(ms, "OUTPUT_BYTES", 18 << 20):
-            server.bound_output(20.0)
-        self.assertEqual([connection.sock.fileno() >= 0 for connection in asked], [False] * 3 + [True] * 14)
+            server.tick(19.0)
+        self.assertEqual([connection.sock.fileno() >= 0 for connection in asked], [True] * 11 + [False] * 3 + [True] * 3)
+        self.assertEqual(sum(connection.tally.limited for connection in asked), 3)
         with mock.patch.object(ms, "OUTPUT_BYTES", 18 << 20):
             server.bound_output(21.0)
         self.assertEqual(len(server.connections), 14)
@@ -9114,9 +9157,42 @@ class SlowPeersTest(unittest.TestCase):
         connection, _, writable = self.held_back(session)
         for now in (1.0, 2.0, 3.0):
             connection.tick(now)
-        self.assertEqual((session.tick.call_count, session.receive.call_count), (3, 0))
+        self.assertEqual((session.tick.call_count, session.receive.call_count, connection.placed_at), (3, 0, 0.0))
         writable(4.0)
         self.assertEqual(session.receive.call_count, 1)
+        session.tick.return_value = b"a greeting"
+        connection.tick(5.0)
+        self.assertEqual(connection.placed_at, 5.0)         # its request comes now
+
+    def test_who_takes_nothing_or_only_a_little_is_cut_off_in_the_end(self) -> None:
+        for takes, lives in ((0, ms.OUTPUT_STALL_S), (1 << 16, ms.OUTPUT_TOTAL_S)):
+            session = mock.Mock(spec=ms.Session, held=True, done=False, job=None, wake_at=None)
+            session.receive.return_value = bytes(64 << 20)
+            connection, peer, writable = self.held_back(session)
+            connection.sock.setblocking(False)
+            now = 0.0
+            while connection.sock.fileno() >= 0 and now < 1000.0:
+                writable(now)
+                if takes:
+                    peer.recv(takes)
+                now += 1.0
+                connection.tick(now)
+            self.assertEqual(now, lives)
+
+    def test_the_last_answers_of_a_pipeline_reach_who_has_ended(self) -> None:
+        class Last(ms.Session):
+            held = True
+
+            def receive(self, data: bytes, now: float) -> bytes:
+                held, self.held = self.held, False
+                return bytes(4_000_000) if held else b""
+        connection, peer, writable = self.held_back(Last())
+        connection.sock.setblocking(False)
+        connection.eof, got = True, 0
+        while connection.sock.fileno() >= 0:
+            writable(0.0)
+            got += len(peer.recv(1 << 20))
+        self.assertEqual(got, 4_000_000)
 
     def test_what_cannot_be_watched_any_more_can_be_closed(self) -> None:
         connection, peer, _ = self.held_back(type("Held", (ms.Session,), {"held": True})())
@@ -9302,10 +9378,16 @@ class DescriptorsTest(unittest.TestCase):
             if family == socket.AF_INET6:
                 raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
             return make(family, *arguments, **named)
-        server = ms.MasterServer({**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1, ::1", "http.ports": "0"})
+        settings = {**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "http.ports": "0"}
+        server = ms.MasterServer(dict(settings, **{"server.bind": "127.0.0.1, ::1"}))
         with mock.patch.object(socket, "socket", without), self.assertRaisesRegex(ms.StartError, r"\[server\] bind; this machine has no") as caught:
             server.bind()
         self.assertNotIn("http.ports=PORT", str(caught.exception))
+        server = ms.MasterServer(settings)              # by default it does without
+        self.addCleanup(server.stop)
+        with mock.patch.object(socket, "socket", without):
+            server.bind()
+        self.assertEqual({listener.host for listener in server.listeners}, {"0.0.0.0"})
 
     def test_more_connections_by_a_reload(self) -> None:
         """They want descriptors as those at the start do, and the program may have more than it was given."""
@@ -9343,20 +9425,34 @@ class DescriptorsTest(unittest.TestCase):
             with open(os.path.join(folder, "log")) as file:
                 self.assertNotIn("Traceback", file.read())
 
+    def test_room_for_connections(self) -> None:
+        server = master(http__ports="0", limits__connections_total="500")
+        self.addCleanup(server.stop)
+        server.bind()
+        for descriptors, room in ((100, 100 - ms.DESCRIPTORS_KEPT - len(server.listeners)), (9000, 500 + ms.REFUSED_CONNECTIONS)):
+            with mock.patch.object(server, "descriptors", return_value=descriptors):
+                server.measure_room()
+            self.assertEqual(server.most_connections + server.most_refused, room)
+
     def test_none_left_at_all(self) -> None:
         """Another part of the process has taken them: accepting rests, is told of once, and goes on."""
-        with master(http__ports="0", iceball__port="0") as server:
-            acceptor = server.acceptors[0]
-            full = mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-            with self.assertLogs("masterserver", "INFO") as logged:
-                with mock.patch.object(server.selector, "unregister", lambda _: None), mock.patch.object(acceptor, "accept", full):
-                    acceptor.ready(0.0)
-                    acceptor.ready(0.0)
-                self.assertIn("descriptors", server.health)
-                acceptor.paused_until = 0.0
-                self.assertEqual(fetch(port_of(server, "http"), "/healthz")[0], 200)
-            self.assertEqual([("no new connections" in line, "again" in line) for line in logged.output], [(True, False), (False, True)])
-            self.assertNotIn("descriptors", server.health)
+        server = master(http__ports="0")
+        self.addCleanup(server.stop)
+        server.bind()
+        acceptor = server.acceptors[0]
+        full = mock.patch.object(acceptor, "accept", side_effect=OSError(errno.EMFILE, "Too many open files"))
+        with self.assertLogs("masterserver", "INFO") as logged, socket.create_connection(("127.0.0.1", port_of(server, "http")), 5):
+            with full:
+                acceptor.ready(0.0)
+                self.assertNotIn(acceptor.sock, server.selector.get_map())
+                acceptor.ready(0.5)
+            for now, watched in ((0.5, False), (0.4 + ms.ACCEPT_PAUSE_S, False), (0.5 + ms.ACCEPT_PAUSE_S, True)):
+                acceptor.tick(now)
+                self.assertEqual(acceptor.sock in server.selector.get_map(), watched)       # readable all the time: it would spin
+            self.assertIn("descriptors", server.health)
+            acceptor.ready(9.0)
+        self.assertEqual([("no new connections" in line, "again" in line) for line in logged.output], [(True, False), (False, True)])
+        self.assertEqual((server.health, len(server.connections)), ({}, 1))
 
     def test_ipv6_without_a_descriptor_for_it(self) -> None:
         """A machine has IPv6 all the same."""
@@ -9669,6 +9765,8 @@ class DiskTest(unittest.TestCase):
                 server.restore()
             server.stop()
             self.assertEqual(server.registry.total, 3)
+            assert server.keeper is not None
+            self.assertIs(server.core.recent(), server.keeper.recent)
             registry, keeper = self.keeper(path)
             keeper.tick(2.0, T0 + 2)
             self.assertIn("full", keeper.health["database"])
@@ -10062,9 +10160,9 @@ class ClientTools(unittest.TestCase):
 
     def test_list_aio(self) -> None:
         greeting = hexa("01000000 00")
-        text = b"%12#A<num>1#50<percent> off#203.0.113.9#27010#B##198.51.100.1#27011#%"
+        text = b"%12#A<num>1#50<percent> off#203.0.113.9#27010#B##127.0.0.1#27011#%"
         both = [{"name": "A#1", "description": "50% off", "address": "203.0.113.9", "port": 27010},
-                {"name": "B", "description": "", "address": "198.51.100.1", "port": 27011}]
+                {"name": "B", "description": "", "address": "127.0.0.1", "port": 27011}]
         document = (b"12#0#official AIO v0.2 test server#welcome to the official AIO v0.2 test server :O do whatever you like and have fun#"
                     b"190.123.69.69#27010#1#unnamed AIO server#this is an unnamed server#37.192.51.67#27010#%")
         nobody = (b"12#No servers currently online :pepe:#There are currently no available servers... Maybe host your own or wait later?:O"
@@ -10087,7 +10185,7 @@ class ClientTools(unittest.TestCase):
             sock.sendall(hexa("01000000 00"))
             asked = sock.recv(100)
             if asked == hexa("01000000 02"):
-                packed = zlib.compress(hexa("02 0100 0b") + b"203.0.113.9" + hexa("8269"))
+                packed = zlib.compress(hexa("02 0200 0b") + b"203.0.113.9" + hexa("8269 0b") + b"203.0.113.8" + hexa("8369"))
                 sock.sendall(len(packed).to_bytes(3, "little") + b"\1" + packed)
             sock.recv(100)
 
@@ -10097,7 +10195,15 @@ class ClientTools(unittest.TestCase):
                 status, out, err = command("list", "127.0.0.1:%d" % server.port, "--game", "aio")
         finally:
             ms.AIO_TEXT_S = patient
-        self.assertEqual((status, err, out.split()), (0, "", ["-", "203.0.113.9:27010"]))
+        self.assertEqual((status, err, out.split()), (0, "", ["-", "203.0.113.9:27010", "-", "203.0.113.8:27011"]))
+
+    def test_lists_that_are_none(self) -> None:
+        head = b"HTTP/1.1 %d OK\r\nContent-Length: 2\r\n\r\n"
+        for fetch, answer in ((ms.list_aio_text, b""), (ms.list_aio_text, b"12#Court#D#203.0.113.9#port#%"), (ms.list_aio_framed, b"\1\0\0\0\0"),
+                              (ms.list_aio_framed, ms.aio_frame(b"\2\1\0")), (ms.list_aio_framed, ms.aio_frame(b"\2\1\0\x0b203.0")),
+                              (ms.list_iceball, head % 404 + b"{}"), (ms.list_iceball, head % 200 + b"[]")):
+            with FakeServer(serve=lambda sock: (sock.recv(1000), sock.sendall(answer))) as server, self.assertRaises(ms.Malformed, msg=answer):
+                fetch("127.0.0.1", server.port)
 
     def test_list_aio_of_this_master_without_the_text_dialect(self) -> None:
         for dialects in "framed", "binary, framed":
@@ -10280,6 +10386,7 @@ class ExportTest(unittest.TestCase):
                 took = time.monotonic() - began
             self.assertEqual((status, err, master.request), (0, "", hexa("efbeadde ff000000")))
         self.assertEqual(out, "62 servers, 54 of them responding, 270 players: %s written.\n" % self.output)
+        self.assertGreater(took, 0.24 * ms.POLL_ATTEMPTS)           # for those who answer late
         self.assertLess(took, 1.5)  # one after the other, the silent ones alone take 8 rounds
         servers = self.exported()
         self.assertEqual([server["port"] for server in servers], [str(port) for port in game.ports] + ["70000", "5"])
@@ -10288,6 +10395,16 @@ class ExportTest(unittest.TestCase):
                          {"servername": "<11>", "skill": "9", "flavor": "3", "mapname": "orbital", "responding": "1"})
         self.assertLess(int(servers[11]["ping_milliseconds"]), 500)
         self.assertEqual(os.listdir(self.folder), ["servers.xml"])
+
+    def test_who_answers_twice(self) -> None:
+        """A question that is asked again may have been answered already."""
+        place, server = ("203.0.113.9", 1), ms.Server("hyperbol", "203.0.113.9", 1, "203.0.113.9", 0.0, 0.0, responding=False)
+        silent = {place: server}
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            datagrams = mock.Mock(sock=sock)
+            datagrams.receive.return_value = ([hyperbol_reply(o1=bytes(4))] * 2, [place] * 2, [place] * 2)
+            ms.read_answers(datagrams, {(place, 0): 0.0}, silent, 0.0)
+        self.assertEqual((silent, server.responding), ({}, True))
 
     def test_failures(self) -> None:
         with socket.socket() as closed:
@@ -10341,6 +10458,7 @@ class ExportTest(unittest.TestCase):
             (["x", "--ftp", "ftp://u:secret@h/"], "MASTERSERVER_FTP_PASSWORD"),
             (["x", "--ftp", "http://h/"], "--ftp"),
             (["x", "--ftp", "ftp://h:port/"], "--ftp"),
+            (["x", "--ftp", "ftp:///folder/"], "--ftp"),
         ):
             with self.subTest(arguments=arguments):
                 status, _, err = self.export(*arguments)
@@ -10350,7 +10468,8 @@ class ExportTest(unittest.TestCase):
     def test_password_from_netrc(self) -> None:
         place = ms.FtpPlace("ftp://user@h.example:2121/a/b%20c/", "servers.xml")
         self.assertEqual((place.host, place.port, place.folder, place.name, place.user), ("h.example", 2121, "a/b c", "servers.xml", "user"))
-        self.assertEqual(ms.FtpPlace("ftp://h.example/%2Fsrv/list.xml", "x").folder, "/srv")
+        self.assertEqual(vars(ms.FtpPlace("ftp://h.example/%2Fsrv/list.xml", "x")),
+                         {"host": "h.example", "port": 21, "folder": "/srv", "name": "list.xml", "user": ""})
         path = os.path.join(self.folder, ".netrc")
         with open(path, "w", encoding="ascii") as file:
             file.write("machine h.example login user password secret\n")
@@ -10367,7 +10486,7 @@ class ExportTest(unittest.TestCase):
             with mock.patch.object(ms.netrc, "netrc", side_effect=unreadable), self.assertRaisesRegex(ms.ToolError, "netrc cannot be used"):
                 place.login()
             os.environ["MASTERSERVER_FTP_PASSWORD"] = "more"
-            self.assertEqual(place.login(), ("user", "more"))
+            self.assertEqual((place.login(), ms.FtpPlace("ftp://h.example/", "x").login()), (("user", "more"), ("anonymous", "more")))
 
     def test_every(self) -> None:
         for number in ms.END_SIGNALS:
@@ -10655,6 +10774,7 @@ class SubSpaceAnnouncing(unittest.TestCase):
     def test_captured_announcement_every_minute(self) -> None:
         sent = [(t, replies) for t in range(150) for replies in [self.announcer.tick(float(t))] if replies]
         self.assertEqual(sent, [(t, [(SUBSPACE_CAPTURE, MASTER)]) for t in (0, 60, 120)])
+        self.assertEqual([bool(self.announcer.tick(t)) for t in (9000.0, 9001.0, 9060.0)], [True, False, True])        # a machine that has slept
 
     def test_longest_texts(self) -> None:
         self.server.name, self.server.description = "é" * 40, "x" * 400
@@ -11191,10 +11311,42 @@ class Announcing(unittest.TestCase):
                 announcement.update(players=9)          # as before, and no reason to announce anew
         self.assertEqual((changed.call_count, announcement.server.players, announcement.server.map), (1, 9, "castle"))
 
+    def test_which_dialect(self) -> None:
+        for fields, framed in (({}, True), ({"name": "Court"}, False), ({"name": "Court", "dialect": "framed"}, True), ({"dialect": "text"}, False)):
+            announcement = ms.Announcement("aio", 27010, "master.example", **fields)        # type: ignore[arg-type, unused-ignore]
+            self.addCleanup(announcement.stop)
+            announcer = announcement.links[0].announcer
+            assert isinstance(announcer, ms.AioAnnouncer)
+            self.assertEqual(announcer.framed, framed)
+
+    def test_what_does_not_come_about_or_falls_silent_is_tried_again(self) -> None:
+        with socket.socket() as master, self.assertLogs("masterserver") as logs:
+            master.bind(("127.0.0.1", 0))
+            master.listen(5)
+            announcement, link = self.towards_one_master("aio", 27010)
+            link.announcer.master, link.resolve_at = master.getsockname(), math.inf
+            now = link.announcer.due
+            announcement.advance(link, now, True)
+            with mock.patch.object(announcement.selector, "select", return_value=[]) as select:
+                announcement.round()
+            self.assertGreater(select.call_args[0][0], ms.TICK_S / 2)           # while it connects it does not spin
+            for seconds, connecting in ((ms.CONNECT_S - 0.1, True), (ms.CONNECT_S, False)):
+                announcement.advance(link, now + seconds, True)
+                self.assertEqual(link.connecting is not None, connecting)
+            self.assertLessEqual(link.resolve_at, now + ms.CONNECT_S, "perhaps the master has moved")
+            now, link.resolve_at = link.announcer.due, math.inf
+            announcement.advance(link, now, True)
+            announcement.connected(link, now, 0)
+            for seconds, connected in ((ms.AIO_SILENT_S - 1, True), (ms.AIO_SILENT_S, True), (ms.AIO_SILENT_S + ms.LINGER_S, False)):
+                announcement.advance(link, now + seconds, True)
+                self.assertEqual(link.connection is not None, connected)
+        self.assertRegex("".join(logs.output), "(?s)no connection: .*no answer for")
+
     def test_players_as_they_are_written(self) -> None:
         for line, fields in (("5", {"players": 5}), (" 5 / 16\r", {"players": 5, "max_players": 16}),
                              ("5/16 my map", {"players": 5, "max_players": 16, "map": "my map"}), ("0 pit", {"players": 0, "map": "pit"})):
             self.assertEqual(ms.read_players(line), fields)
+        self.assertTrue(ms.arguments_parser().parse_args(["announce", "--game", "aio", "--port", "1", "--exit-with-stdin", "m"]).exit_with_stdin)
         for line in ("", "x", "-1", "5/", "5/x", "123456", "5,16"):
             with self.assertRaises(ValueError):
                 ms.read_players(line)
@@ -11883,6 +12035,7 @@ class WritingFiles(unittest.TestCase):
         reader.join(5)
         self.assertEqual((self.read(self.path), os.path.islink(link), read), (b"two", True, [b"three"]))
         self.assertRaises(OSError, ms.write_file, self.folder, b"five")
+        self.assertEqual(command("--ready-file", pipe, "--set", "http.portz=1")[0], 2)          # nor is it taken for an earlier start's
         self.assertEqual(sorted(os.listdir(self.folder)), ["file", "link", "pipe"])
 
     def test_a_start_that_fails_leaves_no_ready_file(self) -> None:
@@ -11934,6 +12087,7 @@ class Checking(unittest.TestCase):
                                     (errno.EACCES, "8080", "Is another master server running?"), (errno.EMFILE, "8080", "more open files")):
             with mock.patch.object(ms, "bound_socket", side_effect=OSError(status, os.strerror(status))):
                 self.assertIn(words, self.check(http__ports=port)[0])
+                self.assertEqual(["no IPv6" in self.check(server__bind=bind)[1] for bind in ("127.0.0.1", "::1")], [False, True])
 
     def test_an_address_that_this_machine_does_not_have(self) -> None:
         self.assertIn("[server] bind", self.check(server__bind="203.0.113.77")[0])
@@ -11982,6 +12136,12 @@ class Checking(unittest.TestCase):
         self.assertIn("public_address is empty", self.check(server__public_address="")[1])
         self.assertIn("192.168.1.5 is private", self.check(server__public_address="192.168.1.5")[1])
         self.assertIn("10.1.2.3 is private", self.check(server__bind="10.1.2.3")[1])
+        for own, public, words in (("192.168.1.9", "", "address 192.168.1.9 is private"), ("192.168.1.9", "203.0.113.5", ""),
+                                   ("203.0.113.9", "203.0.113.5", ""), ("", "203.0.113.5", "no way to the internet")):
+            with mock.patch.object(ms, "own_address", return_value=own):
+                warnings = self.check(server__bind="0.0.0.0", server__public_address=public, iceball__port="", http__ports="0")[1]
+            self.assertIn(words, warnings)
+            self.assertEqual(bool(warnings), bool(words), warnings)
 
     def test_games_that_know_ipv4_alone(self) -> None:
         try:
