@@ -1104,7 +1104,8 @@ class Registry:
         limits."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
-        if address != source and not is_unicast(address) or source[:2] == "0.":         # a source that sent us a packet is one, but 0.*
+        # A source that sent us a packet is one, but 0.*, and by UDP on IPv6 a link-local one with its scope
+        if address != source and not is_unicast(address) or source[:2] == "0." or "%" in source:
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         rules = self.rules
         if rules.bans:

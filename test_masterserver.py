@@ -659,8 +659,9 @@ class RegistryTest(unittest.TestCase):
         for address, port in (("203.0.113.9", 0), ("203.0.113.9", 65536), ("0.0.0.0", 5), ("224.0.0.1", 5), ("255.255.255.255", 5), ("240.0.0.1", 5)):
             with self.assertRaises(ms.Refused):
                 self.registry.hear("iceball", address, port, "203.0.113.9", 0.0, 120.0, {})
-        with self.assertRaises(ms.Refused):
-            self.registry.hear("iceball", "0.0.0.0", 5, "0.0.0.0", 0.0, 120.0, {})
+        for source in ("0.0.0.0", "fe80::1%eth0"):
+            with self.assertRaises(ms.Refused):
+                self.registry.hear("iceball", source, 5, source, 0.0, 120.0, {})
 
     def test_bans_and_names(self) -> None:
         rules = self.registry.rules
