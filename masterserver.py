@@ -1092,7 +1092,8 @@ class Registry:
         self.batch = 1
 
     def watch(self, call: Callable[[str, Server], Any], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
-        """Have `call(event, server)` called for a game, or for all."""
+        """Have `call(event, server)` called for a game, or for all. Of one that a reload moves to another address those who watch all games
+        alone are told, as of one that goes and another that comes: who keeps servers by their addresses watches all."""
         for event in events:
             self.watchers[event, game].append(call)
 
@@ -1938,9 +1939,11 @@ class Querier:
         raise NotImplementedError
 
     def answer(self, target: Target, data: bytes, now: float) -> bool:
-        """Take an answer. True: the poll is complete. False: ask again at once (`target.step` says what).
+        """Take an answer. True: the poll is complete. False: ask again at once (`target.step` says what), a few times at the most: one
+        server that is asked for ever has all of poll.rate.
 
-        Raises Malformed if it is none, or not to this question (`target.nonce`)."""
+        Raises Malformed if it is none, or not to this question (`target.nonce`). Where the last question is a farewell without an answer,
+        missed() is called for it, and sets `target.missed` back."""
         raise NotImplementedError
 
     def missed(self, target: Target, now: float) -> bool:

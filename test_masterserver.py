@@ -12459,8 +12459,12 @@ class ReadmeTest(unittest.TestCase):
         for now, listed in ((60.9, 1), (61.0, 0)):
             tag.registry.expire(now)
             self.assertEqual(len(tag.registry.servers()), listed)
+        tag.datagram(b"TAG!" + answer[4:] + hexa("d46c 05 10")[:4], peer, 2.0)
+        self.assertEqual([server.name for server in tag.registry.servers()], ["203.0.113.9:27860"])          # it has told none
         for data in (b"", b"TAG!" + bytes(11), b"TAG?" + bytes(12), b"TAG!" + bytes(77)):
-            self.assertRaises(module.Malformed, tag.datagram, data, peer, 0.0)
+            tag.registry.heard.clear()
+            self.assertRaises(module.Malformed, tag.datagram, data, peer, 70.0)
+            self.assertEqual([outcome for _, outcome, _ in tag.registry.heard.values()], ["bad packet"])
 
 
 # ======================================================================================================================
