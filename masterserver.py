@@ -5747,8 +5747,6 @@ class Web(TcpProtocol):
             return self.finish(exchange, route.answer(self, Request(query, body, exchange, address, now)))
         except HttpError as error:
             return self.refused(error, exchange)
-        except ValueError as error:
-            return self.refused(HttpError(400, "The query cannot be read: %s." % error), exchange)
 
     def too_many(self, address: str) -> HttpError:
         if self.rules.verdict(address) == BLOCKED:              # whose proxy is not

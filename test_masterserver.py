@@ -5976,6 +5976,12 @@ class WebTest(unittest.TestCase):
             self.web.tick(now)
             self.assertEqual([found["first_seen"] for found in json.loads(self.get("/servers.json", now=now)[2].decode())["servers"]], [epoch])
 
+    def test_a_fault_of_the_program_is_not_the_client_s(self) -> None:
+        """It is logged as one, and not told as a query that cannot be read."""
+        self.list(name="\ud800")                # as a protocol that forgets to clean its texts
+        for path in ("/servers.json", "/", "/master.json"):
+            self.assertRaises(UnicodeEncodeError, self.get, path)
+
     def test_a_clock_that_is_put_right_while_a_list_is_made(self) -> None:
         """In a worker, which goes on with the new time."""
         self.list(1)
