@@ -6973,7 +6973,7 @@ class Keeper:
         registry = self.registry
         try:
             self.write(self.begin(now, wall), self.saved_at, registry.left, False, wall - now, wall)
-        except (sqlite3.Error, MemoryError) as error:
+        except Exception as error:          # as written() takes it: connections and the file are closed whatever it is
             log.error("the list could not be kept at the end: %s", str(error) or type(error).__name__)
         self.storage.close()
 

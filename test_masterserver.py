@@ -7172,9 +7172,10 @@ class KeeperTest(unittest.TestCase):
         keeper.tick(6.0, T0 + 6)
         self.assertEqual(keeper.health, {})
         self.assertEqual(len(keeper.storage.load(T0 + 7)), 1)
-        with mock.patch.object(keeper.storage, "save", side_effect=MemoryError), self.assertLogs("masterserver", "ERROR") as logged:
-            keeper.close(8.0, T0 + 8)
-        self.assertIn("at the end: MemoryError", logged.output[0])
+        for error in (MemoryError, OverflowError):              # the latter is a fault of the program, which ends the others' end no more
+            with mock.patch.object(keeper.storage, "save", side_effect=error), self.assertLogs("masterserver", "ERROR") as logged:
+                keeper.close(8.0, T0 + 8)
+            self.assertIn("at the end: " + error.__name__, logged.output[0])
 
     def test_public_addresses_that_change_while_the_master_is_down(self) -> None:
         """Whoever is listed where the settings have him moves with them; who claims an address keeps it."""
