@@ -6240,8 +6240,9 @@ ROUTES = {
 # =====================================================================================================================
 # 10  The table of protocols
 #
-# In order to add a game: write its class in section 7, add a row here and its settings in section 3, put its packets into
-# the tests. The listener's port is the setting plus `offset`; where the setting is empty, the row is left out.
+# In order to add a game: write its class in section 7, add a row here, its settings in section 3 and its title in section 9
+# (without one no list finds it by `?game=`), put its packets into the tests; README.md shows how. The listener's port is
+# the setting plus `offset`; where the setting is empty, the row is left out.
 # =====================================================================================================================
 
 class Row(NamedTuple):

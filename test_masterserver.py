@@ -12236,6 +12236,15 @@ class ProjectTest(unittest.TestCase):
                 if isinstance(node, ast.Name) and node.id in defined and id(node) not in annotations and node.id not in local:
                     self.assertLessEqual(defined[node.id], self.section(node.lineno), "line %d uses %s" % (node.lineno, node.id))
 
+    def test_a_game_has_one_word_and_a_title(self) -> None:
+        """Its id, its section and its row's name are the same, so that `[games]` cannot have another by it; without a title no list finds it."""
+        for row in ms.PROTOCOLS:
+            game = getattr(row.make(make_core()), "game", None)
+            if game is not None:
+                self.assertEqual((row.name, row.setting.partition(".")[0]), (game, game))
+                self.assertIn(game, ms.GAME_TITLES)
+                self.assertRaises(ValueError, ms.read_own_game_id, game)
+
     def test_standard_library_only(self) -> None:
         imported = set()
         for node in ast.walk(self.tree):
