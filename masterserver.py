@@ -4595,7 +4595,8 @@ function keepView() {
 }
 
 function wanted(row) {                                  // a part of the name or of the address, as the master searches
-  const name = fold(view.name.trim()), address = row.querySelector('code').textContent;
+  // Nothing invisible is in a name, and keyboards write some behind emoji
+  const name = fold(view.name.replace(/\p{DI}/gu, '').trim()), address = row.querySelector('code').textContent;
   return players(row) >= (+view.players_min || 0) && !view.hide.includes(row.className)
     && [nameOf(row), name.includes(':') ? address : address.replace(/^\[|\]?:\d+$/g, '')].some(text => fold(text).includes(name));
 }
