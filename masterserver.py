@@ -8355,10 +8355,11 @@ class Announcement(Loop):
         try:
             check_is_file(self.players_from)
             with open(self.players_from, "rb") as file:
+                mark = file.read(2)
                 file.seek(max(0, os.fstat(file.fileno()).st_size - HTTP_BODY_BYTES))        # a script may add lines for years
                 raw = file.read(HTTP_BODY_BYTES)
-            coding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"        # Windows' echo 5 >FILE
-            lines = [line for line in raw.decode(coding, "replace").split("\n") if line.strip()]
+            coding = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(mark, "utf-8")        # Windows' echo 5 >FILE
+            lines = [line for line in raw.decode(coding, "replace").lstrip("\ufeff").split("\n") if line.strip()]
             if lines:                   # a file that is being written anew may be empty for a moment
                 self.update(**read_players(lines[-1]))
         except (OSError, ValueError) as error:

@@ -11212,10 +11212,11 @@ class Announcing(unittest.TestCase):
             announcement.read_file()
             self.assertEqual(announcement.updates, {"players": 7, "max_players": 16, "map": "Höhle"})
             for coding in ("utf-8-sig", "utf-16"):              # as programs under Windows write it, PowerShell's > among them
-                with open(path, "w", encoding=coding) as file:
-                    file.write("%d/16 Höhle\r\n" % len(coding))
-                announcement.read_file()
-                self.assertEqual(announcement.updates["players"], len(coding))
+                for before in 0, 4000:
+                    with open(path, "w", encoding=coding) as file:
+                        file.write("1/16\r\n" * before + "%d/16 Höhle\r\n" % (len(coding) + before))
+                    announcement.read_file()
+                    self.assertEqual(announcement.updates["players"], len(coding) + before)
             if hasattr(os, "mkfifo"):
                 os.remove(path)
                 os.mkfifo(path)
