@@ -8124,7 +8124,7 @@ class HttpAnnouncer(TcpAnnouncer):
 
     def __init__(self, server: Server, now: float = 0.0) -> None:
         super().__init__(server, now)
-        self.host = ""              # for the Host header; else the address
+        self.host = ""              # for the Host header, as the name servers know it; else the address
         self.listed = self.leaving = self.goodbye = False
         self.stale = False          # it has changed since it was announced
 
@@ -8150,7 +8150,8 @@ class HttpAnnouncer(TcpAnnouncer):
                           if getattr(server, name))
         body = to_json(fields)
         head = "POST /announce HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
-        return (head % (self.host or endpoint(*self.master[:2]), len(body))).encode("ascii", "replace") + body
+        host = self.host.encode("idna").decode() or self.master[0]
+        return (head % (endpoint(host, self.master[1]), len(body))).encode("ascii", "replace") + body
 
     def receive(self, data: bytes, now: float) -> bytes:
         self.buffer += data
@@ -8301,7 +8302,7 @@ class Announcement(Loop):
                 if not 0 < number <= 65535:
                     raise ValueError("port %d is wanted, and is none" % number)
             if isinstance(announcer, HttpAnnouncer):
-                announcer.host = endpoint(link.host, link.port)
+                announcer.host = link.host
             self.links.append(link)
         if not self.links:
             raise ValueError("a master is wanted")

@@ -10895,7 +10895,7 @@ class HttpAnnouncing(unittest.TestCase):
     def setUp(self) -> None:
         self.server = announced("mygame", 4000, name="Ünter", players=1, max_players=4)
         self.announcer = ms.HttpAnnouncer(self.server)
-        self.announcer.host = "master.example:27790"
+        self.announcer.host, self.announcer.master = "master.example", ("203.0.113.1", 27790)
 
     def answered(self, now: float, response: bytes) -> None:
         self.announcer.opened(now)
@@ -10913,6 +10913,9 @@ class HttpAnnouncing(unittest.TestCase):
             b"POST /announce HTTP/1.1", b"Host: master.example:27790", b"Content-Type: application/json",
             b"Content-Length: %d" % len(body), b"Connection: close"])
         self.assertEqual(json.loads(body.decode()), {"game": "mygame", "port": 4000, "name": "Ünter", "players": 1, "max_players": 4})
+        for host, named in ("müller.example", b"xn--mller-kva.example"), ("2001:db8::1", b"[2001:db8::1]"), ("", b"203.0.113.1"):
+            self.announcer.host = host              # as a proxy's virtual hosts are named
+            self.assertIn(b"\r\nHost: %s:27790\r\n" % named, self.announcer.opened(0.0))
 
     def test_again_after_half_its_time_and_soon_after_a_change(self) -> None:
         self.answered(0.0, self.json_answer("200 OK", listed=True, ttl=120))
