@@ -191,9 +191,15 @@ class SettingsError(Exception):
 read_text = str.strip
 
 
+def read_line(text: str) -> str:
+    if "\n" in text.strip():           # it would say nothing of the settings in it
+        raise ValueError("one line is wanted; what begins with a space goes on with the line above")
+    return text.strip()
+
+
 def read_path(text: str) -> str:
     os.fsencode(text)           # raises ValueError where the locale has no bytes for it
-    return text.strip()
+    return read_line(text)
 
 
 def read_flag(text: str) -> bool:
@@ -381,7 +387,7 @@ SETTINGS = (
     Setting("server", "log_file", "", read_path, "A file for the log, from the folder of this file on, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
-    Setting("http", "title", "Game servers", read_text, "The page's title.", live=True),
+    Setting("http", "title", "Game servers", read_line, "The page's title.", live=True),
     Setting("http", "intro", "", read_text, "A sentence or two at the top of the page.", live=True),
     Setting("http", "template", "", read_path, "A file with your own list page; its placeholders stand at LIST_PAGE in the program.", live=True),
     Setting("http", "stylesheet", "", read_path, "A file with your own style.css.", live=True),
@@ -409,7 +415,7 @@ SETTINGS = (
             "Seconds of silence before the greeting that text clients wait for."),
     Setting("aio", "news", "", read_text, "What players read under News.", live=True),
     Setting("aio", "news_file", "", read_path, "A text file with the news instead; read again when it changes.", live=True),
-    Setting("games", "", "", read_text, "Games of your own, announced by HTTP: id = Title.", live=True,
+    Setting("games", "", "", read_line, "Games of your own, announced by HTTP: id = Title.", live=True,
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
             "Seconds between two questions to a game server that answers questions (Hyperbol, SubSpace, AIO).", live=True),
@@ -422,9 +428,9 @@ SETTINGS = (
     Setting("address_map", "", "", read_unicast,
             "Public addresses of game servers behind the same router as this master.", live=True,
             read_key=read_address, example="192.168.1.5 = 203.0.113.7"),
-    Setting("bans", "", "", read_text, "Networks that may not announce, with the reason they are told.", live=True,
+    Setting("bans", "", "", read_line, "Networks that may not announce, with the reason they are told.", live=True,
             read_key=read_network, example="198.51.100.0/24 = fake players"),
-    Setting("blocked", "", "", read_text, "Networks that get no answer at all, with a reason for the operator.", live=True,
+    Setting("blocked", "", "", read_line, "Networks that get no answer at all, with a reason for the operator.", live=True,
             read_key=read_network, example="192.0.2.66 = floods"),
     Setting("limits", "exempt", "127.0.0.0/8, ::1", read_list(read_network), "Networks without limits by source.", live=True),
     Setting("limits", "datagrams", "100/400", read_rate,

@@ -245,6 +245,9 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[limits]\ndatagrams = 0/10\n", "a number")
         self.wrong("port = 1\n", "no section headers")
         self.wrong("[iceball]\nport = 1\nport = 2\n", "[iceball] port stands twice")
+        for ini in ("[bans]\n192.0.2.1 = spam\n  192.0.2.2 = floods\n", "[games]\na = A\n\tb = B\n",
+                    "[http]\ntitle = T\n\n  [limits]\n  servers = 5\n", "[server]\nlog_file = a\n  log_level = debug\n"):
+            self.wrong(ini, "one line is wanted")               # what follows would be a part of it, and hold nowhere
         self.wrong("[iceball]\nport = 1\n[aio]\nport = 1\n[http]\n[aio]\nport = 2\n", "[aio] port stands twice")
 
     def test_lines_added_at_the_end(self) -> None:
