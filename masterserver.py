@@ -585,7 +585,7 @@ def c_string(data: bytes) -> bytes:
 # Colours and the like, by one byte or two; texts for the terminal, up to their end; what else follows an escape (ECMA-48)
 ANSI = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\\\|\x9c)"
                   "|\x1b[ -/]*[0-~]?")
-BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
+BREAKS = re.compile("[\t-\r\x85\u2028\u2029\u2800]+")         # the last is a pattern of Braille without a dot, a space that is no space
 # Control, soft hyphen, bidirectional, zero-width, interlinear, tag characters, lone surrogates, non-characters
 INVISIBLE = re.compile("[\0-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
                        "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
