@@ -5538,8 +5538,9 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
         return {name: value for name, value in fields.items() if value is not None}
     if type in ("application/x-www-form-urlencoded", ""):
         try:
-            form = body.decode("utf-8", "replace")
-            return dict(urllib.parse.parse_qsl(form, keep_blank_values=True, max_num_fields=50))
+            # As bytes in a text: curl under Windows sends what the console has, which is not always UTF-8
+            form = urllib.parse.parse_qsl(body.decode("latin-1"), keep_blank_values=True, encoding="latin-1", max_num_fields=50)
+            return {name: decode_legacy(value.encode("latin-1"), TEXT_CHARACTERS) for name, value in form}
         except ValueError as error:
             raise Refused("bad packet", "the form cannot be read: %s" % error) from None
     raise HttpError(415, "application/x-www-form-urlencoded or application/json is wanted, not %s." % ascii(type[:100]))

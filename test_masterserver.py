@@ -6871,6 +6871,13 @@ class AnnounceTest(unittest.TestCase):
         self.post({"game": "mygame", "port": 4000}, address="2001:db8::1", now=220.0)
         self.assertEqual(self.registry.servers("mygame")[0].name, "[2001:db8::1]:4000")
 
+    def test_a_form_from_windows(self) -> None:
+        """Its curl sends a name as the console has it."""
+        for sent, name in ((b"K\xf6ln \x80", "Köln €"), (b"K%F6ln", "Köln"), ("Köln €".encode(), "Köln €"), (b"K%C3%B6ln", "Köln"),
+                           (b"\x81", "\ufffd")):
+            self.post(b"game=mygame&port=4000&name=" + sent)
+            self.assertEqual(self.registry.servers("mygame")[0].name, name)
+
     def test_hyperbol_waits_for_its_answer(self) -> None:
         status, answer = self.post({"game": "hyperbol", "port": 27888, "name": "claimed", "flavor": 5})
         self.assertEqual((status, answer), (200, {"listed": False, "ttl": 120,
