@@ -1672,9 +1672,11 @@ class Storage:
             # ahead costs no month, and what was left when the clock leapt goes all the same.
             db.execute("DELETE FROM block WHERE step = ? AND start < ? AND start <= (SELECT min(start) FROM block WHERE step = ?) + ?",
                        (step, wall - kept - covers - HOUR, step, covers))
-        # Whose last block is gone too. The totals stay, one row a game.
+        # Whose last block is gone too; the time alone may be a clock's that stood at 1970 after a power cut. The totals stay, one row a game.
+        weeks = ",".join(map(str, range(int(wall) // WEEK * WEEK, int(wall) - YEAR - 2 * WEEK, -WEEK)))
         db.execute("DELETE FROM server WHERE last_seen < (SELECT min(start) FROM block WHERE step = ?) AND address != ''"
-                   " AND id NOT IN (SELECT server FROM listed)", (HOUR,))
+                   " AND id NOT IN (SELECT server FROM listed)"
+                   " AND NOT EXISTS (SELECT 1 FROM block WHERE step = ? AND start IN (" + weeks + ") AND server = id)", (HOUR, HOUR))
 
     # -- the file
 

@@ -1087,6 +1087,26 @@ class HistoryOnDisk(StorageCase):
         self.assertGreaterEqual(here("year"), before[1] - 2 * 7 * 24)
         self.assertIsNotNone(keeper.known(*listed(2)[:3]))
 
+    def test_who_leaves_while_the_clock_stands_at_1970_keeps_his_history(self):
+        """On a machine without a battery for its clock, after a power cut and until the network is back."""
+        keeper = self.storage()
+        keeper.save([self.A + (T0 + 100, T0, T0, "{}")], [], [])
+        for minute in range(0, 60, 5):
+            keeper.sample(T0 + minute * ms.MINUTE, [self.A + (5,), ("iceball", "", 0, 5)])
+        keeper.close()
+        keeper = self.storage(40.0)
+        keeper.save([self.A + (140.0, 40.0, 40.0, "{}")], [], [])
+        keeper.sample(60.0, [self.A + (5,), ("iceball", "", 0, 5)])
+        keeper.save([], [], [self.A])
+        for minute in range(130):
+            keeper.sample(T0 + ms.DAY + minute * ms.MINUTE, [("iceball", "", 0, 0)])
+        self.assertEqual(keeper.known(*self.A)[0], T0)
+        self.assertEqual(len(self.day(keeper, T0 + ms.DAY + 2 * ms.HOUR, "week")[0]), 3)         # of the last the minutes alone
+        keeper.sample(T0 + ms.DAY + ms.YEAR + 2 * ms.WEEK, [("iceball", "", 0, 0)])
+        for minute in range(130):
+            keeper.sample(T0 + ms.DAY + ms.YEAR + 2 * ms.WEEK + minute * ms.MINUTE, [("iceball", "", 0, 0)])
+        self.assertIsNone(keeper.known(*self.A))
+
     def test_a_machine_that_sleeps_every_few_hours_keeps_no_more_than_others(self):
         keeper = self.storage()
         for hour in range(400):
