@@ -6732,7 +6732,10 @@ class Acceptor:
             if error.errno in DESCRIPTORS_SHORT:
                 self.pause(now, error)
                 return False
-            return True             # the peer has gone already
+            return True             # the peer has gone already …
+        if not peer:                # … as macOS tells it
+            sock.close()
+            return True
         if self.loop.health.pop("descriptors", None):
             log.info("%s: connections are accepted again", self.name)
         try:

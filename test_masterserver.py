@@ -9403,6 +9403,15 @@ class GameServer:
 
 @unittest.skipUnless(sys.platform == "linux", "limits and processor time as Linux has them")
 class DescriptorsTest(unittest.TestCase):
+    def test_who_has_gone_before_he_is_accepted(self) -> None:
+        """macOS gives a socket without an address, which Python calls None."""
+        with master(http__ports="0") as server:
+            acceptor = server.acceptors[0]
+            ours, theirs = socket.socketpair()
+            with ours, theirs, mock.patch.object(acceptor, "accept", return_value=(ours, None)):
+                self.assertTrue(acceptor.take(0.0), "there may be others behind him")
+                self.assertEqual(ours.fileno(), -1)
+
     def test_a_sandbox_that_tells_and_raises_nothing(self) -> None:
         import resource
         for error in OSError(errno.EPERM, "not permitted"), ValueError("current limit exceeds maximum limit"):
