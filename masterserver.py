@@ -7815,9 +7815,10 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
         elif transport == "tcp":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if transport == "udp":
-            for option in (SO_RCVBUFFORCE, socket.SO_RCVBUF) if sys.platform == "linux" else (socket.SO_RCVBUF,):
-                with contextlib.suppress(OSError):          # not privileged, or more than the system allows
-                    sock.setsockopt(socket.SOL_SOCKET, option, UDP_BUFFER_BYTES)
+            options = (SO_RCVBUFFORCE, socket.SO_RCVBUF) if sys.platform == "linux" else (socket.SO_RCVBUF,)
+            for halved, option in itertools.product(range(6), options):
+                with contextlib.suppress(OSError):          # not privileged, or more than the system allows: the BSDs grant none of it then
+                    sock.setsockopt(socket.SOL_SOCKET, option, UDP_BUFFER_BYTES >> halved)
                     break
         sock.bind((address, port))
         if transport == "tcp":              # what connections inherit: writes go out at once, and the kernel finds peers that have vanished

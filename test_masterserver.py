@@ -7878,6 +7878,21 @@ class DatagramsTest(unittest.TestCase):
             with self.subTest(way=vector):
                 yield self.make(None if vector == "portable" else vector)
 
+    def test_a_system_that_refuses_a_buffer_larger_than_it_allows(self) -> None:
+        """The BSDs do; others grant as much as they allow."""
+        granted = []
+
+        class Strict(socket.socket):
+            def setsockopt(self, level: int, option: int, value: int) -> None:  # type: ignore[override]
+                if option in (ms.SO_RCVBUFFORCE, socket.SO_RCVBUF):
+                    if value > 1_860_000:
+                        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+                    granted.append(value)
+                super().setsockopt(level, option, value)
+        with mock.patch.object(socket, "socket", Strict):
+            ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0).close()
+        self.assertEqual(granted[0], 1 << 20)
+
     @unittest.skipUnless(sys.platform == "linux" and sys.maxsize > 1 << 32 and sys.implementation.name == "cpython", "64-bit Linux has it")
     def test_there_is_a_vector(self) -> None:
         self.assertIsNotNone(ms.MessageVector.make())
