@@ -105,6 +105,7 @@ log = logging.getLogger("masterserver")
 # =====================================================================================================================
 
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
+HELD_UP_S = 5.0                     # a tick so late: the program was stopped (Ctrl+Z, docker pause, a debugger), as no work takes so long
 CLOCK_STEP_S = 1.0                  # a wall clock that has moved by more was put right; one that is slewed moves by half a millisecond a second
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
@@ -7500,8 +7501,9 @@ class MasterServer(Loop):
             if connection.sock.fileno() >= 0:
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
-            self.next_tick = now + TICK_S
-            self.tick(now)
+            held_up, self.next_tick = now - self.next_tick >= HELD_UP_S, now + TICK_S
+            if not held_up:         # else what has come meanwhile is read first, so that nobody who has announced is taken for silent
+                self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - began)
 
     def leave(self) -> None:

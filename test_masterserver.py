@@ -7997,6 +7997,27 @@ class LoopTest(unittest.TestCase):
         self.assertIn("the page is at http://localhost:", server.log)
         self.assertRegex(server.log, r"stopped; iceball: received 2, sent 1")
 
+    def test_who_announced_while_the_program_was_stopped_is_not_silent(self) -> None:
+        """Ctrl+Z and fg, or docker pause, of minutes: more announcements wait than are read at once."""
+        server, events = master(iceball__port="0"), []
+        self.addCleanup(server.stop)
+        server.bind()
+        server.registry.watch(lambda event, server: events.append(event), events=("gone",))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            game.settimeout(5)
+            game.connect(("127.0.0.1", port_of(server, "iceball")))
+            for port in (1, 2, 3):
+                game.send(announcement(port))
+                server.round(time.monotonic() + 1)
+                game.send(b"HSHK" + game.recv(4096)[4:])
+                server.round(time.monotonic() + 1)
+            for port in [1] * ms.DRAIN_DATAGRAMS + [2, 3]:
+                game.send(announcement(port))
+            for seconds in (600.0, 600.0, 601.5):
+                with mock.patch.object(ms, "time", mock.Mock(wraps=time, monotonic=lambda: time.monotonic() + seconds)):
+                    server.round(0.0)
+        self.assertEqual((server.registry.total, events), (3, []))
+
     @unittest.skipUnless(hasattr(socket, "TCP_USER_TIMEOUT"), "the system has no such option")
     def test_a_peer_that_has_vanished_is_found_though_data_is_on_its_way(self) -> None:
         """While some is, the kernel sends no probes: it would send that again for a quarter of an hour."""
