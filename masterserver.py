@@ -5465,8 +5465,10 @@ class HttpSession(Session):
         self.job, then, exchange = None, self.then, self.waiting
         del self.then, self.waiting         # the former may hold the list that it makes an answer of, and the connection may be kept for days
         try:
+            if isinstance(result, (OSError, sqlite3.Error, RuntimeError, MemoryError)):         # of the disk, or as too many wait
+                raise HttpError(503, "The answer cannot be made just now: %s." % (str(result) or type(result).__name__))
             if isinstance(result, Exception):
-                raise HttpError(503, "The answer cannot be made just now: %s." % result)
+                raise result            # a fault of the program
             answer = self.web.finish(exchange, then(result))
         except HttpError as error:
             answer = self.web.refused(error, exchange)

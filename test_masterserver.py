@@ -6007,6 +6007,12 @@ class WebTest(unittest.TestCase):
         self.list(name="\ud800")                # as a protocol that forgets to clean its texts
         for path in ("/servers.json", "/", "/master.json"):
             self.assertRaises(UnicodeEncodeError, self.get, path)
+        history = mock.Mock(side_effect=[sqlite3.OperationalError("disk I/O error"), MemoryError(), KeyError("x")])
+        self.web = ms.Web(self.core._replace(storage=mock.Mock(history=history)))
+        for words in b"disk I/O error", b"MemoryError":         # no faults
+            status, _, body = self.get("/history.json?game=iceball")
+            self.assertEqual((status, words in body), (503, True))
+        self.assertRaises(KeyError, self.get, "/history.json?game=iceball")
 
     def test_a_clock_that_is_put_right_while_a_list_is_made(self) -> None:
         """In a worker, which goes on with the new time."""
