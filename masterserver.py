@@ -612,10 +612,12 @@ def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
 
 
 def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
-    """UTF-8 if valid, else Windows-1252 (whose five unassigned bytes become U+FFFD), cleaned."""
+    """UTF-8 if valid, whole or cut off within a character, else Windows-1252 (whose five unassigned bytes become U+FFFD), cleaned."""
     try:
         return clean(raw.decode("utf-8"), characters)
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data" and not raw[:error.start].isascii():         # Windows-1252 would be wrong before it, too
+            return decode_legacy(raw[:error.start], characters)
         return clean(raw.decode("cp1252", "replace"), characters)
 
 

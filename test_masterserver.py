@@ -338,6 +338,9 @@ class TextTest(unittest.TestCase):
         self.assertEqual(ms.decode_legacy(b"caf\xe9 \x80"), "caf\u00e9 \u20ac")
         self.assertEqual(ms.decode_legacy("café".encode()), "café")
         self.assertEqual(ms.decode_legacy(b"a\x81b"), "a\ufffdb")
+        for cut in range(1, 4):             # to a field's bytes: what stands before is no other encoding's for that
+            self.assertEqual(ms.decode_legacy("größ😀".encode()[:-cut]), "größ")
+        self.assertEqual([ms.decode_legacy(text.encode("cp1252")) for text in ("José", "été", "Köln »")], ["José", "été", "Köln »"])
         self.assertEqual(ms.c_string(b"ab\0cd"), b"ab")
 
 
