@@ -7265,6 +7265,7 @@ class MasterServer(Loop):
         self.ini_stamp = self.stamp()
         self.ini_trouble = ""               # why it was not taken over
         self.ini_looked_at = self.next_tick = 0.0
+        self.held_up = False                # when the last tick was due
         self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
@@ -7505,8 +7506,9 @@ class MasterServer(Loop):
             if connection.sock.fileno() >= 0:
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
-            held_up, self.next_tick = now - self.next_tick >= HELD_UP_S, now + TICK_S
-            if not held_up:         # else what has come meanwhile is read first, so that nobody who has announced is taken for silent
+            # Once: one who is stopped time and again ticks as well
+            self.held_up, self.next_tick = now - self.next_tick >= HELD_UP_S and not self.held_up, now + TICK_S
+            if not self.held_up:    # else what has come meanwhile is read first, so that nobody who has announced is taken for silent
                 self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - began)
 
