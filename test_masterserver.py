@@ -9279,6 +9279,7 @@ class SlowPeersTest(unittest.TestCase):
         while connection.sock.fileno() >= 0:
             writable(0.0)
             got += len(peer.recv(1 << 20))
+        got += sum(map(len, iter(lambda: peer.recv(1 << 20), b"")))         # where sockets hold more, as under Windows
         self.assertEqual(got, 4_000_000)
 
     def test_what_cannot_be_watched_any_more_can_be_closed(self) -> None:
