@@ -574,6 +574,11 @@ Key = Tuple[str, str, int]          # a server's identity: game, address, port
 CHANCE = random.SystemRandom()      # not the module's own numbers: a program around this one may seed those, and count on their order
 
 
+def error_text(error: BaseException) -> str:
+    """What it says, or where that is nothing, as of a MemoryError, what it is."""
+    return str(error) or type(error).__name__
+
+
 class Malformed(Exception):
     """Bytes that are not what the protocol's document says; the text names the field. The only exception of a decoder."""
 
@@ -1676,6 +1681,7 @@ class Storage:
             db.execute("DELETE FROM block WHERE step = ? AND start < ? AND start <= (SELECT min(start) FROM block WHERE step = ?) + ?",
                        (step, wall - kept - covers - HOUR, step, covers))
         # Whose last block is gone too; the time alone may be a clock's that stood at 1970 after a power cut. The totals stay, one row a game.
+        # Those are looked up by where they may begin: the key is of step, start and server, and without it the whole year would be read.
         weeks = ",".join(map(str, range(int(wall) // WEEK * WEEK, int(wall) - YEAR - 2 * WEEK, -WEEK)))
         db.execute("DELETE FROM server WHERE last_seen < (SELECT min(start) FROM block WHERE step = ?) AND address != ''"
                    " AND id NOT IN (SELECT server FROM listed)"
@@ -5468,7 +5474,7 @@ class HttpSession(Session):
         del self.then, self.waiting         # the former may hold the list that it makes an answer of, and the connection may be kept for days
         try:
             if isinstance(result, (OSError, sqlite3.Error, RuntimeError, MemoryError)):         # of the disk, or as too many wait
-                raise HttpError(503, "The answer cannot be made just now: %s." % (str(result) or type(result).__name__))
+                raise HttpError(503, "The answer cannot be made just now: %s." % error_text(result))
             if isinstance(result, Exception):
                 raise result            # a fault of the program
             answer = self.web.finish(exchange, then(result))
@@ -6964,7 +6970,7 @@ class Keeper:
         self.busy = False
         self.list_again(now, now + self.epoch, left)
         failed = isinstance(result, Exception)
-        trouble = str(result) or type(result).__name__ if failed else self.storage.trouble       # which an empty batch does not end
+        trouble = error_text(result) if failed else self.storage.trouble       # which an empty batch does not end
         self.whole = bool(trouble) or self.storage.renewed != self.renewed
         self.renewed = self.storage.renewed
         if failed:
@@ -6993,7 +6999,7 @@ class Keeper:
         try:
             self.write(self.begin(now, wall), self.saved_at, registry.left, False, wall - now, wall)
         except Exception as error:          # as written() takes it: connections and the file are closed whatever it is
-            log.error("the list could not be kept at the end: %s", str(error) or type(error).__name__)
+            log.error("the list could not be kept at the end: %s", error_text(error))
         self.storage.close()
 
 
@@ -7824,7 +7830,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if transport == "udp":
             options = (SO_RCVBUFFORCE, socket.SO_RCVBUF) if sys.platform == "linux" else (socket.SO_RCVBUF,)
-            for halved, option in itertools.product(range(6), options):
+            for halved, option in itertools.product(range(6), options):         # 8 MB down to 256 kB
                 with contextlib.suppress(OSError):          # not privileged, or more than the system allows: the BSDs grant none of it then
                     sock.setsockopt(socket.SOL_SOCKET, option, UDP_BUFFER_BYTES >> halved)
                     break
@@ -8172,7 +8178,7 @@ class HttpAnnouncer(TcpAnnouncer):
         body = to_json(fields)
         head = "POST /announce HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
         host = self.host.encode("idna").decode() or self.master[0]
-        return (head % (endpoint(host, self.master[1]), len(body))).encode("ascii", "replace") + body
+        return (head % (endpoint(host, self.master[1]), len(body))).encode("ascii") + body
 
     def receive(self, data: bytes, now: float) -> bytes:
         self.buffer += data
@@ -8199,7 +8205,7 @@ class HttpAnnouncer(TcpAnnouncer):
             response.begin()
             body = response.read(HTTP_BODY_BYTES)
         except (http.client.HTTPException, ValueError) as error:
-            self.failed("the answer cannot be read: %s" % ascii(str(error) or type(error).__name__)[:TEXT_CHARACTERS], now)
+            self.failed("the answer cannot be read: %s" % ascii(error_text(error))[:TEXT_CHARACTERS], now)
             return
         self.answered(response.status, body, now)
 
@@ -8363,10 +8369,12 @@ class Announcement(Loop):
     def apply(self, fields: Mapping[str, Any]) -> bool:
         """True: something is another than before."""
         self.check(fields)
-        before = copy.copy(self.server)
+        changed = False
         for name, value in fields.items():
-            setattr(self.server, name, clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
-        return any(getattr(self.server, name) != getattr(before, name) for name in fields)
+            value = clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value
+            changed |= value != getattr(self.server, name)
+            setattr(self.server, name, value)
+        return changed
 
     def read_file(self) -> None:
         """Take the last line over when the file has changed, or say once what is wrong with it."""

@@ -12090,7 +12090,6 @@ class ChildProcess(unittest.TestCase):
         self.assertIn(b"http://203.0.113.5:%d/" % ports["http"], err)
         self.assertIn(b"standard input has ended", err)
 
-
     def test_in_an_archive_or_an_executable_the_ini_is_beside_that(self) -> None:
         """Inside there is none, and nothing can be kept, or it is gone with the folder into which it was unpacked for one run."""
         with tempfile.TemporaryDirectory() as folder:
@@ -13773,7 +13772,7 @@ class InTwo(unittest.TestSuite):
             flags = ["-W" + option for option in sys.warnoptions or ["default"]] + ["-X", "dev"] * sys.flags.dev_mode
             with subprocess.Popen([sys.executable, *flags, os.path.abspath(__file__), "--share", folder]) as other:
                 share(folder, 1, result)
-            for case in test_cases():
+            for case in all_cases():
                 tests_of(case, True)(result)
             told = {"errors": [("the second process", "It ended with status %d, and told nothing." % other.returncode)]}
             with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "told"), encoding="utf-8") as file:
@@ -13784,7 +13783,7 @@ class InTwo(unittest.TestSuite):
         return result
 
 
-def test_cases() -> List[type]:
+def all_cases() -> List[type]:
     return [case for case in list(globals().values()) if isinstance(case, type) and issubclass(case, unittest.TestCase)]
 
 
@@ -13795,7 +13794,7 @@ def tests_of(case: type, alone: bool) -> unittest.TestSuite:
 
 def share(folder: str, step: int, result: unittest.TestResult) -> None:
     """Run each class, in this order (1) or the other (-1), of which no process has left a file in the folder yet."""
-    for case in test_cases()[::step]:
+    for case in all_cases()[::step]:
         try:
             open(os.path.join(folder, case.__name__), "x").close()
         except FileExistsError:
