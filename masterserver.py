@@ -194,7 +194,7 @@ read_text = str.strip
 
 def read_line(text: str) -> str:
     if "\n" in text.strip():           # it would say nothing of the settings in it
-        raise ValueError("one line is wanted; what begins with a space goes on with the line above")
+        raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
 
@@ -206,7 +206,7 @@ def read_path(text: str) -> str:
 def read_flag(text: str) -> bool:
     value = configparser.ConfigParser.BOOLEAN_STATES.get(text.strip().lower())
     if value is None:
-        raise ValueError("yes or no is wanted")
+        raise ValueError("expected yes or no")
     return value
 
 
@@ -215,9 +215,9 @@ def read_number(low: float, high: float, kind: Callable[[str], Any] = int) -> Ca
         try:
             value = kind(text.strip())
         except ValueError:
-            raise ValueError("a number is wanted") from None
+            raise ValueError("expected a number") from None
         if not low <= value <= high:
-            raise ValueError("a number from %.12g to %.12g is wanted" % (low, high))
+            raise ValueError("expected a number from %.12g to %.12g" % (low, high))
         return value
     return read
 
@@ -296,7 +296,7 @@ def read_endpoint(text: str) -> Tuple[str, int]:
 def read_zone(text: str) -> Tuple[str, int]:
     host, port = read_endpoint(text)
     if port == 65535:
-        raise ValueError("port 65535 has no port after it, where zones are pinged")
+        raise ValueError("zones are pinged on the next port, and 65535 is the last")
     return host, port
 
 
@@ -323,14 +323,14 @@ def read_pattern(text: str) -> Pattern:
 def read_choice(*choices: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.strip().lower() not in choices:
-            raise ValueError("one of %s is wanted" % ", ".join(choices))
+            raise ValueError("expected one of %s" % ", ".join(choices))
         return text.strip().lower()
     return read
 
 
 def read_game_id(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
-        raise ValueError("a game's id has 1 to 32 of a-z, 0-9, - and _")
+        raise ValueError("a game's id is 1 to 32 characters: a-z, 0-9, - and _")
     return text
 
 
@@ -350,7 +350,7 @@ def read_iceball_version(text: str) -> int:
     """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits, written w.x[.y][letter][-z]."""
     match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?", text)
     if not match:
-        raise ValueError("a version such as 0.2.1-37 is wanted")
+        raise ValueError("expected a version such as 0.2.1-37")
     w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
     a = ord(match.group(4)) - 96 if match.group(4) else 0
     if w > 31 or x > 31 or y > 127 or z > 1023:
@@ -374,74 +374,75 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("server", "bind", "0.0.0.0, ::", read_list(read_address, least="an address is wanted; 0.0.0.0 and :: stand for all"),
-            "Addresses to listen on. Games whose lists carry 4-byte addresses use the IPv4 ones."),
+    Setting("server", "bind", "0.0.0.0, ::", read_list(read_address, least="expected an address; 0.0.0.0 and :: stand for all"),
+            "Addresses to listen on. Games whose lists carry IPv4 alone use only the IPv4 ones."),
     Setting("server", "public_address", "", read_public,
             "The address that players use for game servers on this machine (127.0.0.1 means nothing to them).", live=True),
     Setting("server", "database", "masterserver.db", read_path,
-            "What outlives a restart: the list and the history of player counts (SQLite). A path, from the folder of this file on; "
+            "What survives a restart: the list and the history of player counts (SQLite). A path relative to the ini's folder; "
             "empty: nothing is kept."),
     Setting("server", "refuse_names", "", read_list(read_pattern, "\n"),
-            "Names that are not listed: regular expressions, one a line, found anywhere, upper or lower case.", live=True),
+            "Names that are not listed: regular expressions, one per line, matched anywhere in the name, upper or lower case.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
-            "How much is logged; debug tells of every bad packet.", live=True),
-    Setting("server", "log_file", "", read_path, "A file for the log, from the folder of this file on, rotated at 10 MB; empty: standard error."),
+            "How much is logged; debug reports every bad packet.", live=True),
+    Setting("server", "log_file", "", read_path, "A file for the log, relative to the ini's folder, rotated at 10 MB; empty: standard error."),
     Setting("http", "ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both."),
     Setting("http", "title", "Game servers", read_line, "The page's title.", live=True),
     Setting("http", "intro", "", read_text, "A sentence or two at the top of the page.", live=True),
-    Setting("http", "template", "", read_path, "A file with your own list page; its placeholders stand at LIST_PAGE in the program.", live=True),
+    Setting("http", "template", "", read_path,
+            "A file with your own list page; its placeholders are explained at LIST_PAGE in the program.", live=True),
     Setting("http", "stylesheet", "", read_path, "A file with your own style.css.", live=True),
     Setting("http", "trusted_proxies", "", read_list(read_network),
             "Networks of reverse proxies whose X-Forwarded-For header is believed.", live=True),
     Setting("iceball", "port", "27790", read_port, "UDP port for announcements."),
     Setting("iceball", "version", "0.2.1-37", read_iceball_version,
-            "The current version of the game: players with an older one are told of an update.", live=True),
+            "The current version of the game; players with an older one are told of the update.", live=True),
     Setting("iceball", "accept_versions", "", read_list(read_iceball_version),
             "Versions that may be listed, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all.", live=True),
     Setting("iceball", "timeout", "120", read_number(1, 86400, float),
-            "Seconds after which a silent server goes from the list (the document's 120)."),
+            "Seconds of silence after which a server is removed (the document says 120)."),
     Setting("hyperbol", "port", "20203", read_port, "TCP port of the list."),
     Setting("hyperbol", "servers", "", read_list(read_known_hyperbol, "\n"),
-            "Known game servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official, by kind of game).", live=True),
+            "Known game servers, one per line: ADDRESS:PORT FLAVOR (0: unofficial; others: official, by kind of game).", live=True),
     Setting("subspace", "port", "4990", functools.partial(read_port, last=65534),
-            "UDP port of the zone list; announcements and pings come to the port after it."),
+            "UDP port of the zone list; announcements and pings use the next port."),
     Setting("subspace", "zones", "", read_list(read_zone, "\n"),
-            "Known zones, one ADDRESS:PORT a line; they are pinged without announcing themselves.", live=True),
+            "Known zones, one ADDRESS:PORT per line; they are pinged even if they do not announce themselves.", live=True),
     Setting("aio", "port", "27011", read_port, "TCP port for servers and clients of every generation."),
     Setting("aio", "dialects", "text, binary, framed", read_list(
-        read_choice("text", "binary", "framed"), least="a dialect is wanted; an empty port switches the listener off"),
-            "The dialects that are spoken on the port."),
+        read_choice("text", "binary", "framed"), least="expected a dialect; an empty port switches the listener off"),
+            "The dialects spoken on the port."),
     Setting("aio", "text_greeting_after", "1.2", read_number(0, 4, float),
             "Seconds of silence before the greeting that text clients wait for."),
     Setting("aio", "news", "", read_text, "What players read under News.", live=True),
-    Setting("aio", "news_file", "", read_path, "A text file with the news instead; read again when it changes.", live=True),
+    Setting("aio", "news_file", "", read_path, "A text file to read the news from instead; read again when it changes.", live=True),
     Setting("games", "", "", read_line, "Games of your own, announced by HTTP: id = Title.", live=True,
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
-            "Seconds between two questions to a game server that answers questions (Hyperbol, SubSpace, AIO).", live=True),
+            "Seconds between two queries to one game server (Hyperbol, SubSpace, AIO).", live=True),
     Setting("poll", "rate", "500", read_number(4, 100000),          # with fewer, new servers that are silent keep all others from being asked
-            "Questions a second at the most, to all servers together, without the pings that a flood of announcements is answered with.", live=True),
+            "Queries per second at most, to all servers together, not counting the pings that answer a flood of announcements.", live=True),
     Setting("official", "", "", read_flag, "Servers marked as official.", live=True,
             read_key=read_numeric_endpoint, example="203.0.113.7:20737 = yes"),
-    Setting("priority", "", "", read_number(-1000, 1000), "Servers that stand first (or, below 0, last) in every list.", live=True,
+    Setting("priority", "", "", read_number(-1000, 1000), "Servers to put first (or, below 0, last) in every list.", live=True,
             read_key=read_numeric_endpoint, example="203.0.113.7:20737 = 10"),
     Setting("address_map", "", "", read_unicast,
             "Public addresses of game servers behind the same router as this master.", live=True,
             read_key=read_address, example="192.168.1.5 = 203.0.113.7"),
     Setting("bans", "", "", read_line, "Networks that may not announce, with the reason they are told.", live=True,
             read_key=read_network, example="198.51.100.0/24 = fake players"),
-    Setting("blocked", "", "", read_line, "Networks that get no answer at all, with a reason for the operator.", live=True,
+    Setting("blocked", "", "", read_line, "Networks that get no answer at all, with a note for the operator.", live=True,
             read_key=read_network, example="192.0.2.66 = floods"),
-    Setting("limits", "exempt", "127.0.0.0/8, ::1", read_list(read_network), "Networks without limits by source.", live=True),
+    Setting("limits", "exempt", "127.0.0.0/8, ::1", read_list(read_network), "Networks to which no limit per source applies.", live=True),
     Setting("limits", "datagrams", "100/400", read_rate,
-            "Datagrams from one source (an IPv4 address, an IPv6 /64): a second / at once. 32 busy servers send 32 at once.", live=True),
+            "Datagrams from one source (an IPv4 address, an IPv6 /64): per second / at once. 32 busy servers send 32 at once.", live=True),
     Setting("limits", "requests", "10/50", read_rate,
-            "Pings, list and page requests from one source, by UDP and by TCP so many each: a second / at once.", live=True),
-    Setting("limits", "connections", "20/100", read_rate, "New connections from one source: a second / at once.", live=True),
+            "Pings, list and page requests from one source, counted apart for UDP and TCP: per second / at once.", live=True),
+    Setting("limits", "connections", "20/100", read_rate, "New connections from one source: per second / at once.", live=True),
     Setting("limits", "connections_open", "64", read_number(1, 100000), "Open connections of one source.", live=True),
     Setting("limits", "connections_total", "2000", read_number(8, 100000),
-            "Open connections in all; above it the one idle for longest makes room.", live=True),
+            "Open connections in all; above that the one idle for longest is closed.", live=True),
     Setting("limits", "servers_per_source", "32", read_number(1, 1000000), "Listed servers of one source.", live=True),
     Setting("limits", "servers", "50000", read_number(1, 10000000), "Listed servers in all.", live=True),
 )
@@ -460,7 +461,7 @@ class Section(Dict[str, Any]):
         if isinstance(value, Section):                  # this is the whole ini
             value.name = key
         elif type(value) is list and key in self:       # as configparser reads it; it joins the lines later
-            raise configparser.Error("[%s] %s stands twice" % (self.name, key))
+            raise configparser.Error("[%s] %s appears twice" % (self.name, key))
         super().__setitem__(key, value)
 
 
@@ -478,7 +479,7 @@ class Settings:
         for name, text in (values or {}).items():
             section, _, key = name.partition(".")
             if text is None:
-                raise SettingsError("setting: [%s] %s: a text is wanted; \"\" switches off" % (section, key))
+                raise SettingsError("setting: [%s] %s: expected a text; \"\" switches off" % (section, key))
             self.put(section, key, str(text), "setting")
 
     def __getitem__(self, name: str) -> Any:
@@ -494,7 +495,7 @@ class Settings:
         self.given.add(row.name)
         try:
             if re.search("[\0\ud800-\udfff]", key + text):     # no file has such a name, and no answer can carry it
-                raise ValueError("there is a character in it that no text has")
+                raise ValueError("it contains a NUL or a lone surrogate")
             if row.key:
                 self.values[row.name] = row.read(text)
             else:
@@ -518,7 +519,7 @@ class Settings:
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text (%s); save it as UTF-8" % (path, error)) from None
         if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
-            raise SettingsError("%s: cannot be read; is the name right, and may this user read it?" % path)
+            raise SettingsError("%s: cannot be read; is the name right, and may this user read the file?" % path)
         self.path, self.found = path, bool(parser.sections())
         self.folder = os.path.dirname(os.path.abspath(path))
         for section in parser.sections():
@@ -530,7 +531,7 @@ class Settings:
             name, equals, text = item.partition("=")
             section, dot, key = name.strip().partition(".")
             if not equals or not dot:
-                raise SettingsError("--set %s: section.key=value is wanted" % item)
+                raise SettingsError("--set %s: expected section.key=value" % item)
             self.put(section, key.strip(), text.strip(), "--set")
         return self
 
@@ -549,7 +550,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 def config_text() -> str:
     """masterserver.ini: every setting commented out at its default, with its help."""
-    lines = ["# masterserver.ini: settings of masterserver.py. Every line here shows the default, or an example where the key is yours;",
+    lines = ["# masterserver.ini: settings of masterserver.py. Each setting is shown at its default, or as an example;",
              "# remove the # to change one. A wrong name or value is an error at start that says where.",
              "# This file is what --print-config prints."]
     section = ""
@@ -1130,9 +1131,9 @@ class Registry:
         if known:
             return
         if self.total >= rules.servers:
-            raise Refused("limit", "this master lists %d servers at the most" % rules.servers)
+            raise Refused("limit", "this master lists at most %d servers" % rules.servers)
         if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.exempts(source):
-            raise Refused("limit", "%d servers of one address are listed at the most" % rules.servers_per_source)
+            raise Refused("limit", "at most %d servers of one address are listed" % rules.servers_per_source)
 
     def admit_source(self, source: str, address: str) -> None:
         ban = self.rules.ban(source, address)
@@ -1808,7 +1809,7 @@ class Storage:
             if os.path.lexists(self.path + suffix):
                 os.replace(self.path + suffix, free + suffix)
         self.set_aside = free
-        log.warning("the database was damaged; it is now %s, and a new one begins", free)
+        log.warning("the database was damaged; it has been renamed to %s, and a new one begun", free)
         self._file = None
 
 
@@ -2216,7 +2217,7 @@ class Known:
         if not is_unicast(address):
             self.due = min(self.due, now + RESOLVE_RETRY_S)
             if host not in self.unresolved:
-                log.warning("%s: the host name %s in the ini leads to no address; it is looked up again",
+                log.warning("%s: the host name %s in the ini has no address; it will be looked up again",
                             self.querier.game, ascii(host))
                 self.unresolved.add(host)
             return
@@ -2374,7 +2375,7 @@ class Iceball(UdpProtocol):
         """The answer to an announcement that cannot be listed; None: it can. The versions come first, as another one may have
         another length."""
         if len(data) < 10:
-            raise self.unreadable("an announcement without its versions", peer, now)
+            raise self.unreadable("an announcement too short for its versions", peer, now)
         hbversion, version = struct.unpack_from("<HI", data, 4)
         outcome, packet = "version", b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version)
         if hbversion != ICEBALL_HBVERSION:
@@ -2499,9 +2500,9 @@ class IceballDraft:
         if kind == 1:
             return self.request(data, peer, now)
         if kind not in (3, 4, 5):
-            raise Malformed("type %d is the master's to send" % kind)
+            raise Malformed("type %d is sent by masters only" % kind)
         if len(data) < 5:
-            raise Malformed("no room for an id")
+            raise Malformed("too short for an id")
         server = self.session(data[1:5], peer, now)
         if server is None:
             if self.guessed_out(peer, now):         # no charge, or who goes on with the right one never gets in
@@ -2517,7 +2518,7 @@ class IceballDraft:
         if data[1:3] != DRAFT_HBVERSION:
             return [(b"\7" + DRAFT_HBVERSION, peer)]
         if len(data) < 6 or data[-1] or b"\0" in data[5:-1]:
-            raise Malformed("address: one text with a NUL at its end is wanted")
+            raise Malformed("address: expected one text with a NUL at its end")
         port = data[3] | data[4] << 8
         claim = data[5:-1].decode("ascii", "replace")
         rules = self.registry.rules
@@ -2564,9 +2565,9 @@ class IceballDraft:
     def set_field(self, data: bytes, server: Server, peer: Peer) -> Replies:
         text = data[0] == 3
         if text and (len(data) < 7 or data[-1] or b"\0" in data[6:-1]):
-            raise Malformed("text field: one text with a NUL at its end is wanted")
+            raise Malformed("text field: expected one text with a NUL at its end")
         if not text and len(data) != 10:
-            raise Malformed("number field: 10 bytes are wanted")
+            raise Malformed("number field: expected 10 bytes")
         name = DRAFT_FIELDS.get((data[0], data[5]))
         if name is None:
             return []
@@ -2661,7 +2662,7 @@ class Hyperbol(TcpProtocol, Querier):
                 if other is not None and (other.known or not other.querier.doubts(other)):
                     raise Refused("limit", "this port belongs to a server of another game")
                 if self.poller.crowded(self.game, source):
-                    raise Refused("limit", "too many servers wait for their first answer already")
+                    raise Refused("limit", "too many servers are already waiting to be queried")
             self.registry.note(source, self.game, port, "announced", now)
         self.poller.add(self, source, port)
 
@@ -2755,7 +2756,7 @@ def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
     if kind != 27:
         raise Malformed("an answer begins with 27 and not with %d" % kind)
     if echo != timestamp:
-        raise Malformed("timestamp: not that of the open question")
+        raise Malformed("timestamp: not that of the open query")
     values = HYPERBOL_INFO.unpack_from(data, 5)
     name, mode, map, version = (decode_legacy(c_string(values[i])) for i in (0, 1, 5, 13))
     return {"name": name, "mode": mode, "map": map, "version": version, "players": values[2], "max_players": values[3],
@@ -3030,7 +3031,7 @@ class SubSpacePing(UdpProtocol, Querier):
         server = self.zone(source, claim.port)
         target = self.poller.targets.get((source, claim.port + 1))
         if target is not None and target.querier is not self:           # also a zone restored since could not be asked, and would stay for ever
-            raise Refused("limit", "the port after it belongs to a server of another game")
+            raise Refused("limit", "the next port belongs to a server of another game")
         self.admit_owner(claim, server, now)
         if server is None:
             return self.ask_claimed(source, claim, target, now)
@@ -3052,7 +3053,7 @@ class SubSpacePing(UdpProtocol, Querier):
     def ask_claimed(self, source: str, claim: Claim, target: Optional[Target], now: float) -> bool:
         """The second half of claim(); `target`: the zone, if it is asked already."""
         if claim.port == 65535:
-            raise Refused("bad packet", "port 65535 has no port after it for pings")
+            raise Refused("bad packet", "port 65535 leaves no next port for pings")
         if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
             raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
         self.registry.admit(self.game, self.rules.listed_address(source), claim.port, source, claim.fields.get("name", ""))
@@ -3062,7 +3063,7 @@ class SubSpacePing(UdpProtocol, Querier):
             if claim.lifetime != math.inf and claim.port + 1 not in self.proven.get(source, ()):
                 return False
             if len(self.claims) >= ZONE_CLAIMS_PROVEN or self.poller.crowded(self.game, source, 2):         # half may be others' lies
-                raise Refused("limit", "too many zones wait for their first answer already")
+                raise Refused("limit", "too many zones are already waiting to be queried")
         self.claims[source, claim.port] = claim
         target = self.poller.add(self, source, claim.port)
         if crowded:                     # one question for each, that every zone knows
@@ -3086,11 +3087,11 @@ class SubSpacePing(UdpProtocol, Querier):
                 continue
             if server not in servers:
                 if name == claim.fields.get("name") and any(other.responding for other in servers):
-                    raise Refused("name", "the name %s is another zone's, which has another password, for as long as that is listed" % name)
+                    raise Refused("name", "the name %s belongs to another zone, with another password, for as long as that is listed" % name)
             elif owner is not None and claim.lifetime != math.inf:          # HTTP has no password, but proves the address
                 if now - announced_at < ZONE_LIFETIME_S:
-                    raise Refused("name", "the name %s is announced with another password; a new one holds when that has not been heard for %d s" % (
-                        name, ZONE_LIFETIME_S))
+                    raise Refused("name", "the name %s is announced with another password; a new one is accepted "
+                                          "once that has not been heard for %d s" % (name, ZONE_LIFETIME_S))
                 self.owners[key] = None, servers, announced_at
 
     def own(self, server: Server, password: Optional[bytes], now: float) -> None:
@@ -3738,7 +3739,7 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
         return session.aio.news[0]
     if header == b"13":
         if len(fields) not in (3, 4):
-            raise Malformed("publish: %d fields instead of name, description, perhaps an address, port" % len(fields))
+            raise Malformed("publish: %d fields instead of name, description, address (may be left out), port" % len(fields))
         port = fields.pop()
         if not re.fullmatch(rb"[0-9]{1,5}", port):
             raise Malformed("port: %s is not a number" % ascii(port[:16]))
@@ -3750,7 +3751,7 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
         session.keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
     if b"\n" in header:             # HTTP: a web page has its visitor's browser say in the body what it likes
-        raise Malformed("lines, which no message has")
+        raise Malformed("a line break within a message")
     return b""                      # what else these programs say is meant for game servers, and harmless
 
 
@@ -3799,7 +3800,7 @@ def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
         raise Malformed("an empty frame")
     kind = payload[0]
     if kind == 3 and len(payload) < 3:
-        raise Malformed("port: two bytes are wanted")
+        raise Malformed("port: expected two bytes")
     reason = "this master knows no request %d" % kind
     try:
         if kind == 1:
@@ -3942,7 +3943,7 @@ class AioSession(Session):
         if self.dialect is None or self.buffer:
             if now - self.since >= AIO_MESSAGE_S:
                 self.closed(now)
-                raise Malformed("%s in %d s" % ("half a message" if self.buffer else "not a byte", AIO_MESSAGE_S))
+                raise Malformed("%s in %d s" % ("no whole message" if self.buffer else "not a byte", AIO_MESSAGE_S))
         elif self.server is None:
             self.done = now - self.since >= AIO_IDLE_S
         elif self.kept_alive_at is not None:
@@ -4217,8 +4218,8 @@ ROW_END = '<td role="cell"><code>%s</code>\n'
 
 BADGES = (      # word, what it means (shown as its title), who has it
     ("official", "Run by the makers of the game", lambda server: server.official),
-    ("unconfirmed", "Known from before this master was restarted, not heard from since", lambda server: server.unconfirmed),
-    ("self-reported", "Says so itself: this master has not been able to ask it", lambda server: server.verified == "self-reported"),
+    ("unconfirmed", "Listed before this master was restarted, not heard from since", lambda server: server.unconfirmed),
+    ("self-reported", "Not verified: this master cannot query it", lambda server: server.verified == "self-reported"),
     ("not responding", "Known to this master, but does not answer its queries", lambda server: not server.responding),
 )
 
@@ -4226,7 +4227,7 @@ VERIFIED = {
     "handshake": "It answered this master's handshake",
     "query": "It answers this master's queries",
     "connection": "It keeps a connection to this master",
-    "self-reported": "Not verified: everything here is what it says itself",
+    "self-reported": "Not verified: everything here is what it says of itself",
 }
 
 SERVER_PAGE = string.Template("""\
@@ -5189,24 +5190,24 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if not head:
             return
         if head.count(b"\r") != head.count(b"\r\n") or b"\0" in head:
-            raise HttpError(400, "A carriage return or a NUL stands alone in the head.")         # others may see a line end (RFC 9112, 2.2)
+            raise HttpError(400, "The head contains a bare carriage return or a NUL.")         # others may see a line end (RFC 9112, 2.2)
         self.raw_requestline = self.rfile.readline()         # of three words, as head_end() has seen
         if not self.raw_requestline.isascii():              # as it was typed
             self.raw_requestline = urllib.parse.quote(self.raw_requestline, safe=bytes(range(128))).encode()
         if re.search(rb"[\x1c-\x1f]", self.raw_requestline):
-            raise HttpError(400, "The request line holds bytes that some take for a space.")
+            raise HttpError(400, "The request line contains control characters that some take for spaces.")
         version = re.fullmatch(rb"HTTP/0*([0-9]{1,9})(\.[0-9]{1,9})?", self.raw_requestline.split()[-1])
         if not version:
             raise HttpError(400, "The version is not HTTP/NUMBER.NUMBER.")
         if version[1] != b"1" or not version[2]:            # an answer to HTTP/0.9 would have no head
-            raise HttpError(505, "Of HTTP the versions 1.0 and 1.1 are spoken here.")
+            raise HttpError(505, "Of HTTP only versions 1.0 and 1.1 are spoken here.")
         self.parse_request()
         if (self.headers.get_unixfrom() or any(isinstance(defect, HEADER_DEFECTS) for defect in self.headers.defects)
                 or any(not re.fullmatch(r"[!#-'*+.^_`|~0-9A-Za-z-]+", name) for name in self.headers)):
             raise HttpError(400, "A header line is not NAME: VALUE.")
         hosts = len(self.headers.get_all("Host", []))
         if hosts > 1 or not hosts and self.request_version >= "HTTP/1.1":
-            raise HttpError(400, "HTTP/1.1 asks for one Host header.")
+            raise HttpError(400, "Exactly one Host header is required.")
         if re.search(r"(^|,)\s*close\s*(,|$)", self.header("Connection"), re.IGNORECASE):     # Perl's clients say "TE, close"
             self.close_connection = True
         if self.command not in METHODS_KNOWN:
@@ -5229,9 +5230,9 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         lengths = set(self.headers.get_all("Content-Length", []))
         if "Transfer-Encoding" in self.headers:
             if lengths or self.request_version < "HTTP/1.1":
-                raise HttpError(400, "Transfer-Encoding is of HTTP/1.1, and excludes Content-Length.")
+                raise HttpError(400, "Transfer-Encoding requires HTTP/1.1, and excludes Content-Length.")
             if self.header("Transfer-Encoding").strip(" \t").lower() != "chunked":
-                raise HttpError(501, "The one Transfer-Encoding known here is chunked.")
+                raise HttpError(501, "The only Transfer-Encoding known here is chunked.")
             return None
         if not lengths:
             route = ROUTES.get(self.route)
@@ -5242,7 +5243,7 @@ class Exchange(http.server.BaseHTTPRequestHandler):
         if lengths or not re.fullmatch(r"[0-9]+", text):
             raise HttpError(400, "Content-Length is not a number.")
         if len(text.lstrip("0")) > 18 or int(text) > HTTP_BODY_BYTES:
-            raise HttpError(413, "At most %d bytes are taken." % HTTP_BODY_BYTES)
+            raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
         return int(text)
 
     def handle_expect_100(self) -> bool:
@@ -5426,11 +5427,11 @@ class HttpSession(Session):
                 break
             end = start + size + 2
             if len(body) + size > HTTP_BODY_BYTES or end > HTTP_BODY_BYTES + HTTP_HEAD_BYTES:
-                raise HttpError(413, "At most %d bytes are taken." % HTTP_BODY_BYTES)
+                raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
             if len(self.buffer) < end:
                 return False
             if self.buffer[end - 2:end] != b"\r\n":
-                raise HttpError(400, "A chunk does not end with its size.")
+                raise HttpError(400, "A chunk does not end where its size says.")
             body += self.buffer[start:end - 2]
             self.body_bytes = end
         match = HEAD_END.search(self.buffer, start - 2)
@@ -5512,7 +5513,7 @@ class HttpSession(Session):
 
     def ended(self, now: float) -> bytes:
         if (self.buffer or self.exchange) and not (self.done or self.job or self.held):
-            return self.refuse(HttpError(400, "The request ended before it was whole."))
+            return self.refuse(HttpError(400, "The request ended before it was complete."))
         return b""
 
     def dismissed(self, now: float) -> bytes:
@@ -5540,7 +5541,7 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
     """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
     type = exchange.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if exchange.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise HttpError(415, "An announcement is not compressed.")
+        raise HttpError(415, "An announcement must not be compressed.")
     if type == "application/json":
         try:
             fields = json.loads(body.decode("utf-8"))
@@ -5556,7 +5557,7 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
             return {name: decode_legacy(value.encode("latin-1"), TEXT_CHARACTERS) for name, value in form}
         except ValueError as error:
             raise Refused("bad packet", "the form cannot be read: %s" % error) from None
-    raise HttpError(415, "application/x-www-form-urlencoded or application/json is wanted, not %s." % ascii(type[:100]))
+    raise HttpError(415, "Expected application/x-www-form-urlencoded or application/json, not %s." % ascii(type[:100]))
 
 
 def announced_text(fields: Mapping[str, Any], name: str, characters: int = NAME_CHARACTERS) -> str:
@@ -5571,7 +5572,7 @@ def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) 
     if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", value) or isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise Refused("bad packet", "%s: a number from %d to %d is wanted" % (name, low, high))
+        raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
     return value
 
 
@@ -5885,13 +5886,13 @@ class Web(TcpProtocol):
         source, now, game, port = request.address, request.now, "announce", 0
         header = request.exchange.header            # these two are of browsers, which tell the first to HTTPS and to their own machine alone
         if (header("Sec-Fetch-Site") or header("Origin")) not in ("", "none", "same-origin", "http://" + header("Host")):
-            raise HttpError(403, "A web page of another site announces nothing here.")
+            raise HttpError(403, "A web page of another site may not announce servers here.")
         try:
             sent = announced_fields(request.exchange, request.body)
             named = announced_text(sent, "game")
             games = [*self.core.announcers, *self.settings["games"]]
             if named not in games:
-                raise Refused("bad packet", "game: one of %s is wanted, not %s" % (", ".join(games), ascii(named)))
+                raise Refused("bad packet", "game: expected one of %s, not %s" % (", ".join(games), ascii(named)))
             game = named
             port = announced_number(sent, "port", 1, 65535)
             fields: Dict[str, Any] = {}
@@ -5903,7 +5904,7 @@ class Web(TcpProtocol):
             if action == "stop":
                 return self.stop(game, source, port, now)
             if action not in ("", "announce"):
-                raise Refused("bad packet", "action: stop, or nothing, is wanted")
+                raise Refused("bad packet", "action: expected stop, or nothing")
             querier = self.core.announcers.get(game)
             if querier is not None:
                 querier.announced(source, port, fields, now)
@@ -5941,7 +5942,7 @@ class Web(TcpProtocol):
         if server is not None and server.source == source:
             self.registry.remove(server)
         elif target is None:
-            raise HttpError(404, "No server of %s on port %d is listed here as %s." % (source, port, game))
+            raise HttpError(404, "No server from %s on port %d is listed here as %s." % (source, port, game))
         self.registry.note(source, game, port, "stopped", now)
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": "stopped"}), JSON_TYPE)
 
@@ -6015,7 +6016,7 @@ class Web(TcpProtocol):
         one = "address" in request.query or "port" in request.query
         game, address, port = server_asked_for(request) if one else (request.query.get("game", ""), "", 0)
         if not game:
-            raise HttpError(400, "game is wanted; for one server address and port as well.")
+            raise HttpError(400, "game is required; for one server address and port as well.")
         span = span_asked_for(request)
         storage = self.core.storage
         if storage is None:
@@ -6091,7 +6092,7 @@ def whole_number(request: Request, name: str, low: int, high: int) -> int:
     if not text:
         return 0
     if not re.fullmatch(r"[0-9]{1,6}", text) or not low <= int(text) <= high:
-        raise HttpError(400, "%s is a number from %d to %d." % (name, low, high))
+        raise HttpError(400, "%s must be a number from %d to %d." % (name, low, high))
     return int(text)
 
 
@@ -6111,14 +6112,14 @@ def server_asked_for(request: Request) -> Key:
         address = ""
     port = whole_number(request, "port", 1, 65535)
     if not address or not port:
-        raise HttpError(400, "game, address and port are wanted, the address as a number such as 203.0.113.7.")
+        raise HttpError(400, "game, address and port are required, the address as a number such as 203.0.113.7.")
     return request.query.get("game", ""), address, port
 
 
 def span_asked_for(request: Request) -> str:
     span = request.query.get("span", "day")
     if span not in SPANS:
-        raise HttpError(400, "span is one of %s." % ", ".join(SPANS))
+        raise HttpError(400, "span must be one of %s." % ", ".join(SPANS))
     return span
 
 
@@ -6160,18 +6161,19 @@ def server_json(server: Server, epoch: float) -> bytes:
 # What /check says of what became of a packet: a title, and what to do, with the detail noted then.
 OUTCOMES = {
     "announced": ("Announced, but the answer did not come back",
-                  "This master answered and is waiting for the game server's reply. If it stays so, a firewall or router between the game server and "
-                  "here lets packets out but not in: open UDP, or forward the game's port."),
-    "waiting": ("It has to wait", "It answers, but many others wait to be asked. It has its turn when it announces itself again, within a minute."),
+                  "This master answered and is waiting for the game server's reply. If that does not change, a firewall or router between the game "
+                  "server and here lets packets out but not in: open UDP, or forward the game's port."),
+    "waiting": ("It has to wait",
+                "It answers, but many others are waiting to be queried. It gets its turn when it announces itself again, within a minute."),
     "version": ("Wrong version", "This master does not list %s. Update the game server."),
-    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or mend what announces it."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or fix what announces it."),
     "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),
     "banned": ("Banned", "The operator of this master has excluded this address: %s. If that is a mistake, ask its operator."),
     "limit": ("Over the limit", "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
-    "flood": ("Too many packets", "More than %s packets a second come from this address, and what is too much is not read. Does a game server "
+    "flood": ("Too many packets", "More than %s packets per second come from this address, and the rest are not read. Does a game server "
                                   "announce itself in a loop? If many share the address, ask this master's operator for more."),
     "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
-    "stopped": ("Signed off", "The game server said that it stops."),
+    "stopped": ("Signed off", "The game server said that it was stopping."),
     "listed": ("Listed", "All is well."),
     "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself "
                                  "here?"),
@@ -6180,7 +6182,7 @@ OUTCOMES = {
 
 def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
-    return title, advice.replace("%s", detail or "no more is known")
+    return title, advice.replace("%s", detail or "nothing more is known")
 
 
 # What to put into a game server's settings, by protocol
@@ -6223,7 +6225,7 @@ def metrics_text(web: Web) -> str:
     family("http_requests_total", "counter", "HTTP requests by route and status.",
            [({"route": route or "none", "status": status}, count[0]) for (route, status), count in web.requests.items()])
     family("generation", "gauge", "How often a list has changed: a number that grows.", [({}, web.registry.generation)])
-    family("trouble", "gauge", "1 where something does not work.", [({"where": where}, 1) for where in core.health])
+    family("trouble", "gauge", "1 while something does not work.", [({"where": where}, 1) for where in core.health])
     for name, value in core.gauges.items():
         family(name, "gauge", GAUGE_HELP[name], [({}, value)])
     family("info", "gauge", "The program.", [({"version": __version__}, 1)])
@@ -6232,9 +6234,9 @@ def metrics_text(web: Web) -> str:
 
 TALLY_HELP = {
     "received": "Packets and pieces of requests received.", "sent": "Packets and answers sent.", "bytes_in": "Bytes received.",
-    "bytes_out": "Bytes sent.", "malformed": "Packets and connections that were not what their protocol says.",
-    "limited": "Packets, connections and requests turned away by a limit.", "unsent": "Packets that the system would not take.",
-    "errors": "Packets and connections ended by an error of the program.", "connections": "Connections accepted."}
+    "bytes_out": "Bytes sent.", "malformed": "Packets and connections that broke their protocol.",
+    "limited": "Packets, connections and requests turned away by a limit.", "unsent": "Packets that the system refused to send.",
+    "errors": "Packets and connections ended by a fault of the program.", "connections": "Connections accepted."}
 GAUGE_HELP = {
     "loop_delay_seconds": "The longest round of the event loop in the last second.",
     "loop_delay_max_seconds": "The longest round of the event loop in the last minutes.",
@@ -6414,7 +6416,7 @@ def failed(error: Exception, tally: Tally, peer: str, name: str, data: bytes = b
             log.debug("%s %s malformed: %s%s", peer, name, error, ": " + ascii(data[:48]) if data else "")
     else:
         tally.errors += 1
-        log.error("%s %s: an error of the program%s", peer, name, ": " + ascii(data[:600]) if data else "", exc_info=error)
+        log.error("%s %s: a fault of the program%s", peer, name, ": " + ascii(data[:600]) if data else "", exc_info=error)
 
 
 class Datagrams:
@@ -6800,7 +6802,7 @@ class Worker:
         """With `most` jobs waiting, or without a thread, the result is a RuntimeError."""
         try:
             if self.jobs.qsize() >= most:
-                raise RuntimeError("too many others wait")
+                raise RuntimeError("too many others are waiting")
             if self.thread is None:
                 thread = threading.Thread(target=self.work, name="masterserver " + self.name, daemon=True)
                 thread.start()
@@ -6831,7 +6833,7 @@ class Worker:
             try:
                 done(result, now)
             except Exception:
-                log.exception("an error of the program after work of the thread %s", self.name)
+                log.exception("a fault of the program after a job of the thread %s", self.name)
             if self.results and time.monotonic() - now >= TURN_S:       # each may be a long answer, to be bounded with the others
                 self.wake()
                 return
@@ -6879,7 +6881,7 @@ class Keeper:
         except sqlite3.Error as error:
             if needed:
                 raise
-            log.warning("the database %s cannot be used: %s; until it can, the list will not outlive a restart", self.storage.path, error)
+            log.warning("the database %s cannot be used: %s; until it can, the list will not survive a restart", self.storage.path, error)
             self.health["database"] = str(error)
             self.whole = self.told = True
             with contextlib.suppress(sqlite3.Error, OSError, UnicodeDecodeError):
@@ -6921,7 +6923,7 @@ class Keeper:
                 self.registry.schedule(server, now + (polled_s if server.verified == "query" else RESTORED_S))
             count += 1
         self.registry.left.update(key for key in moved if self.registry.get(*key) is None)
-        log.info("as before the restart, and unconfirmed: %s", plural(count, "server"))
+        log.info("restored as before the restart, unconfirmed: %s", plural(count, "server"))
 
     def tick(self, now: float, wall: float) -> None:
         """Hand over what has changed, and once a minute the player counts."""
@@ -6956,7 +6958,7 @@ class Keeper:
             # Not another file than at the last batch, and nobody has moved meanwhile
             if not self.shared and self.storage.renewed == self.renewed and all(server.batch < batch for server in heard):
                 self.shared = True
-                log.warning("%s: another program takes servers out of this database; each master needs one of its own ([server] database)",
+                log.warning("%s: another program removes servers from this database; each master needs one of its own ([server] database)",
                             self.storage.path)
             self.storage.save([stored_row(server, epoch, wall) for server in self.registry.servers()], [], [])
         if not counted:
@@ -6982,14 +6984,14 @@ class Keeper:
             self.troubled(trouble, now)
         elif self.health.pop("database", "") and self.told:
             self.told = False
-            log.info("the list is kept again")
+            log.info("the list is saved again")
         if result and not failed:
             self.recent = result
 
     def troubled(self, trouble: str, now: float) -> None:
         if "database" not in self.health and now - self.told_at >= TROUBLE_AGAIN_S:
             self.told, self.told_at = True, now
-            log.error("the list is not kept: %s: %s; the master serves on", self.storage.path, trouble)
+            log.error("the list is not saved: %s: %s; the master keeps serving", self.storage.path, trouble)
         self.health["database"] = trouble
 
     def close(self, now: float, wall: float) -> None:
@@ -6999,7 +7001,7 @@ class Keeper:
         try:
             self.write(self.begin(now, wall), self.saved_at, registry.left, False, wall - now, wall)
         except Exception as error:          # as written() takes it: connections and the file are closed whatever it is
-            log.error("the list could not be kept at the end: %s", error_text(error))
+            log.error("the list could not be saved at the end: %s", error_text(error))
         self.storage.close()
 
 
@@ -7321,7 +7323,7 @@ class MasterServer(Loop):
             try:
                 self.keeper.restore(time.monotonic(), time.time(), "server.database" in self.settings.given)
             except sqlite3.Error as error:
-                raise StartError("the database %s cannot be made: %s. Change [server] database, or leave it empty." % (
+                raise StartError("the database %s cannot be created: %s. Change [server] database, or leave it empty." % (
                     self.keeper.storage.path, error)) from None
         self.registry.watch(lambda event, server: self.events.append((event, server)), events=("listed", "gone"))
 
@@ -7381,9 +7383,9 @@ class MasterServer(Loop):
         if any(l.protocol == row.name and {l.host, address} & {"0.0.0.0", "::"} for l in ours):
             return "Change [server] bind; 0.0.0.0 and :: stand for all addresses there."
         if any(l.protocol != row.name for l in ours):
-            why = "Another setting of this program has it."
+            why = "Another setting of this program uses it."
         elif status == errno.EACCES and port < 1024:
-            why = "A port under 1024 needs a privilege."
+            why = "A port below 1024 needs privileges."
         else:
             holder = port_holder(row.transport, port) if status == errno.EADDRINUSE else ""
             why = "It is held by %s." % holder if holder else "Is another master server running?"
@@ -7586,7 +7588,7 @@ class MasterServer(Loop):
             self.fault(call, *arguments)
 
     def fault(self, call: Callable[..., None], *arguments: Any) -> None:
-        log.exception("an error of the program in %s%s", call, arguments)
+        log.exception("a fault of the program in %s%s", call, arguments)
 
     def stamp(self) -> Dict[str, Tuple[int, ...]]:
         """By file, the ini and those that it names, what changes when the file does."""
@@ -7620,7 +7622,7 @@ class MasterServer(Loop):
                 if row.live:
                     self.settings.values[row.name] = new.values[row.name]
                 else:
-                    log.warning("[%s] %s has changed; that takes a restart", row.section, row.key)
+                    log.warning("[%s] %s has changed; that needs a restart", row.section, row.key)
             self.settings.texts = new.texts
             if any(row.live for row in different):
                 self.apply()
@@ -7671,7 +7673,7 @@ class MasterServer(Loop):
         if self.keeper and ended["disk"]:
             self.keeper.close(now, time.time())
         elif self.keeper:                   # whoever touched the file now would wait for that thread
-            log.error("the list could not be kept at the end: the disk takes too long")
+            log.error("the list could not be saved at the end: the disk takes too long")
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
         for connection in list(self.connections) + list(self.refused):
             connection.close(now)
@@ -7706,7 +7708,7 @@ def is_special(path: str) -> bool:
 def check_is_file(path: str, wrong: Callable[[str], Exception] = ValueError) -> None:
     """Raises ValueError, or what `wrong` makes, where reading may wait for ever."""
     if is_special(path) and path != os.devnull:
-        raise wrong("%s: a plain file is wanted, as to read from a pipe may take for ever" % path)
+        raise wrong("%s: not a plain file; reading from a pipe may take for ever" % path)
 
 
 def read_text_files(settings: Settings) -> None:
@@ -7757,7 +7759,7 @@ class ServiceManager:
             if self.sock is not None:
                 self.sock.sendto(state.encode(), self.path)
         except OSError as error:
-            log.debug("systemd cannot be told: %s", error)
+            log.debug("systemd cannot be notified: %s", error)
 
     def close(self) -> None:
         if self.sock is not None:
@@ -7874,8 +7876,8 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 GC_THRESHOLDS = 10_000, 20, 20      # servers live long and have no cycles: looking at them after every 700 costs 4 % of listing them
 SWITCH_S = 0.001                    # the event loop gets the interpreter back from a worker within this (Python's default is 5 ms)
 EXIT_STATUSES = """exit status:
-  0  ended as it was told to, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or all is well
-  1  it cannot start as it stands, or cannot go on; standard error says why
+  0  ended as told, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or the command succeeded
+  1  it cannot start, or cannot go on; standard error says why
   2  wrong arguments or settings; standard error says which
 
 Nothing is written to standard output but what was asked for; the log goes to standard error or to [server] log_file."""
@@ -7931,7 +7933,7 @@ class Announcer:
 
     def answer(self, data: bytes) -> bytes:
         """What the game server answers to a master's question; raises Malformed if it is none."""
-        raise Malformed("not a question")
+        raise Malformed("not a query")
 
     def failed(self, why: str, now: float) -> None:
         """No way to the master; try again after a pause that grows. Its spread keeps a hundred servers from coming back at once."""
@@ -8033,7 +8035,7 @@ class SubSpaceAnnouncer(UdpProtocol, Announcer):
         if now < self.due:
             return []
         self.due = (self.due if now - self.due < SUBSPACE_PERIOD_S else now) + SUBSPACE_PERIOD_S
-        self.accepted("announced; a master of this game does not answer, it pings UDP port %d" % (self.server.port + 1))
+        self.accepted("announced; masters of this game do not answer, they ping UDP port %d" % (self.server.port + 1))
         return [(self.announcement(), self.master)]
 
     def answer(self, data: bytes) -> bytes:
@@ -8132,14 +8134,14 @@ class AioAnnouncer(TcpAnnouncer):
                 return aio_frame(b"\4")
             waited, out = not out, out + b"KEEPALIVE#%\n"         # answered whether the server is listed or not
             if waited and not self.confirmed:
-                self.state = "the master does not confirm it; has it banned this address, refused the name, or no room?"
+                self.state = "the master does not confirm it; has it banned this address, refused the name, or run out of room?"
                 self.failures += 1
                 out += self.publish()
         return out
 
     def answer(self, data: bytes) -> bytes:
         if data != b"\0":
-            raise Malformed("a question has the one byte 00")
+            raise Malformed("a query is the one byte 00")
         server = self.server
         name, description = cut_utf8(server.name, 65535), cut_utf8(server.description, 65535)
         return zlib.compress(b"\0" + aio_string16(name) + aio_string16(description) + struct.pack(
@@ -8183,7 +8185,7 @@ class HttpAnnouncer(TcpAnnouncer):
     def receive(self, data: bytes, now: float) -> bytes:
         self.buffer += data
         if len(self.buffer) > HTTP_HEAD_BYTES + HTTP_BODY_BYTES:
-            raise Malformed("an answer longer than any")
+            raise Malformed("an answer that is too long")
         return b""
 
     def tick(self, now: float) -> bytes:
@@ -8239,7 +8241,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
 
     def answer(self, data: bytes) -> bytes:
         if len(data) != 5 or data[0] != 2:
-            raise Malformed("a question is 02 and a timestamp")
+            raise Malformed("a query is 02 and a timestamp")
         server = self.server
         address = ipv4_bytes(server.address) if server.address and ":" not in server.address else bytes(4)
         return b"\x1b" + data[1:] + HYPERBOL_INFO.pack(
@@ -8308,11 +8310,11 @@ class Announcement(Loop):
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]], dialect: str = "", players_from: str = "",
                  give_up: bool = False, **fields: Any) -> None:
         if dialect not in ("", "text", "framed"):
-            raise ValueError("the dialect is text or framed")
+            raise ValueError("the dialect must be text or framed")
         if dialect and game != "aio":
-            raise ValueError("dialects are AIO's")
+            raise ValueError("only AIO has dialects")
         if type(port) is not int:
-            raise ValueError("port %r: a number is wanted" % (port,))
+            raise ValueError("port %r: expected a number" % (port,))
         self.server = Server(read_game_id(game), "", port, "", 0.0, math.inf)
         self.apply(fields)
         if not self.server.name and (game in ("iceball", "subspace", "hyperbol") or dialect == "text"):
@@ -8327,12 +8329,12 @@ class Announcement(Loop):
             link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer)
             for number in (port, port + (announcer.asked_at or 0), link.port):
                 if not 0 < number <= 65535:
-                    raise ValueError("port %d is wanted, and is none" % number)
+                    raise ValueError("port %d is needed, and is not a port" % number)
             if isinstance(announcer, HttpAnnouncer):
                 announcer.host = link.host
             self.links.append(link)
         if not self.links:
-            raise ValueError("a master is wanted")
+            raise ValueError("expected a master")
         check_is_file(players_from)
         self.players_from = players_from
         self.players_read: Optional[Tuple[int, ...]] = None         # its stamp when it was read
@@ -8357,12 +8359,12 @@ class Announcement(Loop):
     def check(self, fields: Mapping[str, Any]) -> None:
         for name, value in fields.items():
             if name not in ANNOUNCED:
-                raise ValueError("there is no %s to announce%s" % (name, nearest(name, ANNOUNCED)))
+                raise ValueError("%s cannot be announced%s" % (name, nearest(name, ANNOUNCED)))
             if name in ("players", "max_players", "playing"):
                 if type(value) is not int or not 0 <= value <= PLAYERS_MAX:
-                    raise ValueError("%s: a number from 0 to %d is wanted" % (name, PLAYERS_MAX))
+                    raise ValueError("%s: expected a number from 0 to %d" % (name, PLAYERS_MAX))
             elif not isinstance(value, str):
-                raise ValueError("%s: a text is wanted" % name)
+                raise ValueError("%s: expected a text" % name)
             if name == "version" and value and self.server.game == "iceball":
                 read_iceball_version(value)
 
@@ -8403,11 +8405,11 @@ class Announcement(Loop):
             port = self.server.port + announcer.asked_at
             try:
                 self.open("0.0.0.0", port, GamePort(announcer))
-                log.info("masters' questions are answered here, on UDP port %d", port)
+                log.info("masters' queries are answered here, on UDP port %d", port)
                 with contextlib.suppress(OSError):          # no IPv6 here
                     self.open("::", port, GamePort(announcer))
             except OSError as error:
-                log.info("masters' questions on UDP port %d are left to the game server: %s", port, error)
+                log.info("masters' queries on UDP port %d are left to the game server: %s", port, error)
         try:
             for link in self.links:
                 if isinstance(link.announcer, UdpProtocol):
@@ -8487,7 +8489,7 @@ class Announcement(Loop):
     def found(self, link: Link, result: Any, now: float) -> None:
         link.resolving = False
         if isinstance(result, str) and ":" in result and link.datagrams is not None:
-            result = OSError("it has no IPv4 address, and this game has no other")
+            result = OSError("it has no IPv4 address, and this game uses no other")
         if isinstance(result, str):
             link.announcer.master, link.unknown = (result, link.port), False
         elif not link.announcer.master[0]:
@@ -8590,7 +8592,7 @@ def command_announce(arguments: argparse.Namespace) -> int:
         read_stdin(take if from_stdin else lambda line: None, announcement.stop)
     announcement.run()
     if announcement.failure:
-        raise StartError("announce: no master takes this server: %s" % announcement.failure)
+        raise StartError("announce: no master accepts this server: %s" % announcement.failure)
     return EXIT_OK
 
 
@@ -8638,7 +8640,7 @@ def udp_ask(host: str, port: int, question: Callable[[int], bytes], answer: Call
 
 def ping_subspace(host: str, port: int) -> Facts:
     if port == 65535:
-        raise OSError("there is no port after it, where zones are pinged")
+        raise OSError("zones are pinged on the next port, and there is none")
     poll = ZonePoll()
     ping_ms = 0.0
     complete = False
@@ -8684,7 +8686,7 @@ class ListFetch(SubSpaceLink):
         elif data[:2] == b"\0\x0a" and len(data) > 6:
             total = int.from_bytes(data[2:6], "little")
             if total > FETCH_BYTES or len(self.data) + len(data) - 6 > total:
-                raise Malformed("list: more than its %d bytes, or too many" % total)
+                raise Malformed("list: more than the %d bytes announced, or too many" % total)
             self.data += data[6:]
             if len(self.data) == total:
                 self.zones = zone_entries(bytes(self.data))
@@ -8721,7 +8723,7 @@ def list_subspace(host: str, port: int) -> List[Facts]:
                 out = fetch.receive(data, now) if data else fetch.tick(now)
                 heard_at = now if data else heard_at
             except Malformed as error:
-                out, wrong = fetch.tick(now), "; what came is none: %s" % error
+                out, wrong = fetch.tick(now), "; what came is not a list: %s" % error
         with contextlib.suppress(OSError):      # it may have gone
             for packet in out + [b"\0\7", b"\0\7"]:
                 sock.send(packet)
@@ -8748,7 +8750,7 @@ def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
                     break
                 data += part
     except socket.timeout:
-        raise socket.timeout("waited in vain for its %s; is that the port of a Hyperbol master?" % awaited) from None
+        raise socket.timeout("no %s came in time; is that the port of a Hyperbol master?" % awaited) from None
     return hyperbol_entries(data)
 
 
@@ -8872,7 +8874,7 @@ def say(text: str) -> None:
 
 def reason(error: Exception) -> str:
     """Why nothing came, in words."""
-    return "that is no host name" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or str(error)
+    return "that is not a host name" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or str(error)
 
 
 def within(seconds: float, ask: Callable[[], Any]) -> Any:
@@ -8884,7 +8886,7 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
     until = time.monotonic() + seconds
     while not ended.wait(0.1):          # on Windows nothing interrupts a long wait
         if time.monotonic() > until:
-            raise TimeoutError("no end of it came within %g s" % seconds)
+            raise TimeoutError("it was not complete within %g s" % seconds)
     result = worker.results[0][1]
     if isinstance(result, Exception):
         raise result
@@ -8931,22 +8933,22 @@ def arguments_parser() -> argparse.ArgumentParser:
     """Serving is what it does without a command. In order to add one: a function command_NAME(arguments) -> int, and its part here."""
     parser = argparse.ArgumentParser(prog="masterserver.py", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXIT_STATUSES,
                                      description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.")
-    parser.add_argument("--config", metavar="FILE", help="settings; masterserver.ini beside the program if it is there")
-    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="a setting that overrides the ini; repeatable")
-    parser.add_argument("--check", action="store_true", help="say what is wrong with the settings, or likely to be on this machine, and end")
+    parser.add_argument("--config", metavar="FILE", help="read the settings from FILE, not from masterserver.ini beside the program")
+    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="set this, whatever the ini says; repeatable")
+    parser.add_argument("--check", action="store_true", help="say what is wrong with the settings, or probably wrong on this machine, and exit")
     parser.add_argument("--print-config", action="store_true", help="print every setting with its default and its meaning")
-    parser.add_argument("--ready-file", metavar="FILE", help="write what listens where, as JSON, once it does")
-    parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input is closed, as a child process should")
+    parser.add_argument("--ready-file", metavar="FILE", help="write what listens where to FILE, as JSON, once everything listens")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="exit when standard input is closed, as a child process should")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at debug level")
     parser.add_argument("--version", action="version", version="masterserver.py " + __version__)
     parser.set_defaults(command=command_serve)
-    commands = parser.add_subparsers(title="other things it can do", metavar="COMMAND")
-    ping = commands.add_parser("ping", help="what a game server answers")
+    commands = parser.add_subparsers(title="commands; without one it serves", metavar="COMMAND")
+    ping = commands.add_parser("ping", help="query a game server")
     ping.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
-                      help="the game's port, also where questions go to another")
+                      help="the game port, even where another one is queried")
     ping.add_argument("--game", choices=sorted(PINGS), required=True)
     ping.set_defaults(command=command_ping)
-    listing = commands.add_parser("list", help="what a master server lists")
+    listing = commands.add_parser("list", help="show a master's list")
     listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place))
     listing.add_argument("--game", choices=sorted(LISTS), required=True)
     listing.set_defaults(command=command_list)
@@ -8956,36 +8958,37 @@ def arguments_parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write a master's list as XML", description=EXPORT_HELP,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     export.set_defaults(command=command_export)
-    export.add_argument("--game", choices=("hyperbol",), default="hyperbol", help="what the master speaks (hyperbol)")
+    export.add_argument("--game", choices=("hyperbol",), default="hyperbol", help="the master's game (hyperbol)")
     export.add_argument("master", metavar="HOST[:PORT]", type=argument(read_place),
                         help="the master; on port %d if none is given" % LISTS["hyperbol"][1])
-    export.add_argument("--output", metavar="FILE", default="servers.xml", help="the file (servers.xml)")
+    export.add_argument("--output", metavar="FILE", default="servers.xml", help="the file to write (servers.xml)")
     export.add_argument("--ftp", metavar="ftp://USER@HOST/PATH/", help="upload it there; see above for the password")
     export.add_argument("--every", metavar="SECONDS", type=argument(read_number(1, 86400, float)),
-                        help="do it again and again, with so long a pause")
+                        help="repeat, with this long a pause")
 
     announce = commands.add_parser(
         "announce", help="announce a game server that cannot do it itself", formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EXIT_STATUSES, description="Announce a game server to one or several masters, in its game's own protocol, until told to end. "
-        "Start the game server first:\nwhere masters ask a game server itself (SubSpace, Hyperbol, framed AIO), "
-        "they are answered here if its UDP port is free.")
-    announce.add_argument("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME", help="any other NAME that the masters list: by HTTP")
+        epilog=EXIT_STATUSES, description="Announce a game server to one or several masters, in its game's own protocol, until told to stop. "
+        "Start the game server first:\nwhere masters query the game server itself (SubSpace, Hyperbol, framed AIO), "
+        "they are answered here if that UDP port is free.")
+    announce.add_argument("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
+                          help="any other NAME that the masters list is announced by HTTP")
     announce.add_argument("--port", required=True, type=int, help="where players find the game server")
     announce.add_argument("--name", help="as players see it")
     announce.add_argument("--players", type=int, help="how many there are now")
     announce.add_argument("--max-players", type=int, help="how many there may be")
-    announce.add_argument("--map", help="what is being played on")
-    announce.add_argument("--mode", help="what is being played")
-    announce.add_argument("--version", help="the game's; Iceball's default is that of [iceball] version")
+    announce.add_argument("--map", help="the map being played")
+    announce.add_argument("--mode", help="the game mode")
+    announce.add_argument("--version", help="of the game; for Iceball the default of [iceball] version")
     announce.add_argument("--description", help="a sentence or two (SubSpace, AIO, HTTP)")
-    announce.add_argument("--dialect", choices=("text", "framed"), default="", help="AIO's; text if there is a name, as the framed one has none")
+    announce.add_argument("--dialect", choices=("text", "framed"), default="", help="of AIO; text if there is a name, which framed does not carry")
     announce.add_argument("--players-from", metavar="FILE|-", default="",
                           help="read PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP from this file's last line whenever it changes, "
                                "or from each line of standard input")
     announce.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log at debug level")
-    announce.add_argument("masters", nargs="+", metavar="MASTER[:PORT]", help="iceball 27790, subspace 4990 (announcements go to the port "
-                          "after it), aio 27011, others 27790 unless given")
-    announce.add_argument("--exit-with-stdin", action="store_true", default=argparse.SUPPRESS, help="end when standard input is closed")
+    announce.add_argument("masters", nargs="+", metavar="MASTER[:PORT]", help="default ports: iceball 27790, subspace 4990 (announcements "
+                          "go to the next one), aio 27011, others 27790")
+    announce.add_argument("--exit-with-stdin", action="store_true", default=argparse.SUPPRESS, help="exit when standard input is closed")
     announce.set_defaults(command=command_announce)
     return parser
 
@@ -9116,7 +9119,7 @@ def start_log(settings: Settings) -> None:
     except io.UnsupportedOperation:         # as IDLE's window
         handler = logging.StreamHandler()
     except RuntimeError as error:
-        raise StartError("%s: this user or container has as many as it may (ulimit -u, pids.max); it needs five." % error) from None
+        raise StartError("%s: this user or container has as many as it may (ulimit -u, pids.max); five are needed." % error) from None
     except OSError as error:
         raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -9170,7 +9173,7 @@ def first_contact(server: MasterServer) -> List[str]:
 
 def unserved(server: MasterServer) -> List[str]:
     """What is switched on and listens nowhere."""
-    return ["[server] bind: no IPv4 address is there, and %s has no other; it is not served." % name
+    return ["[server] bind: it has no IPv4 address, and %s uses no other; it is not served." % name
             for name in server.tallies if name not in {l.protocol for l in server.listeners}]
 
 
@@ -9196,7 +9199,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     path = settings.file("server.database")
     if path and (is_special(path) or not writable(path) or not writable(os.path.realpath(path) + "-wal")):         # SQLite makes files beside it
         (errors if "server.database" in settings.given and not has_content(path) else warnings).append(
-            "[server] database: %s cannot be written; the list would not outlive a restart." % path)
+            "[server] database: %s cannot be written; the list would not survive a restart." % path)
     path = settings.file("server.log_file")
     if path and not writable(path):
         errors.append("[server] log_file: %s cannot be written." % path)
@@ -9207,7 +9210,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         try:
             bound_socket(socket.AF_INET6, "udp", "::1", 0).close()
         except OSError as error:
-            warnings.append("This machine has no IPv6 (%s): players who have nothing else cannot reach it." % (error.strerror or error))
+            warnings.append("This machine has no IPv6 (%s): players who have only IPv6 cannot reach it." % (error.strerror or error))
     if all(isinstance(protocol, Poller) for protocol in server.protocols):
         warnings.append("Every port is empty: nothing is served.")
     if any(isinstance(protocol, Iceball) for protocol in server.protocols) and not {27790, 27795} & set(settings["http.ports"]):
@@ -9220,19 +9223,19 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         warnings.append("[server] public_address is empty: game servers on this machine that announce to localhost are listed as 127.0.0.1, "
                         "where no other machine finds them. Set it to the address that players use.")
     if all(is_loopback(address) for address in bound):
-        warnings.append("[server] bind: %s is reached from this machine alone." % ", ".join(bound))
+        warnings.append("[server] bind: %s can be reached from this machine only." % ", ".join(bound))
     elif not any(ipaddress.ip_address(address).is_unspecified or address not in LOCAL for address in bound):
         warnings.append("[server] bind: %s is private; the router must forward the ports to it for players outside." % ", ".join(bound))
     elif own and own in LOCAL and not public:
         warnings.append("This machine's address %s is private: for players outside, the router must forward the ports to it." % own)
     elif not own:
-        warnings.append("This machine has no way to the internet over IPv4.")
+        warnings.append("This machine has no route to the internet over IPv4.")
     return errors, warnings
 
 
 def command_check(settings: Settings) -> int:
     errors, warnings = check(settings)
-    say("\n".join(["The settings are good." if not errors else "The settings can be read, but it cannot start:"]
+    say("\n".join(["The settings are good." if not errors else "The settings can be read, but the server cannot start:"]
                   + ["error: " + text for text in errors] + ["warning: " + text for text in warnings]))
     return EXIT_FAILED if errors else EXIT_OK
 
@@ -9313,13 +9316,13 @@ EXPORT_FTP_S = 30.0
 # The script's own numbers
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 EXPORT_HELP = """\
-Fetch the list of a Hyperbol master, ask every server in it what it is, and write that as XML, as the script in
+Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, as the script in
 Hyperbol's protocol document does. A server that does not answer has responding="0".
 
 The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc. PATH begins in
-the user's folder (%2F at its front: in the root); if it does not end in /, its last part is the name of the file.
+the user's folder (in the root if it begins with %2F); if it does not end in /, its last part is the file's name.
 
-Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no word from it; 4 it is no Hyperbol master;
+Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer from it; 4 it is not a Hyperbol master;
 6 its list is empty; 7 the file cannot be written; 8 the upload failed. With --every it goes on until a signal or
 Ctrl+C, and ends with 0."""
 
@@ -9356,7 +9359,7 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
     try:
         servers = query_hyperbol_servers(entries)
     except OSError as error:
-        raise ToolError(EXIT_FAILED, "The servers cannot be asked: %s." % reason(error)) from None
+        raise ToolError(EXIT_FAILED, "The servers cannot be queried: %s." % reason(error)) from None
     data = servers_xml(map(server_xml, servers), time.time())
     try:
         write_file(path, data)
@@ -9426,9 +9429,9 @@ class FtpPlace:
             parts = urllib.parse.urlsplit(url)
             self.host, self.port = parts.hostname or "", parts.port or ftplib.FTP_PORT
         except ValueError:
-            raise ToolError(EXIT_USAGE, "--ftp %s: that is no URL." % url) from None
+            raise ToolError(EXIT_USAGE, "--ftp %s: that is not a URL." % url) from None
         if parts.scheme != "ftp" or not self.host or parts.query or parts.fragment:
-            raise ToolError(EXIT_USAGE, "--ftp %s: ftp://USER@HOST/PATH/ is wanted." % url)
+            raise ToolError(EXIT_USAGE, "--ftp %s: expected ftp://USER@HOST/PATH/." % url)
         if parts.password is not None:
             raise ToolError(EXIT_USAGE, "--ftp: others can see the command line; put the password into the environment "
                                         "variable MASTERSERVER_FTP_PASSWORD or into ~/.netrc.")

@@ -235,20 +235,20 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[server]\nrefuse_names = (\n", "regular expression")
         self.wrong("[server]\nrefuse_names = [[a]\n", "regular expression", "nested set")
         self.wrong("[hyperbol]\nservers = a:\u00b2\n", "is not ADDRESS:PORT")
-        self.wrong("[limits]\nservers = 0\n", "from 1 to 10000000 is wanted")
-        self.wrong("[limits]\ndatagrams = 0\n", "from 0.01 to 1000000 is wanted")
-        self.wrong("[server]\ndatabase = a\0b\n", "[server] database", "no text has")
-        self.wrong("[games]\na\0 = b\n", "[games] a", "no text has")
+        self.wrong("[limits]\nservers = 0\n", "expected a number from 1 to 10000000")
+        self.wrong("[limits]\ndatagrams = 0\n", "expected a number from 0.01 to 1000000")
+        self.wrong("[server]\ndatabase = a\0b\n", "[server] database", "lone surrogate")
+        self.wrong("[games]\na\0 = b\n", "[games] a", "lone surrogate")
         self.wrong("[server]\nbind = here\n", "not an IP address")
         self.wrong("[server]\nbind =\n", "an address")
         self.wrong("[DEFAULT]\nport = 1\n", "no section [DEFAULT]")
         self.wrong("[limits]\ndatagrams = 0/10\n", "a number")
         self.wrong("port = 1\n", "no section headers")
-        self.wrong("[iceball]\nport = 1\nport = 2\n", "[iceball] port stands twice")
+        self.wrong("[iceball]\nport = 1\nport = 2\n", "[iceball] port appears twice")
         for ini in ("[bans]\n192.0.2.1 = spam\n  192.0.2.2 = floods\n", "[games]\na = A\n\tb = B\n",
                     "[http]\ntitle = T\n\n  [limits]\n  servers = 5\n", "[server]\nlog_file = a\n  log_level = debug\n"):
-            self.wrong(ini, "one line is wanted")               # what follows would be a part of it, and hold nowhere
-        self.wrong("[iceball]\nport = 1\n[aio]\nport = 1\n[http]\n[aio]\nport = 2\n", "[aio] port stands twice")
+            self.wrong(ini, "expected one line")               # what follows would be a part of it, and hold nowhere
+        self.wrong("[iceball]\nport = 1\n[aio]\nport = 1\n[http]\n[aio]\nport = 2\n", "[aio] port appears twice")
 
     def test_lines_added_at_the_end(self) -> None:
         settings = self.load(ms.config_text() + "[http]\ntitle = Ours\n[games]\nmygame = My Game\n")
@@ -263,7 +263,7 @@ class SettingsTest(unittest.TestCase):
             with open(path, "w", encoding="utf-16") as file:
                 file.write("[server]\n")
             self.assertRaisesRegex(ms.SettingsError, "save it as UTF-8", ms.Settings.load, path)
-        self.assertRaisesRegex(ms.SettingsError, "--set: .* no text has", self.load, "", "http.title=\udcff")
+        self.assertRaisesRegex(ms.SettingsError, "--set: .* lone surrogate", self.load, "", "http.title=\udcff")
 
     def test_ipv4_in_ipv6_is_ipv4(self) -> None:
         settings = self.load("[server]\nbind = ::ffff:127.0.0.1, ::1\npublic_address = ::ffff:1.2.3.4\n[address_map]\n::ffff:10.0.0.1 = 1.2.3.4\n")
@@ -1911,9 +1911,9 @@ class IceballTest(unittest.TestCase):
             self.assertRaises(ValueError, ms.read_iceball_version, text)
 
     def test_packets_that_cannot_be_read_are_told_of_at_check(self) -> None:
-        for data, why in ((b"1CEB", "an announcement without its versions"), (b"hello there", "neither 1CEB nor HSHK"),
+        for data, why in ((b"1CEB", "an announcement too short for its versions"), (b"hello there", "neither 1CEB nor HSHK"),
                           (b"HSHK" + bytes(80), "a cookie that went to another address"), (b"\1\1", "a request without a version"),
-                          (b"\3\1", "no room for an id")):
+                          (b"\3\1", "too short for an id")):
             self.assertRaises(ms.Malformed, self.send, data)
             outcome, detail = self.registry.heard["203.0.113.9", "iceball", 0][1:]
             self.assertEqual((outcome, detail[:len(why)]), ("bad packet", why))
@@ -3312,7 +3312,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.zones = {("203.0.113.8", 25001): asss}
             world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.8")
             self.assertEqual(world.outcome("203.0.113.8"), (
-                "name", "the name Mine is another zone's, which has another password, for as long as that is listed"))
+                "name", "the name Mine belongs to another zone, with another password, for as long as that is listed"))
             world.run(300)
             self.assertEqual([(s.address, s.responding) for s in world.registry.servers()], [("203.0.113.9", False)])
             world.announce(zone_announcement(name=b"Mine", password=b"secret"), "203.0.113.8")
@@ -6286,7 +6286,7 @@ class WebTest(unittest.TestCase):
     def test_check_tells_who_sends_too_much(self) -> None:
         def told(now: float, address: str = "203.0.113.9") -> bool:
             body = self.get("/check?address=%s" % address, now=now)[2]
-            self.assertEqual(b"Too many packets" in body, b"More than 100 packets a second come from this address" in body)
+            self.assertEqual(b"Too many packets" in body, b"More than 100 packets per second come from this address" in body)
             return b"Too many packets" in body
 
         datagrams = self.core.registry.rules.datagrams
@@ -6964,9 +6964,9 @@ class AnnounceTest(unittest.TestCase):
 
     def test_errors_in_words(self) -> None:
         for body, type, status, words in (
-                (b"", "", 400, "mygame, other is wanted, not ''"),
+                (b"", "", 400, "mygame, other, not ''"),
                 (b"game=iceball&port=1", "", 400, "not 'iceball'"),
-                (b"game=mygame", "", 400, "port: a number from 1 to 65535"),
+                (b"game=mygame", "", 400, "port: expected a number from 1 to 65535"),
                 (b"game=mygame&port=0", "", 400, "port"),
                 (b"game=mygame&port=65536", "", 400, "port"),
                 (b"game=mygame&port=1e3", "", 400, "port"),
@@ -7581,7 +7581,7 @@ class ReloadTest(unittest.TestCase):
                 self.assertIn(b"Iceball Server", fetch(server.port("http"), "/master.json")[2])
                 self.write(server, "[official]\n127.0.0.1:21737 = yes\n[iceball]\ntimeout = 60\n")
                 eventually(lambda: b'"official":true' in fetch(server.port("http"), "/master.json")[2])
-                eventually(lambda: server.logged(b"[iceball] timeout has changed; that takes a restart"))
+                eventually(lambda: server.logged(b"[iceball] timeout has changed; that needs a restart"))
                 self.write(server, "[bans]\n127.0.0.1 = me\n")
                 eventually(lambda: b"Iceball Server" not in fetch(server.port("http"), "/master.json")[2])
 
@@ -7608,7 +7608,7 @@ class ReloadTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "pipe")
             os.mkfifo(path)
-            self.assertRaisesRegex(ms.SettingsError, "a plain file is wanted", ms.read_text_files, ms.Settings({"http.stylesheet": path}))
+            self.assertRaisesRegex(ms.SettingsError, "not a plain file", ms.read_text_files, ms.Settings({"http.stylesheet": path}))
             server = ms.MasterServer({"server.database": ""}, reload=mock.Mock(side_effect=ms.SettingsError("was read")))
             self.addCleanup(server.stop)
             for found, ini, words in ((True, path, "a plain file"), (False, path, "a plain file"), (True, os.devnull, "was read")):
@@ -8094,7 +8094,7 @@ class LoopTest(unittest.TestCase):
         with mock.patch.object(sys, "stderr", None), contextlib.redirect_stdout(io.StringIO()) as out:
             self.assertEqual((ms.main(["--set", "foo.bar=1"]), out.getvalue()), (2, ""))
             ms.progress("of an export")
-        self.assertRaisesRegex(ms.SettingsError, r"\[server\] database: a text", ms.Settings, {"server.database": None})
+        self.assertRaisesRegex(ms.SettingsError, r"\[server\] database: expected a text", ms.Settings, {"server.database": None})
         wrong = run_program("--set", "iceball.prot=1", "--check")
         self.assertEqual((wrong.returncode, wrong.stdout), (2, ""))
         self.assertIn("did you mean port", wrong.stderr)
@@ -9738,7 +9738,7 @@ class FaultsTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder, master(http__ports="0", server__database=os.path.join(folder, "master.db")) as server:
             with mock.patch.object(ms, "WORKER_JOBS", 0):
                 status, headers, body = fetch(port_of(server, "http"), "/history.json?game=iceball")
-            self.assertEqual((status, body.count(b"others wait")), (503, 1))
+            self.assertEqual((status, body.count(b"others are waiting")), (503, 1))
 
 
 class DiskTest(unittest.TestCase):
@@ -9872,7 +9872,7 @@ class DiskTest(unittest.TestCase):
         registry.hear("iceball", "203.0.113.9", 4, "203.0.113.9", 2.0, 100.0, {"name": "S"})
         with self.assertLogs("masterserver") as logged:
             keeper.tick(4.0, T0 + 4)
-        self.assertEqual(([record.getMessage() for record in logged.records], keeper.health), (["the list is kept again"], {}))
+        self.assertEqual(([record.getMessage() for record in logged.records], keeper.health), (["the list is saved again"], {}))
         self.assertEqual([row[2] for row in keeper.storage.load(T0)], [2, 3, 4])
 
     def test_a_restart_while_another_program_has_the_file(self) -> None:
@@ -9905,7 +9905,7 @@ class DiskTest(unittest.TestCase):
         with self.assertLogs("masterserver", "WARNING") as logged:
             keeper.tick(2.0, T0 + 2)
         self.assertEqual(len(logged.output), 1)
-        self.assertIn("the database was damaged; it is now " + keeper.storage.set_aside, logged.output[0])
+        self.assertIn("the database was damaged; it has been renamed to " + keeper.storage.set_aside, logged.output[0])
 
     @unittest.skipIf(ms.WINDOWS, "Windows removes no open file")
     def test_the_folder_is_removed_and_comes_back(self) -> None:
@@ -9948,7 +9948,7 @@ class DiskTest(unittest.TestCase):
             trouble = json.loads(fetch(port_of(server, "http"), "/healthz")[2].decode())
             self.assertEqual((trouble["status"], list(trouble["trouble"])), ("trouble", ["database"]))
             self.assertIn(b'masterserver_trouble{where="database"} 1', fetch(port_of(server, "http"), "/metrics")[2])
-        self.assertIn("will not outlive a restart", logged.output[0])
+        self.assertIn("will not survive a restart", logged.output[0])
 
     def test_steps_of_the_wall_clock(self) -> None:
         for step in (86400.0, -86400.0, 3e8, -3e8):
@@ -10172,9 +10172,9 @@ class ClientTools(unittest.TestCase):
                 status, out, err = command(*words)
                 self.assertEqual((status, out), (1, ""), words)
                 self.assertIn(host, err)
-                self.assertIn("that is no host name", err)
+                self.assertIn("that is not a host name", err)
             status, out, err = command("export", host)
-            self.assertEqual((status, out, err), (3, "", "masterserver.py: No list from %s:20203: that is no host name\n" % host))
+            self.assertEqual((status, out, err), (3, "", "masterserver.py: No list from %s:20203: that is not a host name\n" % host))
         for game in ms.LISTS:               # whatever the look-up says to it
             status, out, err = command("list", "--game", game, "a master")
             self.assertEqual((status, out), (1, ""), game)
@@ -10196,7 +10196,7 @@ class ClientTools(unittest.TestCase):
                     status, out, err = command("list", "--game", game, "127.0.0.1:%d" % server.port)
                     over.set()
                 self.assertEqual((status, out), (1, ""))
-                self.assertRegex(err, "within 0.1 s|waited in vain for its list")
+                self.assertRegex(err, "within 0.1 s|no list came in time")
         with FakeServer(serve=lambda sock: [sock.sendall(piece) for piece in [b"HBSL" + bytes(8)] + [bytes(65536)] * 1000]) as server:  # type: ignore
             status, out, err = command("list", "--game", "hyperbol", "127.0.0.1:%d" % server.port)
         self.assertEqual(status, 0)
@@ -10512,7 +10512,7 @@ class ExportTest(unittest.TestCase):
         with unittest.mock.patch.object(ms.socket, "create_connection", side_effect=socket.timeout):
             status, _, err = self.export("127.0.0.1:20203")
         self.assertEqual(status, 3)
-        self.assertIn("waited in vain for its answer", err)
+        self.assertIn("no answer came in time", err)
         for greeting in b"SSH-2.0-x\r\n\r\n", hexa("01000000 00"), b"HBSL", b"":
             with MasterOf(greeting, b"") as master:
                 if b"HBSL".startswith(greeting):
@@ -10520,7 +10520,7 @@ class ExportTest(unittest.TestCase):
                     with unittest.mock.patch.object(ms, "EXPORT_CONNECT_S", 0.2):
                         status, _, err = self.export(master.place)
                     self.assertEqual(status, 3)
-                    self.assertIn("waited in vain for its greeting; is that the port of a Hyperbol master?", err)
+                    self.assertIn("no greeting came in time; is that the port of a Hyperbol master?", err)
                 else:
                     status, _, err = self.export(master.place)
                     self.assertEqual(status, 4)
@@ -10539,7 +10539,7 @@ class ExportTest(unittest.TestCase):
         with MasterOf(self.greeting, entry("127.0.0.1", 70000, 1)) as master:
             with unittest.mock.patch.object(ms, "query_hyperbol_servers", side_effect=OSError(errno.EMFILE, "Too many open files")):
                 status, _, err = self.export(master.place)
-        self.assertEqual((status, err), (1, "masterserver.py: The servers cannot be asked: Too many open files.\n"))
+        self.assertEqual((status, err), (1, "masterserver.py: The servers cannot be queried: Too many open files.\n"))
 
     def test_what_an_ftp_server_says_does_nothing_to_the_terminal(self) -> None:
         with FakeServer(serve=lambda sock: sock.sendall(b"220 hi\r\n530 \x1b]0;title\x07\x1b[2JGo away.\r\n")) as server:
@@ -10550,7 +10550,7 @@ class ExportTest(unittest.TestCase):
     def test_usage(self) -> None:
         for arguments, words in (
             (["a:b"], "ADDRESS:PORT"),
-            (["x", "--every", "soon"], "a number is wanted"),
+            (["x", "--every", "soon"], "expected a number"),
             ([], "HOST[:PORT]"),
             (["x", "--ftp", "ftp://u:secret@h/"], "MASTERSERVER_FTP_PASSWORD"),
             (["x", "--ftp", "http://h/"], "--ftp"),
@@ -11312,7 +11312,7 @@ class Announcing(unittest.TestCase):
                 os.mkfifo(path)
                 with self.assertLogs("masterserver", "WARNING") as logged:
                     announcement.read_file()            # and does not wait for who writes
-                self.assertIn("a plain file is wanted", logged.output[0])
+                self.assertIn("not a plain file", logged.output[0])
 
     def test_a_name_that_cannot_be_looked_up_yet(self) -> None:
         announcement, link = self.towards_one_master("iceball", 1)
@@ -12174,7 +12174,7 @@ class Checking(unittest.TestCase):
     def test_other_reasons_why_a_port_cannot_be_had(self) -> None:
         port = str(free_port())
         errors, _ = self.check(http__ports=port, aio__port=port)
-        self.assertIn("Another setting of this program has it. Change it with [http] ports", errors)
+        self.assertIn("Another setting of this program uses it. Change it with [http] ports", errors)
         for bind in "0.0.0.0, 127.0.0.1", "127.0.0.1, 0.0.0.0":
             errors, warnings = self.check(server__bind=bind, http__ports=port)
             self.assertIn("0.0.0.0 and :: stand for all addresses", errors)
@@ -12183,7 +12183,7 @@ class Checking(unittest.TestCase):
             errors, _ = self.check(server__bind="127.0.0.1, 127.0.0.2", http__ports=str(another.getsockname()[1]))
             self.assertIn("http", errors)
             self.assertNotIn("Another setting", errors)
-        for status, port, words in ((errno.EACCES, "80", "A port under 1024 needs a privilege. Change it with [http] ports"),
+        for status, port, words in ((errno.EACCES, "80", "A port below 1024 needs privileges. Change it with [http] ports"),
                                     (errno.EACCES, "8080", "Is another master server running?"), (errno.EMFILE, "8080", "more open files")):
             with mock.patch.object(ms, "bound_socket", side_effect=OSError(status, os.strerror(status))):
                 self.assertIn(words, self.check(http__ports=port)[0])
@@ -12232,12 +12232,12 @@ class Checking(unittest.TestCase):
                     self.assertIn("[server] database: %s cannot be written" % path, self.check(server__database=path)[place])
 
     def test_addresses_that_players_cannot_use(self) -> None:
-        self.assertIn("from this machine alone", self.check()[1])
+        self.assertIn("from this machine only", self.check()[1])
         self.assertIn("public_address is empty", self.check(server__public_address="")[1])
         self.assertIn("192.168.1.5 is private", self.check(server__public_address="192.168.1.5")[1])
         self.assertIn("10.1.2.3 is private", self.check(server__bind="10.1.2.3")[1])
         for own, public, words in (("192.168.1.9", "", "address 192.168.1.9 is private"), ("192.168.1.9", "203.0.113.5", ""),
-                                   ("203.0.113.9", "203.0.113.5", ""), ("", "203.0.113.5", "no way to the internet")):
+                                   ("203.0.113.9", "203.0.113.5", ""), ("", "203.0.113.5", "no route to the internet")):
             with mock.patch.object(ms, "own_address", return_value=own):
                 warnings = self.check(server__bind="0.0.0.0", server__public_address=public, iceball__port="", http__ports="0")[1]
             self.assertIn(words, warnings)
@@ -12249,7 +12249,7 @@ class Checking(unittest.TestCase):
         except OSError:
             self.skipTest("no IPv6 here")
         everything = {row.setting.replace(".", "__"): "0" for row in ms.PROTOCOLS if row.setting}
-        self.assertRegex(self.check(server__bind="::1", **everything)[1], "iceball has no other; it is not served(?s:.*)subspace has no other")
+        self.assertRegex(self.check(server__bind="::1", **everything)[1], "iceball uses no other; it is not served(?s:.*)subspace uses no other")
         self.assertNotIn("not served", self.check(server__bind="::1, 127.0.0.1", **everything)[1])
         own = mock.patch.object(ms, "own_address", lambda far="": "2001:db8::9" if far else "192.0.2.9")
         for bind, public, of_ipv4, of_page in (
