@@ -3,7 +3,7 @@
 """masterserver.py: where game servers announce themselves and players find them.
 
     python3 masterserver.py                 serve; the page is at http://localhost:27790/
-    python3 masterserver.py --help          every other thing it can do
+    python3 masterserver.py --help          everything else that it can do
     python3 masterserver.py --print-config  every setting, with its default and its meaning
 
 One file, standard library only, CPython 3.8 or later or PyPy. Read from the top, each section uses only what stands above it:
@@ -82,17 +82,17 @@ __version__ = "1.0"
 
 try:
     import sqlite3
-except ImportError as missing:      # FreeBSD has it in a package of its own, and a Python built without SQLite's headers goes without
+except ImportError as missing:      # FreeBSD has it in a package of its own, and a Python built without SQLite's headers lacks it
     if __name__ != "__main__":
         raise
-    sys.exit("masterserver.py: this Python lacks sqlite3 (%s). Install it (FreeBSD: pkg install py3XX-sqlite3), or take another Python." % missing)
+    sys.exit("masterserver.py: this Python lacks sqlite3 (%s). Install it (FreeBSD: pkg install py3XX-sqlite3), or use another Python." % missing)
 try:
     import resource
 except ImportError:                 # Windows has no such limits
     pass
 try:
     import ctypes
-except (ImportError, MemoryError):  # a Python built without it, or an old libffi under MemoryDenyWriteExecute; MessageVector alone wants it
+except (ImportError, MemoryError):  # a Python built without it, or an old libffi under MemoryDenyWriteExecute; only MessageVector needs it
     pass
 
 log = logging.getLogger("masterserver")
@@ -105,8 +105,8 @@ log = logging.getLogger("masterserver")
 # =====================================================================================================================
 
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
-HELD_UP_S = 5.0                     # a tick so late: the program was stopped (Ctrl+Z, docker pause, a debugger), as no work takes so long
-CLOCK_STEP_S = 1.0                  # a wall clock that has moved by more was put right; one that is slewed moves by half a millisecond a second
+HELD_UP_S = 5.0                     # a tick this late: the program was stopped (Ctrl+Z, docker pause, a debugger); no work takes so long
+CLOCK_STEP_S = 1.0                  # a wall clock that has jumped by more was set; one that is slewed moves half a millisecond a second
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
 BACKLOG = 1024                      # connections that wait to be accepted: half a second of 2,000 a second, while the loop is held up
@@ -114,26 +114,26 @@ MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a long
                                     # cache lines, so that those read together do not displace each other
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
 RECV_BYTES = 65536                  # one read from a connection
-SEND_BUFFER_BYTES = 1 << 18         # left to itself the system takes megabytes, and tells of a slow reader's progress once in a minute
-PAGES_BYTES = 16384                 # from here on to copy an answer costs more than to have the kernel send its pages …
-PAGES_KEPT = 8                      # … of so many answers, each a descriptor; a second's lists that many ask for are fewer
-LINGER_S = 5.0                      # how long what a peer still sends is read away after our last byte …
+SEND_BUFFER_BYTES = 1 << 18         # the system's own choice is megabytes, and shows a slow reader's progress only once a minute
+PAGES_BYTES = 16384                 # from here on copying an answer costs more than having the kernel send its pages …
+PAGES_KEPT = 8                      # … of so many answers, a descriptor each; fewer lists than that are in demand within a second
+LINGER_S = 5.0                      # how long what a peer still sends after our last byte is discarded …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
-PLACE_S = 0.1                       # which connection is the idlest is known to within so much
+PLACE_S = 0.1                       # how precisely it is known which connection is idlest
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
 STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
 STOP_FRESH_S = 0.3                  # a round trip (and PLACE_S): within it a new connection brings its request, and a body goes on
-STOP_LOOK_S = 0.05                  # how often it is looked whether all have ended
-STOP_DISK_S = 5.0                   # and for a batch under way, which takes milliseconds; a disk that hangs for longer costs what came since
+STOP_LOOK_S = 0.05                  # how often to look whether all have ended
+STOP_DISK_S = 5.0                   # and for a batch being written, which takes milliseconds; if the disk hangs for longer, what came since is lost
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
-DESCRIPTORS_KEPT = 28               # for what is no connection: standard streams, selector, database and its logs, log, look-ups, pages
-DESCRIPTORS_UNTOLD = 256            # may be open where the system does not tell: macOS's limit, the lowest of those in use
+DESCRIPTORS_KEPT = 28               # for all but connections: standard streams, selector, database and its logs, log, look-ups, pages
+DESCRIPTORS_UNTOLD = 256            # assumed where the system does not tell: macOS's limit, the lowest in use
 REFUSED_CONNECTIONS = 64            # over a limit, and about to be told so; the oldest goes first
-WORKER_JOBS = 64                    # waiting for one thread, half a second's work; who comes then is told to come again
+WORKER_JOBS = 64                    # waiting for one thread, half a second's work; others are told to try again
 FAULT_RATE = 1, 20                  # tracebacks in the log a second / at once: a fault that packets can cause must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
@@ -144,9 +144,9 @@ COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deploye
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources together get beyond what they sent, a second / at once, for each use that
-                                    # allow_surplus() has: 200 lists a second, or 0.8 Mbit/s for somebody who sends with false addresses
-ANSWERS_RATE = 1e6, 1e6             # as many as come: a flood in a server's name is not to make it seem silent, and who has been asked knows the port
-KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and who was here for longest. So many who leave wait for it at the most
+                                    # allow_surplus() has: 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses
+ANSWERS_RATE = 1e6, 1e6             # no real limit: a flood in a server's name must not make it seem silent, and whoever was queried knows the port
+KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and those here for longest. As many departures may wait for the disk
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB, with the longest reasons 8 …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
 
@@ -157,26 +157,27 @@ HTTP_HEAD_S = 10.0                  # from a request's first byte to the end of 
 HTTP_BODY_S = 10.0                  # and from there to the end of its body
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_PIPELINE_BYTES = 1 << 18       # answers made ahead of a reader; the requests behind them wait
-HTTP_TURN_REQUESTS = 16             # answered in one go (2 ms, of compressed searches up to 9); then the others have their turn
+HTTP_TURN_REQUESTS = 16             # answered in one go (2 ms, up to 9 if compressed searches); then the others have their turn
 HTTP_MEMO_BYTES = 16 << 20          # answers remembered, all together
 HTTP_MEMO_REQUEST_BYTES = 2048      # a longer request is not worth remembering
 GZIP_MIN_BYTES = 600                # below this the header costs more than it saves
 GZIP_INLINE_BYTES = 65536           # compressed in the event loop (1 ms); more is done in a worker
 GZIP_LEVEL = 6                      # within 5 % of level 9 on lists, at two thirds of its time or less
-RENDER_S = 1.0                      # a list is made anew at most so often, however many ask and however fast it changes
-RENDER_SERVER_S = 0.0001            # or, if it is short, after so long for each of its servers: ten times what rendering one takes
-RENDER_INLINE_SERVERS = 4000        # rows that are put together in the event loop (2 ms); longer lists are in a worker
-SEARCH_INLINE_SERVERS = RENDER_INLINE_SERVERS // HTTP_TURN_REQUESTS     # looked at for one answer, of which a client has so many in one go
-RENDER_STALE_S = 10.0               # and at least so often, for the times in it …
-RENDER_TIMES_S = 5.0                # … which are in parts that live so long: together they are 15 s old at the most
-CACHE_S = 5                         # what a cache in front may keep: the page refreshes every 5 s
+RENDER_S = 1.0                      # a list is rebuilt at most this often, however many ask and however fast it changes
+RENDER_SERVER_S = 0.0001            # or, if it is short, after this long per server: ten times what rendering one takes
+RENDER_INLINE_SERVERS = 4000        # rows put together in the event loop (2 ms); longer lists are made in a worker
+SEARCH_INLINE_SERVERS = RENDER_INLINE_SERVERS // HTTP_TURN_REQUESTS     # searched for one answer; a client may get HTTP_TURN_REQUESTS of
+                                                                        # those in one go
+RENDER_STALE_S = 10.0               # and at least this often, for the times in it …
+RENDER_TIMES_S = 5.0                # … which are in parts kept for this long: together they are at most 15 s old
+CACHE_S = 5                         # how long a cache in front may keep an answer: the page refreshes every 5 s
 PAGE_ROWS = 2000                    # rows on one page; a search finds the others
 CHECK_FINDINGS = 100                # on one page of /check, the latest (3 ms); 32 servers of one address have 64, a stranger may have thousands
 
 # =====================================================================================================================
 # 3  Settings
 #
-# One row a setting, with its type as the function that reads it. The ini, --set, --print-config, the README's table and
+# One row per setting; its type is the function that reads it. The ini, --set, --print-config, the README's table and
 # the errors all come from this table. A setting marked live takes effect on reload, the others at the next start.
 # =====================================================================================================================
 
@@ -193,7 +194,7 @@ read_text = str.strip
 
 
 def read_line(text: str) -> str:
-    if "\n" in text.strip():           # it would say nothing of the settings in it
+    if "\n" in text.strip():           # settings in the lines below would be lost without a word
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
@@ -314,7 +315,7 @@ def read_known_hyperbol(text: str) -> Tuple[str, int, int]:
 def read_pattern(text: str) -> Pattern:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")      # of what later versions read otherwise
+            warnings.simplefilter("error")      # where later versions of Python read it differently
             return re.compile(text, re.IGNORECASE)
     except (re.error, OverflowError, RecursionError, Warning) as error:
         raise ValueError("%r is not a regular expression: %s" % (text, error)) from None
@@ -421,7 +422,7 @@ SETTINGS = (
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server (Hyperbol, SubSpace, AIO).", live=True),
-    Setting("poll", "rate", "500", read_number(4, 100000),          # with fewer, new servers that are silent keep all others from being asked
+    Setting("poll", "rate", "500", read_number(4, 100000),          # with fewer, new servers that are silent keep all others from being queried
             "Queries per second at most, to all servers together, not counting the pings that answer a flood of announcements.", live=True),
     Setting("official", "", "", read_flag, "Servers marked as official.", live=True,
             read_key=read_numeric_endpoint, example="203.0.113.7:20737 = yes"),
@@ -453,7 +454,7 @@ TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 
 
 class Section(Dict[str, Any]):
-    """Of an ini: it may come twice, as lines are often added at the end; a key may not."""
+    """A section of an ini: it may come twice, as lines are often appended; a key may not."""
 
     name = ""
 
@@ -471,7 +472,7 @@ class Settings:
     def __init__(self, values: Optional[Mapping[str, str]] = None) -> None:
         """`values`: texts by name as for --set; anything wrong raises SettingsError."""
         self.path = ""              # of the ini, there or not
-        self.found = False          # it is there, and not empty as while somebody writes it
+        self.found = False          # it is there, and not empty, as it is while being saved
         self.folder: Optional[str] = None       # where relative paths begin; None: settings made by a program, which keeps nothing unasked
         self.given: Set[str] = set()
         self.texts: Dict[str, str] = {}         # of the files that settings in TEXT_FILES name, read by the event loop
@@ -572,11 +573,11 @@ def config_text() -> str:
 Peer = Tuple[Any, ...]              # as the socket gives it: (address, port) or (address, port, flow, scope)
 Replies = List[Tuple[bytes, Peer]]
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
-CHANCE = random.SystemRandom()      # not the module's own numbers: a program around this one may seed those, and count on their order
+CHANCE = random.SystemRandom()      # not the module's own generator: an embedding program may seed that, and rely on its order
 
 
 def error_text(error: BaseException) -> str:
-    """What it says, or where that is nothing, as of a MemoryError, what it is."""
+    """Its message; its type where there is none, as for a MemoryError."""
     return str(error) or type(error).__name__
 
 
@@ -589,10 +590,10 @@ def c_string(data: bytes) -> bytes:
     return data.partition(b"\0")[0]
 
 
-# Colours and the like, by one byte or two; texts for the terminal, up to their end; what else follows an escape (ECMA-48)
+# Control sequences such as colours, introduced by one byte or two; control strings, up to their end; other escapes (ECMA-48)
 ANSI = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\\\|\x9c)"
                   "|\x1b[ -/]*[0-~]?")
-BREAKS = re.compile("[\t-\r\x85\u2028\u2029\u2800]+")         # the last is a pattern of Braille without a dot, a space that is no space
+BREAKS = re.compile("[\t-\r\x85\u2028\u2029\u2800]+")         # the last is the Braille pattern without dots, which shows as a space
 # Control, soft hyphen, bidirectional, zero-width, interlinear, tag characters, lone surrogates, non-characters
 INVISIBLE = re.compile("[\0-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
                        "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
@@ -640,12 +641,12 @@ def canonical(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Of an address as read_address() and sockets give it."""
+    """`address`: as read_address() and sockets give it."""
     return address.startswith("127.") or address == "::1"
 
 
 def address_number(address: str) -> int:
-    """Of an address as sockets give it; every IPv6 one is beyond all IPv4 ones. In a third of the time that ipaddress takes."""
+    """An address, as sockets give it, as a number; every IPv6 one is above all IPv4 ones. It takes a third of ipaddress's time."""
     if ":" in address:
         return 1 << 128 | int(ipaddress.IPv6Address(address.partition("%")[0]))
     a, b, c, d = address.split(".")
@@ -653,15 +654,15 @@ def address_number(address: str) -> int:
 
 
 class Networks:
-    """Networks, and a word about each. To find an address takes a look-up for each length of prefix, however many networks there are:
-    tens of thousands of strangers a second are asked about."""
+    """Networks, with a word about each. Finding an address takes one look-up per prefix length, however many networks there are: tens of
+    thousands of strangers come each second."""
 
     def __init__(self, networks: Iterable[Network], words: Mapping[Network, str] = {}) -> None:
         sizes: Dict[int, Dict[int, str]] = collections.defaultdict(dict)
         for network in networks:
             bits = network.max_prefixlen - network.prefixlen
             sizes[bits][address_number(str(network.network_address)) >> bits] = words.get(network, "")
-        self.sizes = sorted(sizes.items(), key=lambda size: size[0])        # the smallest network that has it counts
+        self.sizes = sorted(sizes.items(), key=lambda size: size[0])        # the smallest network that holds an address counts
 
     def find(self, number: int) -> Optional[str]:
         """What is said about the network that has this address_number(); None: none has it."""
@@ -677,7 +678,7 @@ class Networks:
         return bool(self.sizes)
 
 
-# Loopback, private or link-local: who is here may name another address for itself
+# Loopback, private or link-local: a server there may name another address for itself
 LOCAL = Networks(map(ipaddress.ip_network, (
     "127.0.0.0/8", "::1/128",                                   # loopback
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
@@ -694,7 +695,7 @@ def source_key(address: str) -> str:
 
 
 def uncount(counts: Dict[Any, int], key: Any) -> None:
-    """One less of these; who has none left is forgotten."""
+    """One fewer of these; a key with none left is dropped."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
@@ -730,7 +731,7 @@ class Cookie:
     def turn(self, now: float) -> None:
         window = int(now // COOKIE_WINDOW_S)
         self.ends = (window + 1.0) * COOKIE_WINDOW_S
-        # BLAKE2's own keyed mode is the same with the key padded to a block, which would be a second one to compress each time
+        # BLAKE2's own keyed mode pads the key to a block, which would be a second one to compress each time
         self.previous, self.current = (
             hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size) for number in (window - 1, window))
 
@@ -779,7 +780,7 @@ class Limiter:
         self.table.clear()
 
     def spent(self, address: str, now: float) -> bool:
-        """Has this source next to nothing left? To ask costs it nothing."""
+        """Has this source next to nothing left? Asking costs it nothing."""
         full_at = self.table.get(address) or self.table.get(source_key(address), 0.0)         # as in allow()
         return full_at < BLOCKED and full_at - now > self.depth_s - 2 * self.cost_s
 
