@@ -834,9 +834,9 @@ class Refused(Exception):
 class Rules:
     """What the operator has decided about addresses: public ones, bans, marks, limits. Read anew on reload.
 
-    The limiters are shared by all protocols: datagrams and messages within a connection, new connections, and requests, which
-    are what costs more than a look-up or is answered with more than came. The address of what comes by UDP may be false, so that has
-    limiters of its own: a flood in somebody's name takes nothing from what he does by TCP.
+    The limiters are shared by all protocols: datagrams and messages within a connection, new connections, and requests: whatever costs more
+    than a look-up, or gets an answer longer than itself. What comes by UDP may have a forged address, so it has limiters of its own: a
+    flood in somebody's name takes nothing from what he does by TCP.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -846,7 +846,7 @@ class Rules:
         self.connections, = self.limiters["connections"]
         self.udp_requests, self.requests = self.limiters["requests"]
         self.surplus = Limiter(SURPLUS_BYTES)
-        self.answers = Limiter(ANSWERS_RATE, self.verdict)          # to the poller's questions: it is for the verdict
+        self.answers = Limiter(ANSWERS_RATE, self.verdict)          # to the poller's queries; only for the verdict
         self.read(settings)
 
     def read(self, settings: Settings) -> None:
@@ -856,21 +856,21 @@ class Rules:
         self.priority: Dict[Tuple[str, int], int] = settings["priority"]
         self.games: Dict[str, str] = settings["games"]
         self.blocked, self.exempt = Networks(settings["blocked"]), Networks(settings["limits.exempt"])
-        self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])         # why one is blocked is the operator's alone
+        self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])         # why one is blocked is for the operator alone
         self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
         self.servers: int = settings["limits.servers"]
         self.servers_per_source: int = settings["limits.servers_per_source"]
         for name, limiters in self.limiters.items():
             for limiter in limiters:
                 limiter.set_rate(settings["limits." + name])
-        self.answers.set_rate(ANSWERS_RATE)             # the same one: who is blocked may have changed
+        self.answers.set_rate(ANSWERS_RATE)             # the same rate, to clear the table: who is blocked may have changed
 
     def believes(self, source: str, claimed: str) -> bool:
-        """May a server say that it has this address? One that has reached us by loopback or a private network may; loopback is nobody's."""
+        """May a server say that it has this address? Only one that has reached us by loopback or a private network, and never a loopback address."""
         return source in LOCAL and is_unicast(claimed) and not is_loopback(canonical(claimed))
 
     def listed_address(self, source: str, claimed: str = "") -> str:
-        """Where players find a server whose packets come from `source` and which says of itself `claimed`."""
+        """Where players find a server whose packets come from `source` and which claims to be at `claimed`."""
         if claimed and self.believes(source, claimed):
             return canonical(claimed)
         if source in self.address_map:
@@ -885,11 +885,11 @@ class Rules:
         return BLOCKED if self.blocked.find(number) is not None else EXEMPT if self.exempt.find(number) is not None else 0.0
 
     def exempts(self, address: str) -> bool:
-        return (self.datagrams.table.get(address) or self.verdict(address)) == EXEMPT          # the former costs less, and has most of them
+        return (self.datagrams.table.get(address) or self.verdict(address)) == EXEMPT          # the table costs less, and knows most of them
 
     def allow_surplus(self, use: str, address: str, size: int, now: float) -> bool:
-        """May a source that has proven nothing get `size` bytes more than it sent? A bucket for all of them together: a limit by
-        source does not bind those who make sources up. Each `use` has its own: a flood of pings keeps nobody from the list."""
+        """May a source that has proven nothing get `size` bytes more than it sent? One bucket for all of them: a limit by source does not
+        bind those who forge sources. Each `use` has its own: a flood of pings keeps nobody from the list."""
         return size <= 0 or self.exempts(address) or self.surplus.allow(use, now, size)
 
     def ban(self, *addresses: str) -> str:
@@ -925,7 +925,7 @@ class Server(Heard):
     lifetime     seconds that it stays listed after last_seen; infinite where a connection or the poller decides
     named        by the ini: it stays, as not responding, however long it is silent
     unconfirmed  listed before a restart, and not heard since
-    mapped       its address follows from its source by the operator's settings, and moves with them; False: it names that itself
+    mapped       its address follows from its source by the operator's settings, and moves with them; False: it named that itself
     """
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
@@ -953,7 +953,7 @@ class Server(Heard):
         self.rank: Optional[Rank] = None                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as rendered last
         self.packet = packet                                # the announcement heard last, or its fingerprint, as the protocol needs it
-        self.batch = 0                                      # the registry's at its last change: storage writes who bears its own
+        self.batch = 0                                      # the registry's at its last change: storage writes those of its own batch
 
     @property
     def key(self) -> Key:
@@ -965,7 +965,7 @@ class Server(Heard):
 
     @property
     def stays(self) -> bool:
-        """For as long as it answers, however long it does not announce itself."""
+        """It is listed for as long as it answers, with or without announcements."""
         return self.named or self.lasting
 
     @property
@@ -979,14 +979,14 @@ class Server(Heard):
         self.address = address
 
 
-# What outlives a restart, in this order; what comes new comes last
+# What survives a restart, in this order; new fields go last
 STORED: Dict[str, Any] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int, "playing": int, "description": str, "flavor": int,
     "verified": str, "responding": bool, "details": dict, "source": str, "lasting": bool, "named": bool, "mapped": bool}
 
 
 def stored_fields(text: str) -> List[Any]:
-    """What stored_row() (section 11) made a text of; as many values whatever the text is."""
+    """The values of a text that stored_row() (section 11) made; always as many, whatever the text is."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -995,13 +995,13 @@ def stored_fields(text: str) -> List[Any]:
 
 
 def ranking(server: Server) -> Rank:
-    """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's
-    own; what identifies them tells them apart, so that each is found in the list at once."""
+    """The order of every list: the operator's priority, then official, then players, then name. Many have the same name, the game's own;
+    their identity breaks the tie, so that each can be found in the list by bisection."""
     return -server.priority, not server.official, -server.players, server.name.casefold(), server.address, server.port, server.game
 
 
 def rank_of(server: Server) -> Rank:
-    """The same, remembered; for the event loop alone, as what another thread made of a server that is changing would stay."""
+    """The same, remembered; for the event loop alone, as a rank that another thread made while the server was changing would stay."""
     rank = server.rank
     if rank is None:
         rank = server.rank = ranking(server)
@@ -1012,8 +1012,8 @@ BLOCK_SERVERS = 128         # a list of 10,000 is 80 of them, and when one serve
 
 
 class Block:
-    """Some servers that follow each other in a list. Nobody changes it once others have seen it: where a server changes,
-    another block takes its place. So what was made of it holds, whichever thread made it."""
+    """Some servers that follow each other in a list. It is never changed once others have seen it: where a server changes, another block
+    takes its place. So what was made of it stays valid, whichever thread made it."""
 
     __slots__ = ("servers", "ranks", "made")
 
@@ -1039,8 +1039,8 @@ def blocks_of(servers: Sequence[Server]) -> Blocks:
 
 
 class Order:
-    """The servers of one list in the master's order, in blocks. Whoever changes is taken out and put in again where it belongs: to sort
-    10,000 servers takes 5 ms even if they are in order, as each of them must be looked at."""
+    """The servers of one list in the master's order, in blocks. One that changes is taken out and put back where it belongs: sorting 10,000
+    servers takes 5 ms even if they are in order, as each of them must be looked at."""
 
     def __init__(self, servers: List[Server]) -> None:
         """`servers` in order."""
@@ -1049,7 +1049,7 @@ class Order:
         self.moved: Dict[Server, Optional[Rank]] = {}           # who has changed since: the rank it has here, None if it is new
 
     def worn(self) -> bool:
-        """So much has changed that to begin anew is quicker."""
+        """So much has changed that starting over is quicker."""
         return len(self.moved) > self.size // 8 or len(self.blocks) > 3 * (1 + self.size // BLOCK_SERVERS)
 
     def mend(self, listed: Callable[[Server], bool]) -> None:
@@ -1103,13 +1103,13 @@ class Registry:
         # the announced one, 0 if it could not be read
         self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = collections.OrderedDict()
         self.notes, self.notes_end = 0, -math.inf       # in this second, and when it ends
-        # What storage has not been told yet: who has left, of whom some may be back, and the servers that bear this batch's number
+        # What storage has not been told yet: who has left (some may be back), and the number that servers changed since bear
         self.left: Set[Key] = set()
         self.batch = 1
 
     def watch(self, call: Callable[[str, Server], Any], game: str = "", events: Iterable[str] = ("listed", "changed", "gone")) -> None:
-        """Have `call(event, server)` called for a game, or for all. Of one that a reload moves to another address those who watch all games
-        alone are told, as of one that goes and another that comes: who keeps servers by their addresses watches all."""
+        """Have `call(event, server)` called for a game, or for all. When a reload moves a server to another address, only those who watch
+        all games are told, as if one went and another came: whoever keeps servers by their addresses watches all."""
         for event in events:
             self.watchers[event, game].append(call)
 
@@ -1121,7 +1121,7 @@ class Registry:
         limits."""
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
-        # A source that sent us a packet is one, but 0.*, and by UDP on IPv6 a link-local one with its scope
+        # A source that sent us a packet can be one, except 0.*, and by UDP on IPv6 a link-local one with its scope
         if address != source and not is_unicast(address) or source[:2] == "0." or "%" in source:
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         rules = self.rules
@@ -1142,7 +1142,7 @@ class Registry:
             raise Refused("banned", ban)
 
     def admit_name(self, name: Optional[str], address: str = "", port: int = 0) -> None:
-        """The name of a server at this place; the place itself is the name of one that has told none."""
+        """Raise Refused for a refused name; the place itself, which is the name of a server that has told none, never is."""
         pattern = "" if name is None else self.rules.refused_name(name)
         if pattern and name != endpoint(address, port):
             raise Refused("name", "names matching %s are not listed here" % pattern)
@@ -1210,7 +1210,7 @@ class Registry:
         self.changed("gone", server)
 
     def count_in(self, server: Server) -> None:
-        """Its players, as many as can be, are there from now on; unless it is named in the ini and not there: nobody plays on it."""
+        """Count its players from now on, limited to what is possible; a server that the ini names and that does not respond counts for nothing."""
         players, most, playing = server.players, server.max_players or PLAYERS_MAX, server.playing
         if not 0 <= players <= most:
             players = server.players = clamp(players, most)
@@ -1239,10 +1239,10 @@ class Registry:
             if order is not None:
                 order.moved.setdefault(server, server.rank)
                 if order.worn():
-                    del self.orders[game]           # it may never be read again, and would keep everybody who leaves
+                    del self.orders[game]           # it may never be read again, and would hold on to every server that leaves
         server.rank = None
         if event == "gone":
-            if len(self.left) < KNOWN_SERVERS:      # while the disk takes nothing; who comes and goes meanwhile is not on it
+            if len(self.left) < KNOWN_SERVERS:      # reached while the disk takes nothing; who comes and goes meanwhile is not on it
                 self.left.add(server.key)
         else:
             server.batch = self.batch
@@ -1250,8 +1250,8 @@ class Registry:
             watcher(event, server)
 
     def apply_rules(self, settings: Settings) -> None:
-        """After a reload: addresses and marks as the settings have them now, and those out who are banned since or whose game is not served
-        any more."""
+        """After a reload: addresses and marks as the settings now have them; servers that are now banned, or whose game is no longer
+        served, go."""
         closed = self.rules.games.keys() - settings["games"]
         self.rules.read(settings)
         moving: Dict[Server, Key] = {}
@@ -1270,12 +1270,12 @@ class Registry:
         self.move(moving)
 
     def move(self, moving: Mapping[Server, Key]) -> None:
-        """The same servers at other addresses; two may change places. Their protocols go on with them, and whoever watches all games sees
-        one go and another come. Of two that come to one place it is for the one that is known to be there."""
+        """The same servers at other addresses; two may change places. Their protocols keep them, and whoever watches all games sees one go
+        and another come. Of two that come to one place, the one known to be there stays."""
         there: Dict[Key, Server] = {}
         for server, key in moving.items():
             other = there.get(key) or self.get(*key)
-            if other is None or other in moving and key not in there:           # which moves away itself
+            if other is None or other in moving and key not in there:           # the other one moves away itself
                 there[key] = server
                 continue
             stays, goes = sorted((other, server), key=lambda one: (not one.responding, one.unconfirmed))
@@ -1288,7 +1288,7 @@ class Registry:
             del games[before.game][before.address, before.port]
         for _, server in arrived:
             games[server.game][moving[server][1:]] = server
-        self.games.update(games)            # at once, as other threads may look, and nobody is to be missing
+        self.games.update(games)            # at once, as other threads may look, and none may be missing
         for before, server in arrived:
             server.move(moving[server][1])
             server.official, server.priority = self.rules.marks((server.address, server.port))
@@ -1299,7 +1299,7 @@ class Registry:
                 watcher(event, seen)
 
     def schedule(self, server: Server, ends: Optional[float] = None) -> None:
-        """`ends`: when one that was restored and has no lifetime of its own goes, unless it is heard until then."""
+        """`ends`: when a restored server without a lifetime of its own goes, unless it is heard from by then."""
         if ends is None:
             ends = math.inf if server.stays else server.last_seen + server.lifetime
         if ends != math.inf:
@@ -1307,7 +1307,7 @@ class Registry:
 
     def expire(self, now: float) -> None:
         """Drop every server that was silent for its lifetime; called once a second."""
-        if sum(map(len, self.endings.values())) > 3 * self.total + 1000:           # most have left before; of a restored one there are two
+        if sum(map(len, self.endings.values())) > 3 * self.total + 1000:           # most are of servers that have left; a restored one has two
             self.endings = {second: [server for server in ending if self.get(*server.key) is server] for second, ending in self.endings.items()}
         for second in sorted(s for s in self.endings if s <= now):
             ending = self.endings.pop(second)
@@ -1319,9 +1319,9 @@ class Registry:
                         self.schedule(server)
                     elif server.stays or not self.rules.datagrams.spent(server.source, now):
                         self.remove(server)
-                    else:                   # a flood in its name lets next to nothing of it in, which says nothing of it
+                    else:                   # a flood in its name keeps its own packets out, so silence proves nothing
                         self.schedule(server, now + server.lifetime)
-                        server.batch = self.batch           # on disk it would end
+                        server.batch = self.batch           # else it would end on disk
             finally:                        # a watcher that fails keeps nobody else in the list
                 if ending:
                     self.endings.setdefault(second, []).extend(ending)
@@ -1332,8 +1332,8 @@ class Registry:
         return sorted((server for listed in games for server in list(listed.values())), key=key)
 
     def news(self, batch: int, then: float) -> Tuple[List[Server], List[Server]]:
-        """For storage: who has changed since `batch` began, and who else was heard from `then` on. Safe from any thread. To look at all
-        of them once a second costs less than to take down each that is heard."""
+        """For storage: who has changed since `batch` began, and who else was heard from `then` on. Safe from any thread. Looking at all of
+        them once a second costs less than recording each one heard."""
         altered, heard = [], []
         for listed in list(self.games.values()):
             for server in list(listed.values()):
@@ -1345,7 +1345,7 @@ class Registry:
 
     def in_blocks(self, game: str = "") -> Blocks:
         """The same in blocks, for the event loop alone: only who has changed is put in its place anew."""
-        order = self.orders.pop(game, None)         # and not back again if a fault leaves it half mended
+        order = self.orders.pop(game, None)         # and not put back if a fault leaves it half mended
         if order is None:
             order = Order(self.servers(game, rank_of))
         else:
@@ -1354,14 +1354,14 @@ class Registry:
         return order.blocks
 
     def forget_parts(self) -> None:
-        """What was made of servers does not hold any more, though none has changed."""
+        """What was made of servers no longer holds, though none has changed."""
         self.orders.clear()
         for listed in self.games.values():
             for server in listed.values():
                 server.parts = None
 
     def forget_part(self, name: str) -> None:
-        """This part of every server does not hold any more: it is made anew when the list that it stands in is."""
+        """This part of every server no longer holds: it is made again with the list that it stands in."""
         for listed in self.games.values():
             for server in listed.values():
                 if server.parts:
@@ -1397,8 +1397,8 @@ def joined_parts(blocks: Blocks, name: str, render: Callable[[Server], bytes], s
 
 
 class Rendered:
-    """One game's list in one form, made anew when a server has changed: at most once in RENDER_S, a short list sooner, so that a tenth
-    of the time goes into it at the most."""
+    """One game's list in one form, rebuilt when a server has changed: at most once in RENDER_S, a short list sooner, so that it takes a
+    tenth of the time at most."""
 
     def __init__(self, registry: Registry, game: str, make: Callable[[Blocks], Any]) -> None:
         self.registry, self.game, self.make = registry, game, make
@@ -1420,7 +1420,7 @@ class Rendered:
 #
 # The registry and the history of player counts in one SQLite file. It knows sqlite3 and the name of its file, no
 # server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come in, rows go out, and the
-# caller sees to it that one call is made at a time. A file that is damaged is renamed and a new one begun. Any other
+# caller makes one call at a time. A file that is damaged is renamed and a new one begun. Any other
 # trouble (a full disk, a locked file) is left in `trouble` and raised as sqlite3.Error; the next call opens the file
 # again and tries anew.
 # =====================================================================================================================
@@ -1445,8 +1445,8 @@ WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; S
 # The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
 # rewrites a few pages. `server` keeps everyone seen within a year; its numbers are never given out twice
 # (AUTOINCREMENT), so that blocks of a server removed early can belong to nobody else. Blocks sort by time first:
-# one sample of all servers lies together, and so does what is to be thinned. There is no NOT NULL: no row from outside
-# breaks a constraint, and one that breaks means damage.
+# one sample of all servers lies together, and so does what is to be thinned. There is no NOT NULL: no row from outside breaks a constraint,
+# so a broken one means damage.
 SCHEMA_VERSION = 1          # PRAGMA user_version: the tables, and what the bytes in a block mean
 SCHEMA_LATER = 100          # numbers from here on are noise
 SCHEMA = (
@@ -1507,8 +1507,8 @@ class Storage:
     """One SQLite file. Every method may raise sqlite3.Error, and any of them may be called again after that.
 
     `trouble` is the last error in words, "" once something has been written since. `set_aside` is where the last
-    damaged file went, "" if there was none. `renewed` moves whenever the file is another one than before (first opened,
-    begun anew, replaced from outside): what was saved earlier is not in it, so save the whole registry again.
+    damaged file went, "" if there was none. `renewed` moves whenever the file is a different one (first opened, begun anew, replaced from
+    outside): what was saved earlier is not in it, so save the whole registry again.
     """
 
     def __init__(self, path: str) -> None:
@@ -1537,8 +1537,8 @@ class Storage:
         return self._run(lambda db: self._listed(db, wall), "BEGIN")
 
     def peek(self, wall: float) -> List[ListedRow]:
-        """load() where the file cannot be opened as it should be: the disk is full or the folder read-only. That needs a
-        file without a log, and heeds no lock."""
+        """load() where the file cannot be opened normally: the disk is full or the folder read-only. This needs a file without a log, and
+        ignores locks."""
         if any(has_content(self.path + suffix) for suffix in ("-wal", "-journal")):
             raise sqlite3.OperationalError("a log stands beside the file")
         db = sqlite3.connect("file:%s?mode=ro&immutable=1" % urllib.parse.quote(os.fsencode(self.path), ""), uri=True)
@@ -1550,8 +1550,8 @@ class Storage:
     def save(self, listed: Sequence[ListedRow], seen: Sequence[Tuple[float, float, str, str, int]],
              gone: Sequence[Key]) -> bool:
         """Write one batch in one transaction: rows new or changed, (last seen, expires, key) of servers only heard
-        from, and keys no longer listed, which go first. On return the rows outlive the process. False: of those only
-        heard from some are not listed here any more."""
+        from, and keys no longer listed, which go first. On return the rows outlive the process. False: some of those only heard from are no
+        longer listed here."""
         def work(db: sqlite3.Connection) -> bool:
             for key in gone:
                 self._leave(db, "server = " + SERVER_ID, key)
@@ -1579,8 +1579,8 @@ class Storage:
 
     def sample(self, wall: float, players: Sequence[Tuple[str, str, int, int]]) -> Optional[Dict[Key, List[Optional[int]]]]:
         """Once a minute: (game, address, port, players) of every listed server; address "" and port 0 are
-        the total of a game. Returns recent() when a quarter hour has ended, otherwise None. A second sample of the same
-        minute takes the place of the first."""
+        the total of a game. Returns recent() when a quarter hour has ended, otherwise None. A second sample of the same minute replaces the
+        first."""
         self._wall = wall
         minute = int(wall) // MINUTE * MINUTE
 
@@ -1592,7 +1592,7 @@ class Storage:
             # Thin once an hour, but not right after a leap of the clock: it may be a mistake.
             if minute // HOUR != self._sampled // HOUR and 0 < minute - self._sampled <= 2 * HOUR:
                 self._thin(db, minute)
-            # Who expired while nobody served, and would come alive if the clock were put back before the next start
+            # Those that expired while no master ran, and would come back if the clock were set back before the next start
             self._leave(db, "expires < ?", (minute,))
             db.executemany("INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen, fields)"
                            " VALUES (?, ?, ?, ?, ?, '{}')", [row[:3] + (wall, wall) for row in players])
@@ -1669,7 +1669,7 @@ class Storage:
                    (step, start, server, samples[:offset] + new + samples[offset + len(new):]))
 
     def _roll_up(self, db: sqlite3.Connection, hour: int) -> None:
-        """Make the quarter hours and the hour out of the minutes so far; to do it again changes nothing."""
+        """Make the quarter hours and the hour out of the minutes so far; doing it again changes nothing."""
         for server, samples in db.execute("SELECT server, samples FROM block WHERE step = ? AND start = ?",
                                           (MINUTE, hour)).fetchall():
             minutes = struct.unpack("<60H", self._check(MINUTE, samples))
@@ -1678,12 +1678,13 @@ class Storage:
 
     def _thin(self, db: sqlite3.Connection, wall: float) -> None:
         for step, (covers, kept) in BLOCKS.items():
-            # An hour more, as a series ends up to 16 minutes ago. The two oldest and no more, while one comes new: an hour of a clock that is
-            # ahead costs no month, and what was left when the clock leapt goes all the same.
+            # An hour more, as a series ends up to 16 minutes ago. At most the two oldest at a time, while one is added: an hour with the
+            # clock ahead does not cost a month, and what a leap of the clock left behind still goes.
             db.execute("DELETE FROM block WHERE step = ? AND start < ? AND start <= (SELECT min(start) FROM block WHERE step = ?) + ?",
                        (step, wall - kept - covers - HOUR, step, covers))
-        # Whose last block is gone too; the time alone may be a clock's that stood at 1970 after a power cut. The totals stay, one row a game.
-        # Those are looked up by where they may begin: the key is of step, start and server, and without it the whole year would be read.
+        # Servers whose last block is gone too; last_seen alone may be of a clock that stood at 1970 after a power cut. The totals stay, one
+        # row per game. Blocks are looked up by where they may begin: their key is step, start, server, and without start the whole year
+        # would be read.
         weeks = ",".join(map(str, range(int(wall) // WEEK * WEEK, int(wall) - YEAR - 2 * WEEK, -WEEK)))
         db.execute("DELETE FROM server WHERE last_seen < (SELECT min(start) FROM block WHERE step = ?) AND address != ''"
                    " AND id NOT IN (SELECT server FROM listed)"
@@ -1705,20 +1706,20 @@ class Storage:
 
     @staticmethod
     def _forget(db: sqlite3.Connection) -> None:
-        """Drop those gone that were here for the shortest time when there are too many, with their history, so that nobody who lists one
-        server after another takes others' history or fills the disk: 5 % at once, as finding them means to sort all."""
+        """When there are too many, drop those gone that were here for the shortest time, with their history, so that nobody who lists one
+        server after another displaces others' history or fills the disk: 5 % at once, as finding them means sorting all."""
         [(count,)] = db.execute("SELECT count(*) FROM server")
         if count > KNOWN_SERVERS:
             gone = db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
                               " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen - first_seen, last_seen LIMIT ?)",
                               (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,)).rowcount
-            if gone > KNOWN_SERVERS // 20:          # fewer where more are listed than that: their blocks age away
+            if gone > KNOWN_SERVERS // 20:          # where fewer went, nearly all are listed: the blocks age away
                 db.execute("DELETE FROM block WHERE server NOT IN (SELECT id FROM server)")
 
     def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str = "BEGIN IMMEDIATE") -> Any:
         """Do `work` in a transaction; if the file turns out to be damaged, once more in a new one."""
         try:
-            for _ in range(2):          # SQLite calls it damage too that the disk failed to read a page, which it may read now
+            for _ in range(2):          # SQLite also calls it damage when the disk failed to read a page, which it may read now
                 try:
                     return self._attempt(work, begin)
                 except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -1786,7 +1787,7 @@ class Storage:
         elif ((SCHEMA_VERSION < version < SCHEMA_LATER or tables.isdisjoint(SCHEMA))
                 and db.execute("PRAGMA quick_check").fetchall() == [("ok",)]):
             raise sqlite3.OperationalError("it belongs to another program or to a later version of this one; change [server] database")
-        elif version not in (0, SCHEMA_VERSION) or not tables.issuperset(SCHEMA):           # 0: read in again from a .dump, which does not tell
+        elif version not in (0, SCHEMA_VERSION) or not tables.issuperset(SCHEMA):           # 0: restored from a .dump, which does not tell
             raise sqlite3.DatabaseError("the tables are not those of this program")
         with contextlib.suppress(sqlite3.OperationalError):     # file systems without shared memory: SQLite's default is slower and as safe
             # With the log and NORMAL a commit is a write without fsync: it outlives the process, and a power cut costs
@@ -1794,7 +1795,7 @@ class Storage:
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("PRAGMA journal_size_limit = %d" % WAL_BYTES).fetchall()
-        # Not what a clock that was ahead has left
+        # Not one that a clock running ahead has left
         [(newest,)] = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?", (MINUTE, self._wall))
         self._sampled = newest or 0
 
