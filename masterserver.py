@@ -1820,7 +1820,7 @@ class Storage:
 #
 # Each game is one class (or two) with its real bytes in the docstring. A protocol gets bytes, the peer and the time and
 # gives bytes back; it keeps what it knows in the registry, and raises Malformed for anything that its document does not have.
-# "The document" is the game's own, by the title that stands at the class. What it leaves open is as programs that people run
+# "The document" is the game's own, by the title that stands at the class. What it leaves open is done as programs in use
 # were seen to do it.
 # =====================================================================================================================
 
@@ -1829,11 +1829,11 @@ class UdpProtocol:
 
     ipv4_only = True                # its lists carry 4-byte addresses
     datagram_bytes = MAX_DATAGRAM_BYTES     # of a longer one the rest is lost
-    by_socket = False               # True: one for each socket, as what it sends later must come from where the peer began
+    by_socket = False               # True: one per socket, as what it sends later must leave from the socket that the peer first wrote to
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
-        """For each datagram its answer if a listed server only says again what it has said; None: datagram() is to read it. Repetitions
-        count as if they had come before the others, as datagrams may."""
+        """For each datagram its answer if a listed server only repeats itself; None: datagram() is to read it. Repetitions are treated as
+        if they had come before the others, as datagrams may."""
         return [None] * len(data)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
@@ -1906,7 +1906,7 @@ class TcpProtocol:
         """As in UdpProtocol."""
 
     def leave(self) -> None:
-        """The program is about to stop: no answer is to invite another request."""
+        """The program is about to stop: no answer may invite another request."""
 
 
 # --- Poller ----------------------------------------------------------------------------------------------------------
@@ -1915,15 +1915,15 @@ POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit in the pr
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone: a minute and a half
-POLL_SHARE = 10                     # at most a tenth of all targets is asked in one second, more only if the interval wants it: no volleys
-POLL_QUESTIONS = 3                  # so many a target may need in one interval: a silent zone is asked three times
-POLL_MIN_PER_S = 10                 # but so many always, so that a few new servers do not wait for each other
-POLL_CROWD = 256                    # however few servers may be listed, so many are asked: one liar alone may have servers_per_source of them
+POLL_SHARE = 10                     # at most a tenth of all targets is queried in one second, more only if the interval requires it: no volleys
+POLL_QUESTIONS = 3                  # what one target may need in one interval: a silent zone is queried three times
+POLL_MIN_PER_S = 10                 # but always this many, so that a few new servers do not wait for each other
+POLL_CROWD = 256                    # however few servers may be listed, this many are queried: one liar alone may have servers_per_source of them
 POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, lie evenly however many there are
 
 
 class Target:
-    """One game server to be asked. `step` and `scratch` belong to its querier."""
+    """One game server to be queried. `step` and `scratch` belong to its querier."""
 
     __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
                  "attempt", "step", "missed", "ping_ms", "scratch")
@@ -1932,7 +1932,7 @@ class Target:
         self.querier, self.address, self.port, self.server_port = querier, address, server_port + querier.offset, server_port
         self.phase = phase                              # its place in the interval, from 0 to 1
         self.known = False                              # named in the ini: polled however long it is silent
-        self.announced: Optional[bool] = False          # it asked for it; None: before a restart, perhaps
+        self.announced: Optional[bool] = False          # it announced itself; None: perhaps, before a restart
         self.asked_at = 0.0
         self.nonce = 0
         self.attempt = self.step = self.missed = 0
@@ -1941,10 +1941,10 @@ class Target:
 
 
 class Querier:
-    """A protocol whose game servers answer questions. The poller asks; the querier knows the bytes."""
+    """A protocol whose game servers answer queries. The poller sends them; the querier knows the bytes."""
 
     game = ""                       # as in the registry
-    offset = 0                      # from a server's port to the one that answers questions
+    offset = 0                      # from a server's port to the one that answers queries
     attempts = POLL_ATTEMPTS
 
     def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
@@ -1952,43 +1952,43 @@ class Querier:
         raise NotImplementedError
 
     def nonce(self) -> int:
-        """What a question carries and its answer must: an unsigned 32-bit integer."""
+        """What a query carries and its answer must: an unsigned 32-bit integer."""
         return CHANCE.getrandbits(32)
 
     def query(self, target: Target) -> bytes:
         raise NotImplementedError
 
     def answer(self, target: Target, data: bytes, now: float) -> bool:
-        """Take an answer. True: the poll is complete. False: ask again at once (`target.step` says what), a few times at the most: one
-        server that is asked for ever has all of poll.rate.
+        """Take an answer. True: the poll is complete. False: ask again at once (`target.step` says what), a few times at most: one server
+        that is queried for ever uses up poll.rate.
 
-        Raises Malformed if it is none, or not to this question (`target.nonce`). Where the last question is a farewell without an answer,
-        missed() is called for it, and sets `target.missed` back."""
+        Raises Malformed if it is none, or not to this query (`target.nonce`). Where the last query may go unanswered, missed() is called
+        for it, and sets `target.missed` back."""
         raise NotImplementedError
 
     def missed(self, target: Target, now: float) -> bool:
-        """A poll went unanswered, the `target.missed`th in a row. True: ask no more."""
+        """A poll went unanswered, the `target.missed`th in a row. True: stop querying it."""
         raise NotImplementedError
 
     def displaced(self, target: Target) -> None:
-        """A server of another game is at this endpoint now, and is asked instead."""
+        """A server of another game is at this endpoint now, and is queried instead."""
 
     def removed(self, target: Target) -> None:
-        """It is asked no more, whatever the reason."""
+        """It is no longer queried, for whatever reason."""
 
     def doubts(self, target: Target) -> bool:
-        """Did nothing but a packet, which may have had a false address, tell of it? Then it gives way to who has proven that he is there."""
+        """Is it known only by a packet, whose address may have been forged? Then it gives way to one that has proven to be there."""
         return False
 
     def named(self, address: str, port: int) -> None:
-        """The ini leads to this place, or does not any more."""
+        """The ini now leads to this place, or no longer does."""
 
 
 class Poller(UdpProtocol):
-    """Asks game servers what they really are, from one UDP port, evenly over the interval.
+    """Queries game servers for what they really are, through one UDP port, evenly over the interval.
 
-    An answer counts only from the address and port that were asked, while a question is open there. Nobody is asked whom neither the
-    ini nor a packet from that address named; that is for the protocols to see to, as they alone call `add`.
+    An answer counts only from the address and port that were queried, while a query is open there. Nobody is queried whom neither the ini
+    nor a packet from that address named; the protocols see to that, as they alone call `add`.
     """
 
     ipv4_only = False
@@ -2003,7 +2003,7 @@ class Poller(UdpProtocol):
         self.waiting: List[Tuple[float, int, Target]] = []              # a heap by the time at which each is due
         self.phases = itertools.count()
         self.numbers = itertools.count()        # of the entries in the heap, to keep equals in order
-        self.asked = 0              # questions since the last tick …
+        self.asked = 0              # queries since the last tick …
         self.ticked_at = 0.0        # … and when that was
         self.interval = math.inf
         self.read(settings)
@@ -2016,8 +2016,8 @@ class Poller(UdpProtocol):
         self.rate: int = settings["poll.rate"]
 
     def crowded(self, game: str, address: str, times: int = 1) -> bool:
-        """Is one more that announces itself from here too many? The silent count too, or a liar has thousands asked; not those of
-        other games, which may have come with a false address. `times`: so many times what the settings allow is not."""
+        """Would one more that announces itself from here be too many? Silent ones count too, or a liar could have thousands queried; those
+        of other games do not, as their address may have been forged. `times`: how many times what the settings allow is too many."""
         return self.sources[game, ""] >= times * max(self.rules.servers, POLL_CROWD) or (
             self.sources[game, source_key(address)] >= times * self.rules.servers_per_source and not self.rules.exempts(address))
 
@@ -2029,7 +2029,7 @@ class Poller(UdpProtocol):
             before = self.targets.get((address, target.port))
             if before is not None:
                 if before.known:
-                    return target                   # one that is not asked: the ini's goes on
+                    return target                   # one that is never queried: the ini's stays
                 self.remove(before)
                 before.querier.displaced(before)
             self.targets[address, target.port] = target
@@ -2072,14 +2072,14 @@ class Poller(UdpProtocol):
             self.rest(target, now)
         elif self.asked < self.rate:
             return self.ask(target, now)
-        else:                               # no more questions in this second: it takes its turn in another
+        else:                               # no more queries in this second: it waits for another
             self.open.pop(target, None)
             self.fresh.append(target)
         return []
 
     def tick(self, now: float) -> Replies:
-        """A quarter of the questions for the new and another for the silent, then those who are due, then what is left: a flood of new ones
-        that are silent keeps nobody from being asked."""
+        """A quarter of the queries for new targets and another for silent ones, then those that are due, then what is left: a flood of new
+        ones that are silent keeps nobody from being queried."""
         out: Replies = []
         self.asked, self.ticked_at = 0, now
         budget = min(self.rate, max(POLL_MIN_PER_S, len(self.targets) // POLL_SHARE, math.ceil(POLL_QUESTIONS * len(self.targets) / self.interval)))
@@ -2092,14 +2092,14 @@ class Poller(UdpProtocol):
         return out
 
     def next_fresh(self, now: float) -> Optional[Replies]:
-        """The first question to the one who waits for it longest; None: there is none."""
+        """The first query to the target that has waited longest; None: there is none."""
         return self.ask(self.fresh.popleft(), now) if self.fresh else None
 
     def next_due(self, now: float) -> Optional[Replies]:
         return self.ask(heapq.heappop(self.waiting)[2], now) if self.waiting and self.waiting[0][0] <= now else None
 
     def next_silent(self, now: float) -> Optional[Replies]:
-        """The next attempt at one who has not answered, or its end."""
+        """The next attempt at a target that has not answered, or the end of its poll."""
         target = next(iter(self.open), None)
         if target is None or now - target.asked_at < POLL_TIMEOUT_S:
             return None
@@ -2132,7 +2132,7 @@ class Poller(UdpProtocol):
 
     def wait(self, target: Target, due: float) -> None:
         heapq.heappush(self.waiting, (due, next(self.numbers), target))
-        if len(self.waiting) > 2 * len(self.targets) + 100:         # most are of removed ones: found together, and of a few not each time
+        if len(self.waiting) > 2 * len(self.targets) + 100:         # most are of removed targets: swept together, and not each time for a few
             self.waiting = [entry for entry in self.waiting if self.asks(entry[2])]
             heapq.heapify(self.waiting)
 
@@ -2174,14 +2174,14 @@ class Known:
         core.registry.watch(self.watch, querier.game, ["listed", "gone"])
 
     def watch(self, event: str, server: Server) -> None:
-        """Whoever is listed is asked, named by the ini or not."""
+        """Every listed server is queried, named by the ini or not."""
         if event == "gone":
             self.drop(server.source, server.port)
         elif (server.source, server.port + self.querier.offset) not in self.core.poller.targets:           # restored from disk
             self.core.poller.add(self.querier, server.source, server.port).announced = None
 
     def drop(self, source: str, port: int) -> None:
-        """Ask this server no more, unless the ini names it."""
+        """Stop querying this server, unless the ini names it."""
         target = self.core.poller.find(self.querier, source, port)
         if target is not None and not target.known:
             self.core.poller.remove(target)
@@ -2233,7 +2233,7 @@ class Known:
         self.querier.named(*self.identity(target))
 
     def settle(self, now: float) -> None:
-        """Servers listed for the ini's sake go where it does not name them any more, as after a restart with another one."""
+        """Servers listed only because the ini named them go when it no longer does, as after a restart with another one."""
         if not self.pending and (not self.unresolved or now >= self.patient_until):
             registry = self.core.registry
             for place, server in list(registry.games[self.querier.game].items()):
@@ -2290,7 +2290,7 @@ ICEBALL_BUILD = 1023                # the bits of a version that count builds; w
 ICEBALL_REPROACHES = 1 / 8, 5       # BADV or BADF by source: one an announcement, and never to a flood
 
 
-# What a datagram and its source are known by. With 64 bits no two of a million are alike but once in 40 million; with 32 it has to be all
+# Identifies a datagram and its source. With 64 bits two of a million are alike once in 40 million times; with 32 it has to be the whole
 fingerprint: Callable[[Tuple[bytes, str]], Any] = hash if sys.hash_info.width >= 64 else tuple
 
 
@@ -2318,7 +2318,7 @@ class Iceball(UdpProtocol):
         self.timeout: float = core.settings["iceball.timeout"]
         # Those that have announced themselves since they were listed, by the fingerprint of the last datagram and its source
         self.known: Dict[Any, Server] = {}
-        # A listed server's announcement proves nothing that is not known, so its cookie can be the same for all
+        # A listed server's announcement need not be proven again, so its cookie can be the same for all
         self.thanks = b"MSOK" + os.urandom(4)
         self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.registry.watch(lambda event, server: self.known.pop(server.packet, None), "iceball", ["gone"])
@@ -2327,11 +2327,11 @@ class Iceball(UdpProtocol):
     def read(self, settings: Settings) -> None:
         self.version: int = settings["iceball.version"]
         self.accepted: Tuple[int, ...] = settings["iceball.accept_versions"]
-        self.known.clear()                          # each is looked at once by the new settings
-        self.draft.guesses.set_rate(DRAFT_GUESSES)          # who was exempt may not be any more
+        self.known.clear()                          # each is checked once against the new settings
+        self.draft.guesses.set_rate(DRAFT_GUESSES)          # who was exempt may no longer be
 
     def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
-        # Among 100,000 servers each look-up waits for memory three times. Those of many datagrams, one behind the other, wait together
+        # Among 100,000 servers each look-up waits for memory three times. Done one right after the other, those of many datagrams wait together
         fingerprints = list(map(fingerprint, zip(data, [peer[0] for peer in peers])))
         servers = list(map(self.known.get, fingerprints))
         for server in servers:
@@ -2374,7 +2374,7 @@ class Iceball(UdpProtocol):
         return [(b"MSOK" + self.cookie.make(source.encode() + packed, now) + packed, peer)]
 
     def wrong(self, data: bytes, peer: Peer, now: float) -> Optional[Replies]:
-        """The answer to an announcement that cannot be listed; None: it can. The versions come first, as another one may have
+        """The answer to an announcement that cannot be listed; None: it can. The versions are checked first, as another version may have
         another length."""
         if len(data) < 10:
             raise self.unreadable("an announcement too short for its versions", peer, now)
@@ -2391,7 +2391,7 @@ class Iceball(UdpProtocol):
             return None
         self.registry.note(peer[0], "iceball", 0, outcome, now, why)
         # Its receiver stops announcing to every master, so a source that has a listed server does not get one (the packet may be
-        # forged to silence it), and no source gets many, whatever limits it is without; loopback is not forged
+        # forged to silence it), and no source gets many, even one exempt from limits; loopback is not forged
         if not is_loopback(peer[0]) and (source_key(peer[0]) in self.registry.sources or not self.reproaches.allow(peer[0], now)):
             raise Malformed(why)
         return [(packet, peer)]
@@ -2406,7 +2406,7 @@ class Iceball(UdpProtocol):
         return []
 
     def list_server(self, source: str, packet: bytes, now: float, shaken: bool = False) -> None:
-        """`packet`: an announcement whose source is proven; `shaken`: just now, so that it may be late or come twice."""
+        """`packet`: an announcement whose source is proven; `shaken`: by a handshake just now, which may be late or come twice."""
         _, _, number, port, players, max_players, name_field, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
         name, mode, map, version = decode_utf8(c_string(name_field)), iceball_text(mode), iceball_text(map), iceball_version_text(number)
         if players > max_players:
@@ -2451,7 +2451,7 @@ def iceball_pack(announcement: bytes, whole: bool = True) -> bytes:
 
 
 def iceball_unpack(packed: bytes) -> bytes:
-    """The announcement, of bytes whose MAC was good."""
+    """The announcement again, of bytes whose MAC was good."""
     form, body = packed[:1], packed[1:]
     if form == b"-":
         texts, rest = [], body[10:]
@@ -2466,8 +2466,8 @@ def iceball_unpack(packed: bytes) -> bytes:
 DRAFT_FIELDS = {(3, 1): "name", (3, 2): "mode", (4, 1): "players", (4, 2): "max_players"}        # by type and field number
 DRAFT_HBVERSION = b"\1\0"
 DRAFT_GUESSES = 1 / 10, 10          # wrong ids by source: half of an id is the port, so only 16 bits are secret …
-DRAFT_GUESSES_IN_ALL = 10, 100      # … and of all sources, which may be made up: one guess an hour is right. Beyond it no session begins
-DRAFT_CLAIMS = 256                  # addresses named by servers on the local network, the latest
+DRAFT_GUESSES_IN_ALL = 10, 100      # … and of all sources, which may be forged: one guess an hour is right. Beyond it no session begins
+DRAFT_CLAIMS = 256                  # the latest addresses named by servers on the local network
 DRAFT_NO_SESSION = b"\6"
 
 
@@ -2507,7 +2507,7 @@ class IceballDraft:
             raise Malformed("too short for an id")
         server = self.session(data[1:5], peer, now)
         if server is None:
-            if self.guessed_out(peer, now):         # no charge, or who goes on with the right one never gets in
+            if self.guessed_out(peer, now):         # not counted, or a server that goes on with the right id would never get in
                 return []
             return [(DRAFT_NO_SESSION, peer)] if self.guesses.allow(peer[0], now) and self.guesses_in_all.allow("", now) else []
         if kind == 5:
@@ -2535,7 +2535,7 @@ class IceballDraft:
         return [(answer, peer)]
 
     def guessed_out(self, peer: Peer, now: float) -> bool:
-        """So many ids were wrong that the next right one may have been guessed."""
+        """So many ids were wrong that the next right one may be a guess."""
         return self.guesses.spent(peer[0], now) or self.guesses_in_all.spent("", now)
 
     def session(self, identity: bytes, peer: Peer, now: float) -> Optional[Server]:
@@ -2610,7 +2610,7 @@ class Hyperbol(TcpProtocol, Querier):
           inet[4] version[16] 00×37 factions[3] skill.u8 000000     texts are NUL-terminated unless full
 
     The document does not say how game servers register: the ini names them, or they announce themselves by HTTP. Either
-    way one is listed while it answers; one of the ini that does not is kept as not responding. Flavor is of the ini.
+    way one is listed while it answers; one named in the ini that does not is kept as not responding. The flavor is the ini's.
     """
 
     game = "hyperbol"
@@ -2653,7 +2653,7 @@ class Hyperbol(TcpProtocol, Querier):
         return self.flavors.get(place, 0) if place else 0
 
     def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
-        # The server is asked, and listed with what it answers
+        # The server is queried, and listed with what it answers
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; this came from %s" % source)
         address = self.rules.listed_address(source)
@@ -2682,7 +2682,7 @@ class Hyperbol(TcpProtocol, Querier):
         fields.update(name=fields.get("name") or endpoint(address, port), verified="query", flavor=self.flavor(address, port))
         before = self.registry.get(self.game, address, port)
         if before is not None and before.source != target.address and before.responding and not before.unconfirmed:
-            if target.known:                # the ini's name for it leads here, and it is listed as it is seen from there
+            if target.known:                # the ini's name leads to this source; it stays listed by the other one
                 self.registry.update(before, {"named": True})
             return
         if fields["responding"] and (before is None or not before.responding):
@@ -2774,7 +2774,7 @@ def hyperbol_greeting(data: bytes) -> Tuple[int, int]:
 
 
 def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
-    """Address, port and flavor of each server in a list; what is left of less than 12 bytes is none."""
+    """Address, port and flavor of each server in a list; a rest of fewer than 12 bytes is ignored."""
     whole = len(data) - len(data) % HYPERBOL_ENTRY.size
     return [(".".join(map(str, address)), port, flavor)
             for address, port, flavor in HYPERBOL_ENTRY.iter_unpack(data[:whole])]
@@ -2783,7 +2783,7 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 # --- SubSpace --------------------------------------------------------------------------------------------------------
 
 ZONE_LIFETIME_S = 180.0             # zones announce every 60 s, so three in a row were lost
-ZONE_CLAIMS = 1024                  # announced, not answering yet; up to 2 MB. The last of as many at once is asked after 13 s
+ZONE_CLAIMS = 1024                  # announced, not answering yet; up to 2 MB. The last of as many at once is queried after 13 s
 ZONE_CLAIMS_PROVEN = 4096           # as many if their addresses are known to be real …
 ZONE_PROVEN = 4096                  # … which these are, for whom there was no room when they announced themselves
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")          # 94 bytes, then the description: 1 to 386 with its NUL
@@ -2803,7 +2803,7 @@ PING_FORMS: Tuple[Optional[int], ...] = (PING_SUMMARY | PING_ARENAS, PING_ARENAS
 
 
 class ZonePoll:
-    """What one zone answers to the questions of one poll, each with a nonce of its own as timestamp; document:
+    """What one zone answers to the queries of one poll, each with a nonce of its own as timestamp; document:
     "ping/information protocol", version 1.0.
 
         > 11223344              < 06000000 11223344
@@ -2866,7 +2866,7 @@ class ZonePoll:
 
     @property
     def virtual(self) -> bool:
-        """One of several zones of a server: the longer answer is about all of them. Two may come between the questions."""
+        """One of several zones of a server: the longer answer counts all of them. Two players may come between the queries."""
         return self.count is not None and self.total is not None and self.total > self.count + 2
 
     def arenas_text(self) -> str:
@@ -2936,7 +2936,7 @@ def zone_announcement(data: bytes) -> Claim:
 
 
 class SubSpacePing(UdpProtocol, Querier):
-    """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, asks zones.
+    """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, pings zones.
 
         > 11223344 03000000                         a ping of 4 or 8 bytes; answered as in ZonePoll, one arena a game
         > 00000000 a861 0600 0100 86000000           ip (ignored), port, players, scores, version 134
@@ -2946,8 +2946,8 @@ class SubSpacePing(UdpProtocol, Querier):
 
     An announcement is a claim: the zone is listed once it answers a ping on its port + 1 at the datagram's source.
     Listed zones are in the registry, where SubSpaceList finds them; here are only the claims and who owns which name.
-    Where there are too many claims, perhaps a flood of false ones, nothing is kept of another but the ping: its timestamp is
-    a MAC, and who returns it is known to be there, and is asked for the rest when he announces himself again.
+    Where there are too many claims, perhaps a flood of forged ones, the next one is only pinged and not kept: the ping's timestamp is a
+    MAC, so a zone that returns it is known to be there, and is queried when it announces itself again.
     """
 
     game = "subspace"
@@ -3002,13 +3002,13 @@ class SubSpacePing(UdpProtocol, Querier):
         return [] if room else [(self.cookie.make(endpoint(*place).encode(), now), place)]
 
     def proves(self, data: bytes, peer: Peer, now: float) -> bool:
-        """True: this is no ping, but the answer to one of which nothing was kept, and proves that a zone is there."""
+        """True: this is not a ping, but the answer to one of which nothing was kept, and proves that a zone is there."""
         if not self.cookie.good(data[4:], endpoint(*peer[:2]).encode(), now):
             return False
         ports = self.proven.get(peer[0], set())
         keep_latest(self.proven, peer[0], ports, ZONE_PROVEN)
         if peer[1] not in ports and len(ports) >= (ZONE_CLAIMS_PROVEN if self.rules.exempts(peer[0]) else self.rules.servers_per_source):
-            ports.remove(CHANCE.choice(list(ports)))        # were it the oldest, of one zone too many each would go before it comes again
+            ports.remove(CHANCE.choice(list(ports)))        # not the oldest: with one zone too many, each would go before it comes again
         ports.add(peer[1])
         self.registry.note(peer[0], self.game, peer[1] - 1, "waiting", now)
         return True
@@ -3028,11 +3028,11 @@ class SubSpacePing(UdpProtocol, Querier):
         self.claim(source, Claim(port, told, ZONE_PASSWORD, math.inf), now)
 
     def claim(self, source: str, claim: Claim, now: float) -> bool:
-        """Refresh a listed zone; have another one asked whether it is there. False: there is no room for one whose source is not
+        """Refresh a listed zone; have another one queried. False: there is no room for one whose source is not
         proven. Raises Refused."""
         server = self.zone(source, claim.port)
         target = self.poller.targets.get((source, claim.port + 1))
-        if target is not None and target.querier is not self:           # also a zone restored since could not be asked, and would stay for ever
+        if target is not None and target.querier is not self:           # even a zone restored since could not be queried, and would stay for ever
             raise Refused("limit", "the next port belongs to a server of another game")
         self.admit_owner(claim, server, now)
         if server is None:
@@ -3053,7 +3053,7 @@ class SubSpacePing(UdpProtocol, Querier):
         return True
 
     def ask_claimed(self, source: str, claim: Claim, target: Optional[Target], now: float) -> bool:
-        """The second half of claim(); `target`: the zone, if it is asked already."""
+        """The second half of claim(); `target`: the zone, if it is queried already."""
         if claim.port == 65535:
             raise Refused("bad packet", "port 65535 leaves no next port for pings")
         if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
@@ -3068,7 +3068,7 @@ class SubSpacePing(UdpProtocol, Querier):
                 raise Refused("limit", "too many zones are already waiting to be queried")
         self.claims[source, claim.port] = claim
         target = self.poller.add(self, source, claim.port)
-        if crowded:                     # one question for each, that every zone knows
+        if crowded:                     # one query for each, in the form that every zone knows
             target.attempt, target.scratch = len(PING_FORMS) - 1, ZonePoll()
             self.proven.get(source, set()).discard(target.port)
         return True
@@ -3080,8 +3080,8 @@ class SubSpacePing(UdpProtocol, Querier):
     # Names: the password of a name's first announcer owns it while a zone of that name is listed
 
     def admit_owner(self, claim: Claim, server: Optional[Server], now: float) -> None:
-        """Raise Refused if `claim` may not have its name; `server`: whom it is about, if that is listed. Who may not keep the name that he
-        has may not give it up either."""
+        """Raise Refused if `claim` may not have its name; `server`: the listed server that it is about, if any. Who may not keep its
+        present name may not give it up either."""
         for name in ("" if server is None else server.name, claim.fields.get("name", "")):
             key = name.casefold()
             owner, servers, announced_at = self.owners.get(key, (claim.password, set(), now))
@@ -3101,7 +3101,7 @@ class SubSpacePing(UdpProtocol, Querier):
         if server.nameless:
             return
         before, servers, announced_at = self.owners.get(server.name.casefold(), (None, set(), now))
-        if server not in servers and not any(other.responding for other in servers):         # listed for the ini's sake, and not there
+        if server not in servers and not any(other.responding for other in servers):         # listed only because the ini names them, and not there
             before, servers = None, set()
         owner = password if before is None else before
         self.owners[server.name.casefold()] = owner, servers | {server}, now if password == owner else announced_at
@@ -3329,7 +3329,7 @@ class SubSpaceLink:
         while self.expected in self.early:
             data = self.early.pop(self.expected)
             self.expected = (self.expected + 1) % LINK_SEQUENCES
-            with contextlib.suppress(Malformed):            # it has come all the same, and would come again
+            with contextlib.suppress(Malformed):            # it is acknowledged all the same, or it would come again
                 out += self.take(data, now, depth + 1)
         return out
 
@@ -3365,8 +3365,8 @@ class SubSpaceLink:
 LIST_UNPROVEN_BYTES = 4096          # to a peer that acknowledged nothing, whose address may be false: a packet, eight times
 LIST_UNPROVEN_RATE = 4, 32          # and datagrams to all such peers of one address, a second / at once: 2 kB/s
 LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at once: 5,000 zones, as fast as can be …
-LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all of them at one socket: our numbers begin at 0, so that who reads nothing can
-                                    # acknowledge as well, for somebody else; 4 Mbit/s, and four such lists at once
+LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all of them at one socket: our sequence numbers begin at 0, so that one who reads
+                                            # nothing can acknowledge too, in somebody else's name; 4 Mbit/s, and four such lists at once
 UDP_HEADER_BYTES = 28               # and IPv4's: a hundred answers of 10 bytes are 4 kB on the wire
 LIST_LINKS = 4096                   # open exchanges, of proven and of unproven peers each; 3 to 5 kB apiece, beside LINK_EARLY
 
@@ -3447,7 +3447,7 @@ class SubSpaceList(UdpProtocol):
 
     def post(self, link: ListLink, packets: List[bytes], peer: Peer, now: float) -> Replies:
         self.unproven.pop(peer, None)
-        # Strangers who come once, thousands a second, push out each other
+        # Strangers who come once, thousands a second, displace only each other
         keep_latest(self.proven if link.proven else self.unproven, peer, link, LIST_LINKS)
         out: Replies = []
         verdict = self.rules.verdict(peer[0]) if packets else 0.0
@@ -3463,7 +3463,7 @@ class SubSpaceList(UdpProtocol):
                 if link.unproven_bytes + len(packet) > LIST_UNPROVEN_BYTES:
                     link.closed = True
                     break
-                surplus = 0                     # of an acknowledgement, as long as what it answers; the list and the sync's answer have more
+                surplus = 0                     # none for an acknowledgement, as long as what it answers; the list and the sync's answer are longer
                 if packet[:2] in (b"\0\3", b"\0\6"):
                     surplus = min(len(packet), link.unproven_bytes + len(packet) - link.heard_bytes)
                 if not (exempt or self.unproven_limiter.allow(peer[0], now)) or not self.rules.allow_surplus("list", peer[0], surplus, now):
@@ -3471,10 +3471,10 @@ class SubSpaceList(UdpProtocol):
                 link.unproven_bytes += len(packet)
             elif packet[:2] == b"\0\3" and not exempt:
                 flight, size = link.flights[int.from_bytes(packet[2:6], "little")], len(packet)
-                again = flight.tries > 1                # no acknowledgement has paid
+                again = flight.tries > 1                # no acknowledgement has paid for it
                 if not self.limiter.allow(peer[0], now, size) or not (
                         self.rules.allow_surplus("list again", peer[0], size, now) if again else self.limiter_in_all.allow("", now, size)):
-                    flight.tries -= not again           # one that has never left waits, and its link with it; others are as if lost
+                    flight.tries -= not again           # one never sent waits, and its link with it; one sent before counts as lost
                     continue
             out.append((packet, peer))
         if link.closed:
@@ -3544,12 +3544,12 @@ AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a netwo
 AIO_MESSAGE_BYTES = 8192            # of any dialect: a name and a description at their longest, four bytes a character, are 2,600
 AIO_FRAME_BYTES = 31                # the first frame: a publish has 3, or 14 in zlib; a longer one could begin like a text
 AIO_ANSWER_BYTES = 16384            # the answer to a query, unpacked; the longest that a list can show has 2,600
-AIO_ZLIB_BYTES = 1200               # a longer frame is compressed: then it does not fit one packet
+AIO_ZLIB_BYTES = 1200               # a longer frame does not fit one packet, and is compressed
 AIO_SERVERS = 65535                 # a list's index and count are u16
 AIO_NEWS_BYTES = 65000              # a string16 carries 65,535
 AIO_TURN_MESSAGES = 64              # answered in one go (3 ms); then the other connections have their turn …
 AIO_TURN_BYTES = 1 << 18            # … and the peer takes the answers
-AIO_SEEN_S = 60.0                   # a connection that says nothing is a sign of life so often
+AIO_SEEN_S = 60.0                   # how often a silent connection counts as a sign of life
 AIO_NAME_HASH, AIO_NAME_PERCENT = "\uff03".encode(), "\uff05".encode()       # text clients unescape nothing in names
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
 
@@ -3752,7 +3752,7 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
     if header == b"KEEPALIVE":
         session.keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
-    if b"\n" in header:             # HTTP: a web page has its visitor's browser say in the body what it likes
+    if b"\n" in header:             # HTTP: a web page can have its visitor's browser send any body it likes
         raise Malformed("a line break within a message")
     return b""                      # what else these programs say is meant for game servers, and harmless
 
@@ -3968,14 +3968,14 @@ class Aio(TcpProtocol, Querier):
 
     The master speaks first: AIO_CONNECTED, and after a silence the text greeting. The first byte of the peer tells its
     dialect: 0c or 0d the binary one, a digit or a letter text, other control characters a frame. A server
-    is listed for as long as its connection lasts; if it connects again, the newer connection has it.
+    is listed for as long as its connection lasts; if it connects again, it belongs to the newer connection.
 
-    The name of a framed server is asked for by UDP on its game port:
+    A framed server is queried for its name by UDP on its game port:
 
         < 00                                                                                 the question
         > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16            the answer
 
-    The question has no room for a nonce: an answer counts only from the endpoint that was asked, while the question is
+    The query has no room for a nonce: an answer counts only from the endpoint that was queried, while the query is
     open. A server that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected.
     """
 
@@ -4023,7 +4023,7 @@ class Aio(TcpProtocol, Querier):
     # Servers
 
     def publish(self, session: AioSession, claim: str, port: int, fields: Dict[str, Any], now: float) -> str:
-        """List the server of this connection, or refresh it: why not, or "". Without a name it keeps the one it had."""
+        """List the server of this connection, or refresh it; gives the reason why not, or "". Without a name it keeps the one it had."""
         told, session.told = session.told, (claim, port, fields)
         if session.kept_alive_at is not None:
             session.kept_alive_at = now
@@ -4051,7 +4051,7 @@ class Aio(TcpProtocol, Querier):
         return ""
 
     def ask(self, session: AioSession) -> None:
-        """Name and players of a framed server are asked for by UDP, at the address that the connection comes from."""
+        """A framed server is queried by UDP for its name and players, at the address that the connection comes from."""
         if session.dialect is aio_framed and session.server is not None:
             session.target = self.poller.add(self, session.address, session.server.port)
             session.target.scratch = session.server
@@ -4080,7 +4080,7 @@ class Aio(TcpProtocol, Querier):
         if not self.rules.requests.allow(session.address, now):
             raise Malformed("too many requests from one address")
 
-    # Questions to framed servers
+    # Queries to framed servers
 
     def query(self, target: Target) -> bytes:
         return b"\0"
