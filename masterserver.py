@@ -4114,8 +4114,8 @@ class Aio(TcpProtocol, Querier):
 # complete without the script.
 # =====================================================================================================================
 
-SPARK_CROWD = 4             # players that fill a sparkline's height at least: one lone visitor is no crowd
-CHART_POINTS = 366          # a day each in a year, four minutes in a day: about one a pixel on a phone
+SPARK_CROWD = 4             # players that fill a sparkline's height, at least: one lone visitor is no crowd
+CHART_POINTS = 366          # one per day in a year, per four minutes in a day: about one per pixel on a phone
 CHART_GRIDLINES = 4         # at most, above zero: few enough to be read, not counted
 
 # The list page, and what the operator's own `[http] template` may hold instead. Placeholders, each once or not at all:
@@ -4829,7 +4829,7 @@ def fill(template: string.Template, **values: object) -> Html:
 
 
 class Look(NamedTuple):
-    """What the operator has made of the page."""
+    """How the operator has changed the page."""
 
     title: str
     intro: str
@@ -4858,7 +4858,7 @@ def ago(seconds: float) -> str:
 
 
 def utc(wall: float) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=wall)          # Windows makes none of a time before 1970
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=wall)          # Windows converts no time before 1970
 
 
 def time_tag(then: float, wall: float) -> Html:
@@ -4904,7 +4904,7 @@ def seen_cell(then: float, wall: float) -> bytes:
 
 
 def sparkline(values: Sequence[Optional[float]]) -> Html:
-    """24 hourly values, None where there is none: a histogram about 100 bytes long. Nothing known: nothing."""
+    """24 hourly values, None where there is none: a histogram about 100 bytes long; empty if nothing is known."""
     known = [value for value in values if value is not None]
     if not known:
         return Html("")
@@ -5140,7 +5140,7 @@ SECURITY_HEADERS = (
 
 JSON_TYPE, HTML_TYPE, TEXT_TYPE = "application/json; charset=utf-8", "text/html; charset=utf-8", "text/plain; charset=utf-8"
 XML_TYPE = "application/xml; charset=utf-8"
-# The others are of a multipart body, which is not looked at
+# The others concern multipart bodies, which are not looked at
 HEADER_DEFECTS = (email.errors.HeaderDefect, email.errors.MissingHeaderBodySeparatorDefect,
                   email.errors.FirstHeaderLineIsContinuationDefect, email.errors.MisplacedEnvelopeHeaderDefect)
 RETRY_AFTER = (("Retry-After", "5"),)
@@ -5218,17 +5218,17 @@ class Exchange(http.server.BaseHTTPRequestHandler):
             self.target = urllib.parse.urlsplit(self.path)
         except ValueError:
             raise HttpError(400, "The path cannot be read.") from None
-        # Of http://host, as clients of a proxy ask, and of the server as such (RFC 9110, 9.3.7)
+        # Also for http://host, as clients of a proxy ask, and for the server as such (RFC 9110, 9.3.7)
         path = "/" if (self.command, self.path) == ("OPTIONS", "*") else self.target.path or "/"
         if path in ROUTES:
             self.route = path
 
     def header(self, name: str) -> str:
-        """Of several lines with one name one list (RFC 9110, 5.3)."""
+        """Several lines with one name make one list (RFC 9110, 5.3)."""
         return ",".join(self.headers.get_all(name, []))
 
     def body_length(self) -> Optional[int]:
-        """In bytes; None: it comes in chunks."""
+        """In bytes; None: it is chunked."""
         lengths = set(self.headers.get_all("Content-Length", []))
         if "Transfer-Encoding" in self.headers:
             if lengths or self.request_version < "HTTP/1.1":
@@ -5308,7 +5308,7 @@ class Request(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Which servers a list shall have."""
+    """Which servers a list is to have."""
 
     game: str                   # "": of every game
     name: str = ""              # a part of their name or address
@@ -5321,11 +5321,11 @@ class Kept:
     __slots__ = ("response", "close", "count", "client")
 
     def __init__(self, response: Lasting, close: bool, count: List[int], client: str) -> None:
-        """`count`: that of its route and status, in Web.requests. `client`: whose limit pays, "" if whoever is connected."""
+        """`count`: that of its route and status, in Web.requests. `client`: whose limit pays, "" for whoever is connected."""
         self.response, self.close, self.count, self.client = response, close, count, client
 
 
-PROXIED = b"\0"                     # stands before what came through a proxy, which may be somebody else's than the same without one
+PROXIED = b"\0"                     # stands before what came through a proxy: without one, the same bytes may be somebody else's
 HEAD_END = re.compile(rb"\n\r?\n")            # a line end before it is not told from others; to look for one takes ten times as long
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n\0]{0,256})?\r\n")       # size and extensions, which mean nothing here
 TRAILERS = re.compile(rb"(?:[^\r\n\0]+\r\n)*\r\n")
@@ -5343,8 +5343,8 @@ class HttpSession(Session):
         self.buffer = b""
         self.exchange: Optional[Exchange] = None            # its head is read, its body not yet
         self.request_bytes = b""
-        self.body_bytes = 0                                 # in the buffer; of chunks so many as are known
-        self.chunks: Optional[bytearray] = None             # what is in them
+        self.body_bytes = 0                                 # in the buffer; for chunks, as far as known
+        self.chunks: Optional[bytearray] = None             # their contents
         self.then: Callable[[Any], Union[Answer, Later]]    # what makes an answer of the job's result
         self.edition = 0                                    # of the lists when the answer was made
         self.deadline = now + (LINGER_S if limited else HTTP_HEAD_S)
@@ -5365,7 +5365,7 @@ class HttpSession(Session):
         if not self.buffer and self.exchange is None:
             if not data:                        # a long answer has gone out at last: idle from here on
                 self.deadline = now + HTTP_IDLE_S
-            data = data.lstrip(b"\r\n")         # a blank line is no sign of a request
+            data = data.lstrip(b"\r\n")         # a blank line does not begin a request
             if data and not self.limited:
                 self.deadline = now + HTTP_HEAD_S
         self.buffer += data
@@ -5416,7 +5416,7 @@ class HttpSession(Session):
         return self.respond(exchange, answer, now)
 
     def read_chunks(self, body: bytearray) -> bool:
-        """Of a body in chunks (RFC 9112, 7.1) those that are here; True: all of them, with the trailers."""
+        """Read what is here of a chunked body (RFC 9112, 7.1); True: that is all of it, with the trailers."""
         while True:
             start = self.buffer.find(b"\n", self.body_bytes) + 1
             if not start and len(self.buffer) - self.body_bytes <= HTTP_LINE_BYTES:
@@ -5454,7 +5454,7 @@ class HttpSession(Session):
             return None
         request = (PROXIED if exchange.client else b"") + self.request_bytes
         self.request_bytes, self.chunks = b"", None
-        if self.edition != self.web.edition:            # the lists have turned meanwhile: for those alone who have waited as well
+        if self.edition != self.web.edition:            # the lists have changed meanwhile: only for those who have waited as well
             request += answer.etag.encode()
         kept = self.web.memo.get(request) if answer.etag else None
         if kept is not None:                # many may have waited for the same long list
@@ -5476,7 +5476,7 @@ class HttpSession(Session):
         self.job, then, exchange = None, self.then, self.waiting
         del self.then, self.waiting         # the former may hold the list that it makes an answer of, and the connection may be kept for days
         try:
-            if isinstance(result, (OSError, sqlite3.Error, RuntimeError, MemoryError)):         # of the disk, or as too many wait
+            if isinstance(result, (OSError, sqlite3.Error, RuntimeError, MemoryError)):         # the disk's, or because too many wait
                 raise HttpError(503, "The answer cannot be made just now: %s." % error_text(result))
             if isinstance(result, Exception):
                 raise result            # a fault of the program
@@ -5535,8 +5535,8 @@ class HttpSession(Session):
         return b""
 
 
-ANNOUNCED_TTL_S = 120               # a server of the operator's own game is announced again before; `announce` does so after half of it
-REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and what else there may be: 403
+ANNOUNCED_TTL_S = 120               # a server of the operator's own game must be announced again within it; `announce` does so after half of it
+REFUSED_STATUS = {"bad packet": 400, "limit": 429}      # banned, refused names and anything else: 403
 
 
 def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
@@ -5554,7 +5554,7 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
         return {name: value for name, value in fields.items() if value is not None}
     if type in ("application/x-www-form-urlencoded", ""):
         try:
-            # As bytes in a text: curl under Windows sends what the console has, which is not always UTF-8
+            # Bytes kept as Latin-1: curl under Windows sends the console's encoding, which is not always UTF-8
             form = urllib.parse.parse_qsl(body.decode("latin-1"), keep_blank_values=True, encoding="latin-1", max_num_fields=50)
             return {name: decode_legacy(value.encode("latin-1"), TEXT_CHARACTERS) for name, value in form}
         except ValueError as error:
@@ -5592,14 +5592,14 @@ class Made:
 
 
 class Rendering:
-    """One list as bytes, made once an edition if anybody asks for it. A long one is made in a worker: what belongs together is
-    replaced in one piece, as the event loop may be answering with it."""
+    """One list as bytes, made once per edition if anybody asks for it. A long one is made in a worker: what belongs together is replaced in
+    one piece, as the event loop may be answering with it."""
 
     def __init__(self, name: str, make: Callable[[Blocks, float], bytes]) -> None:
         self.make = make
         self.edition = 0
         self.made = Made(b"", "")
-        # Random, as the numbers start over with the program and with other settings; a hash of the bytes takes as long as to make them
+        # Random, as the numbers start over with the program and with other settings; hashing the bytes takes as long as making them
         self.tag = '"%x-%s-%%d"' % (CHANCE.getrandbits(32), name)
         self.number = 0                     # moves only when the bytes do
 
@@ -5613,7 +5613,7 @@ class Rendering:
         return self.made
 
 
-# json.dumps() makes an encoder at each call, which is a quarter of the time that a server takes
+# json.dumps() makes an encoder at each call, a quarter of the time that one server takes
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -5679,7 +5679,7 @@ class Web(TcpProtocol):
 
     def leave(self) -> None:
         self.leaving = True
-        self.forget()                   # answers that keep the connection
+        self.forget()                   # answers that keep the connection open
 
     def session(self, address: str, now: float) -> HttpSession:
         return HttpSession(self, address, now)
@@ -5695,7 +5695,7 @@ class Web(TcpProtocol):
         self.registry.forget_parts()                # titles stand in them
 
     def client(self, exchange: Exchange, peer: str) -> str:
-        """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For, a port after it or not, that is no such proxy."""
+        """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For, with or without a port, that is not such a proxy."""
         address = peer
         for text in reversed(exchange.header("X-Forwarded-For").split(",")):
             if address not in self.trusted:
@@ -5756,7 +5756,7 @@ class Web(TcpProtocol):
         route = ROUTES.get(exchange.route)
         try:
             if limited or not self.rules.requests.allow(address, now):
-                if not exchange.client:         # what is behind it costs as much as an answer; a proxy's connection is others' as well
+                if not exchange.client:         # what is pipelined behind it costs as much as an answer; a proxy's connection is shared
                     exchange.close_connection = True
                 raise self.too_many(address)
             if route is None:
@@ -5778,7 +5778,7 @@ class Web(TcpProtocol):
         return HttpError(429, "Too many requests from %s; wait a few seconds." % address, RETRY_AFTER)
 
     def refused(self, error: HttpError, exchange: Exchange) -> Answer:
-        """An error as whoever asked reads it."""
+        """An error in the form that its reader expects."""
         reason = exchange.responses[error.status][0]
         if exchange.route == "/announce":
             body, type = to_json({"listed": False, "reason": error.hint}), JSON_TYPE
@@ -5807,7 +5807,7 @@ class Web(TcpProtocol):
 
     def rendered(self, name: str, asked: Asked, request: Request, type: str, make: Callable[[Blocks, float], bytes],
                  rows: int = sys.maxsize) -> Union[Answer, Later]:
-        """The list `name`, made by `make(blocks, now)`, of which it takes `rows` at the most. A game's whole list is kept for everybody."""
+        """The list `name`, made by `make(blocks, now)`, which uses at most `rows` servers of them. A game's whole list is kept for everybody."""
         known = asked.game in ("", *self.titles)
         self.turn(request.now)
 
@@ -5827,8 +5827,8 @@ class Web(TcpProtocol):
 
     def searched(self, asked: Asked, request: Request, blocks: Blocks, make: Callable[[Blocks, float], bytes],
                  answer: Callable[[Made], Answer]) -> Union[Answer, Later]:
-        """A list of those among `blocks` that are asked for. It is for one client, who is not to fill a worker with it: a long search
-        counts as several requests."""
+        """A list of those among `blocks` that are asked for. It is for one client, who must not fill a worker with it: a long search counts
+        as several requests."""
         def job() -> Made:
             part = asked.name.casefold()
             found = Block([])
@@ -5886,7 +5886,7 @@ class Web(TcpProtocol):
     def announce(self, request: Request) -> Answer:
         """An announcement by HTTP; the address is the connection's."""
         source, now, game, port = request.address, request.now, "announce", 0
-        header = request.exchange.header            # these two are of browsers, which tell the first to HTTPS and to their own machine alone
+        header = request.exchange.header            # browsers send these two, the first only over HTTPS and to their own machine
         if (header("Sec-Fetch-Site") or header("Origin")) not in ("", "none", "same-origin", "http://" + header("Host")):
             raise HttpError(403, "A web page of another site may not announce servers here.")
         try:
@@ -5923,7 +5923,7 @@ class Web(TcpProtocol):
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": reason}), JSON_TYPE)
 
     def announce_own(self, game: str, source: str, port: int, fields: Dict[str, Any], now: float) -> None:
-        """A game of the operator's own: nobody can ask its servers, so it is listed with what it says."""
+        """A game of the operator's own: its servers cannot be queried, so each is listed with what it says."""
         address = self.rules.listed_address(source)
         if self.registry.get(game, address, port) is None:
             fields.setdefault("name", "")
@@ -5962,7 +5962,7 @@ class Web(TcpProtocol):
         seen = functools.lru_cache(maxsize=None)(lambda second: seen_cell(second, wall))           # as in servers_json_frame
 
         def make(servers: List[Server]) -> bytes:
-            # Of what holds now, as these stay: a reload or another hour may have come since the page was begun
+            # As of now, as these are kept: a reload or another hour may have come since the page was begun
             made = parts(servers, "row", lambda server: server_row(
                 server, sparkline(self.core.recent().get(server.key, ())), self.titles.get(server.game, server.game)))
             return b"".join([piece for server, (before, after) in zip(servers, made)
@@ -6052,7 +6052,7 @@ class Web(TcpProtocol):
 
     def checked(self, address: str, port: int, addresses: Set[str], now: float, listed: List[Server]) -> Answer:
         """The page, once it is known who is listed."""
-        # What is heard of a listed server is not noted each time
+        # Not every packet of a listed server is noted
         heard = [(server.source, server.game, server.port, server.last_seen, "listed", "")
                  for server in listed if server.responding and not server.unconfirmed]
         known = {(game, port) for _, game, port, *_ in heard}
@@ -6065,7 +6065,7 @@ class Web(TcpProtocol):
         heard.sort(key=lambda finding: -finding[3])
         titles, epoch = self.titles, self.epoch
         findings = [(at + epoch, titles.get(protocol, protocol),
-                     address if self.rules.listed_address(source) == address else source,         # which one is behind a public address is not told
+                     address if self.rules.listed_address(source) == address else source,         # not which machine is behind a public address
                      announced, *outcome_words(outcome, detail)) for source, protocol, announced, at, outcome, detail in heard[:CHECK_FINDINGS]]
         state = [outcome_words("banned", ban)] if ban else []
         if any(self.rules.datagrams.spent(source, now) for source in addresses):
@@ -6148,7 +6148,7 @@ JSON_DETAILS = ("arenas", "factions", "skill", "flags")
 
 
 def server_json(server: Server, epoch: float) -> bytes:
-    """A server in /servers.json, up to the value of `last_seen`, which moves without the server's changing."""
+    """A server in /servers.json, up to the value of `last_seen`, which moves even if the server does not change."""
     fields = {
         "game": server.game, "address": server.address, "port": server.port, "name": server.name, "mode": server.mode, "map": server.map,
         "version": server.version, "players": server.players, "max_players": server.max_players, "playing": server.playing,
@@ -6160,7 +6160,7 @@ def server_json(server: Server, epoch: float) -> bytes:
     return to_json(fields)[:-1] + b',"last_seen":'
 
 
-# What /check says of what became of a packet: a title, and what to do, with the detail noted then.
+# What /check says about what became of a packet: a title, and what to do, with the detail noted then.
 OUTCOMES = {
     "announced": ("Announced, but the answer did not come back",
                   "This master answered and is waiting for the game server's reply. If that does not change, a firewall or router between the game "
@@ -6265,7 +6265,7 @@ ROUTES = {
 # =====================================================================================================================
 # 10  The table of protocols
 #
-# In order to add a game: write its class in section 7, add a row here, its settings in section 3 and its title in section 9
+# To add a game: write its class in section 7, add a row here, its settings in section 3 and its title in section 9
 # (without one no list finds it by `?game=`), put its packets into the tests; README.md shows how. The listener's port is
 # the setting plus `offset`; where the setting is empty, the row is left out.
 # =====================================================================================================================
@@ -6285,21 +6285,21 @@ PROTOCOLS = (
     Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
     Row("aio", "tcp", "aio.port", 0, Aio),
     Row("http", "tcp", "http.ports", 0, Web),
-    Row("poll", "udp", "", 0, lambda core: core.poller),        # last: the others may just have named some
+    Row("poll", "udp", "", 0, lambda core: core.poller),        # last: the others may just have named servers
 )
 
 # =====================================================================================================================
 # 11  Event loop
 #
-# The only place with sockets and a clock. One thread serves every listener and connection; the clock is read once a wake-up. Four
-# more do what takes long: one has the disk, one makes and compresses long lists, one searches them, one resolves names.
+# The only place with sockets and a clock. One thread serves every listener and connection; the clock is read once per wake-up. Four more do
+# what takes long: one has the disk, one makes and compresses long lists, one searches them, one resolves names.
 # =====================================================================================================================
 
 WINDOWS = os.name == "nt"
 DYNAMIC_PORTS = range(49152, 65536)         # of nobody in particular (RFC 6335)
-FREE_RUN_TRIES = 100                # of ports in a row; on a machine with half of its ports taken, one in four is free
+FREE_RUN_TRIES = 100                # for ports in a row; on a machine with half of its ports taken, one try in four succeeds
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
-# A dead peer is found after two minutes, the last (in milliseconds) where what was sent to it is on its way still: then none of the others count
+# A dead peer is found after two minutes, by the last (in milliseconds) while sent data is unacknowledged: then the others do not count
 KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
 STREAM = int(socket.SOCK_STREAM)
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -6324,15 +6324,15 @@ class Listener(NamedTuple):
 
 # --- Datagrams, connections and threads ------------------------------------------------------------------------------
 
-Received = Tuple[Sequence[bytes], Sequence[Peer], Sequence[Any]]       # data, peers, and what the socket's way of sending calls those
-Answers = List[Tuple[bytes, Any]]               # data, and what the peer is called
+Received = Tuple[Sequence[bytes], Sequence[Peer], Sequence[Any]]       # data, peers, and the peers in the form that the socket's send() takes
+Answers = List[Tuple[bytes, Any]]               # data, and the peer in that form
 
 
 class MessageVector:
     """Many datagrams in one system call each way: recvmmsg(2) and sendmmsg(2) of 64-bit Linux, by ctypes, with buffers made once.
 
-    For IPv4 sockets. An announcement of a listed server costs a tenth to a fifth less than by recvfrom() and sendto(). Peers are called by
-    their `struct sockaddr_in`, 16 bytes, as it came and as it goes out again.
+    For IPv4 sockets. An announcement of a listed server costs a tenth to a fifth less than by recvfrom() and sendto(). send() takes peers
+    as their `struct sockaddr_in`, 16 bytes, as it came.
     """
 
     HEADER = struct.Struct("@PI4xPNPNi4xI4x")   # struct mmsghdr: name, its length, vector, its length, control, its length, flags, bytes
@@ -6455,7 +6455,7 @@ class Datagrams:
             tally.unsent += len(answers) - sent
 
     def receive(self) -> Received:
-        """As in MessageVector, for any socket; peers are called what they are."""
+        """As in MessageVector, for any socket; send_all() takes peers as they are."""
         data, peers, size = [], [], self.protocol.datagram_bytes
         room = 1 << 16 if WINDOWS else size             # there a datagram that is longer is an error, and lost
         for _ in range(DRAIN_DATAGRAMS):
@@ -6487,8 +6487,8 @@ class Datagrams:
 
 
 class Pages:
-    """A long answer as a file in memory, of which sendfile(2) sends the pages as they are: to copy 37 kB into others takes a tenth longer,
-    to copy 370 kB twice as long. Linux, under CPython, which closes the file with its last user."""
+    """A long answer as a file in memory, of which sendfile(2) sends the pages as they are: copying 37 kB into others takes a tenth longer,
+    copying 370 kB twice as long. For Linux and CPython, which closes the file with its last user."""
 
     descriptor = -1
 
@@ -6520,7 +6520,7 @@ class Connection:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
         self.out: Union[bytes, memoryview] = b""    # what waits for room …
-        self.pages: Optional[Pages] = None          # … and where it lies as well, if it does
+        self.pages: Optional[Pages] = None          # … and the same as pages, if it is kept so
         self.out_since = self.progress_at = self.placed_at = now
         self.events = 0                     # what the selector watches for
         self.writing = False                # room to write is waited for
@@ -6572,17 +6572,17 @@ class Connection:
         self.give(answer, arguments[-1])
 
     def failed(self, error: Exception) -> bytes:
-        """What is nothing special ends the connection as a fault does."""
+        """Bad input ends the connection just as a fault does."""
         failed(error, self.tally, self.address, self.name)
         self.session.done = True
         return b""
 
     def give(self, data: bytes, now: float) -> None:
-        """Write what the session gives, and see to what else it wants."""
+        """Write what the session gives, and do what else it asks for."""
         session = self.session
         if session.job is not None and not self.working:
             self.working = True
-            job = session.job               # for nobody once it has taken too long: to do it would make those behind it late as well
+            job = session.job               # for nobody once it has taken too long: doing it would delay those behind it
             self.loop.workers[session.worker].submit(lambda: None if session.done else job(), self.resumed, WORKER_JOBS)
             if self.events:
                 self.watch()
@@ -6615,7 +6615,7 @@ class Connection:
             self.settle(now)
 
     def write(self, out: Union[bytes, memoryview], pages: Optional[Pages], now: float) -> None:
-        """`pages`: where `out` lies as well, at the end."""
+        """`pages`: `out` is the end of them."""
         try:
             if pages is None:
                 sent = self.sock.send(out)
@@ -6733,7 +6733,7 @@ class Acceptor:
         return socket.socket(self.family, STREAM, 0, descriptor), peer
 
     def ready(self, now: float) -> None:
-        for _ in range(DRAIN_ACCEPTS):          # who has asked already is answered at once
+        for _ in range(DRAIN_ACCEPTS):          # those who have asked already are answered at once
             if not self.take(now) or time.monotonic() - now >= TURN_S:
                 return
 
@@ -6775,7 +6775,7 @@ class Acceptor:
             self.paused_until = 0.0
 
     def leave(self, now: float) -> None:
-        """Take who has connected already, for whom a closed listener is a reset, and nobody else."""
+        """Accept those who have connected already, whom closing the listener would reset, and nobody else."""
         try:
             for _ in range(BACKLOG):
                 if not self.take(now):
@@ -6852,9 +6852,9 @@ class Worker:
 # --- The list on disk ------------------------------------------------------------------------------------------------
 
 SAVE_S = 1.0                        # what a crash can cost; 10,000 servers are 1,250 rows a second, one per cent of a core
-RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's connect again; who is asked has longer (list_again)
+RESTORED_S = 60.0                   # for servers without a lifetime of their own: AIO's reconnect; those that are queried have longer (list_again)
 SAVE_LATE_S = 10.0                  # a batch takes milliseconds, on a disk that has to spin up some seconds: from here on that is trouble
-TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works in turn, and that is one trouble
+TROUBLE_AGAIN_S = 600.0             # a disk that is nearly full fails and works by turns, which is one trouble
 LASTING_S = 86400.0                 # how long such a server is kept on disk after it was last heard from …
 NAMED_S = float(YEAR)               # … and one that the ini names: as long as anybody's history is kept
 
@@ -6875,8 +6875,8 @@ class Keeper:
         self.recent: Dict[Key, List[Optional[int]]] = {}        # the last day's hourly player counts, for the sparklines
 
     def restore(self, now: float, wall: float, needed: bool = False) -> None:
-        """List what was listed before the restart, now or when the file can be read. Raises sqlite3.Error if it is `needed`, there is
-        none and none can be made."""
+        """List what was listed before the restart, now or when the file can be read. Raises sqlite3.Error if the file is `needed`, does not
+        exist and cannot be created."""
         needed = needed and not has_content(self.storage.path)
         try:
             self.rows = self.read(wall)
@@ -6897,11 +6897,11 @@ class Keeper:
         return rows
 
     def list_again(self, now: float, wall: float, left: Iterable[Key] = ()) -> None:
-        """List what was read, but for those that were heard from before it could be, of whom some have `left`."""
+        """List what was read, except servers heard from before it could be read, some of which have `left` since."""
         if not self.rows:
             return
         rows, self.rows = self.rows, []
-        # Who is asked goes when it has missed its polls; this is for those that nobody asks any more
+        # A server that is queried goes when it has missed its polls; this is for those that are no longer queried
         polled_s = RESTORED_S + (POLL_MISSED + 1) * max(self.poller.interval, POLL_QUESTIONS * len(rows) / self.poller.rate)
         count, moved = 0, []
         for row, server in restored_servers(rows, now, wall):
@@ -6945,7 +6945,7 @@ class Keeper:
 
     def begin(self, now: float, wall: float) -> int:
         """The number of the next batch; 0: it is the whole registry."""
-        stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that was put right since
+        stepped = abs(wall - now - self.epoch) > CLOCK_STEP_S       # the times on disk are those of a clock that has been set since
         self.epoch = wall - now
         return 0 if self.whole or stepped else self.registry.batch
 
@@ -6957,7 +6957,7 @@ class Keeper:
         altered, heard = self.registry.news(batch, since)
         if not self.storage.save([stored_row(server, epoch, wall) for server in altered],
                                  [(server.last_seen + epoch, expiry(server, epoch, wall), *server.key) for server in heard], list(left)):
-            # Not another file than at the last batch, and nobody has moved meanwhile
+            # The file is the same as at the last batch, and nobody has moved meanwhile
             if not self.shared and self.storage.renewed == self.renewed and all(server.batch < batch for server in heard):
                 self.shared = True
                 log.warning("%s: another program removes servers from this database; each master needs one of its own ([server] database)",
@@ -6978,7 +6978,7 @@ class Keeper:
         self.whole = bool(trouble) or self.storage.renewed != self.renewed
         self.renewed = self.storage.renewed
         if failed:
-            self.minute = 0.0               # it may have been to be counted
+            self.minute = 0.0               # the failed batch may have been the minute's count
             newer, self.registry.left = self.registry.left, {key for key in left if self.registry.get(*key) is None}
             if len(self.registry.left) < KNOWN_SERVERS:
                 self.registry.left |= newer
@@ -6998,7 +6998,7 @@ class Keeper:
 
     def close(self, now: float, wall: float) -> None:
         """The last batch, once the worker has stopped."""
-        self.rows = []                      # what could not be read stays as it is
+        self.rows = []                      # what could not be read stays on disk as it is
         registry = self.registry
         try:
             self.write(self.begin(now, wall), self.saved_at, registry.left, False, wall - now, wall)
@@ -7018,13 +7018,13 @@ def stored_row(server: Server, epoch: float, wall: float) -> ListedRow:
     return (*server.key, expiry(server, epoch, wall), server.first_seen + epoch, server.last_seen + epoch, fields)
 
 
-STORED_MOST = {"flavor": 255}       # a byte of Hyperbol's; what else is a number counts players
+STORED_MOST = {"flavor": 255}       # a byte in Hyperbol's list; all other numbers count players
 STORED_DEFAULTS = {"playing": None, "responding": True, "mapped": None}         # of the others "", 0, {}
 
 
 def mended(name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """A stored field of many servers with its right type and size, whatever noise may have made of it. At a start there may be 10,000, so texts
-    are looked at together, and one by one only if need be."""
+    """A stored field of many servers with its right type and size, whatever noise may have made of it. At a start there may be 10,000, so
+    texts are checked together, and one by one only if need be."""
     kind = STORED[name]
     if set(map(type, values)) != {kind}:
         values = [value if type(value) is kind else STORED_DEFAULTS.get(name, kind()) for value in values]
@@ -7105,15 +7105,15 @@ class EpollSelector(selectors.BaseSelector):
 
 
 class Loop:
-    """A life between start and stop: `run()` in this thread or `start()` in one of its own, either until `stop()`.
+    """A life between start and stop: `run()` in this thread or `start()` in one of its own, in both cases until `stop()`.
 
-    One life only; `with` starts and stops. What is made and never started wants stop() as well, for it holds a pair of sockets.
+    It runs once; `with` starts and stops it. One that is made and never started needs stop() as well, as it holds a pair of sockets.
     """
 
     workers: Mapping[str, Worker]                       # for sessions, by what Session.worker says
     # What each kind of loop does its own way
     open_all: Callable[[], None]                        # open what can fail; raises StartError
-    round: Callable[[], None]                           # wait for what comes next, and see to it and to what is due
+    round: Callable[[], None]                           # wait for what comes next, handle it, and do what is due
     leave: Callable[[], None]                           # the rounds after stop() has been called
     close_all: Callable[[], None]                       # close what open_all() has opened, and every connection
     forget: Callable[[Connection], None]                # the connection is about to be closed
@@ -7249,7 +7249,7 @@ class MasterServer(Loop):
 
     `settings`: a Settings, or texts by name as for --set; raises SettingsError. `listeners` says what is bound where.
     `registry.servers()` may be called from any thread. `on_event(event, server)` is called in the serving thread with "listed", "changed"
-    or "gone"; it must be quick and change nothing, may call stop(), and what it raises is logged. Several can run in one process.
+    or "gone"; it must be quick, must change nothing and may call stop(); what it raises is logged. Several can run in one process.
     """
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
@@ -7270,13 +7270,13 @@ class MasterServer(Loop):
                          self.health, self.listeners, self.gauges, lambda: self.keeper.recent if self.keeper else {})
         self.read_again = reload
         self.tell: Callable[[str], None] = lambda state: None       # how we are, to whoever started us
-        self.descriptors: Callable[[int], int] = lambda wanted: descriptor_limit()           # how many there may be, of so many
+        self.descriptors: Callable[[int], int] = lambda wanted: descriptor_limit()           # how many there may be, given how many are wanted
         self.reload_asked = False
         self.ini_stamp = self.stamp()
         self.ini_trouble = ""               # why it was not taken over
         self.ini_looked_at = self.next_tick = 0.0
-        self.held_up = False                # when the last tick was due
-        self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life so often, and at this time next
+        self.held_up = False                # the program had been stopped before the last tick
+        self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life this often, and next at this time
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
         self.datagrams: List[Datagrams] = []
@@ -7288,7 +7288,7 @@ class MasterServer(Loop):
         self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()        # whoever keeps them
         super().__init__()
         self.timer_numbers = itertools.count()
-        # Apart, as a disk may hang, and as strangers may have more searched than one thread can
+        # Separate, as a disk may hang, and as strangers may ask for more searches than one thread can do
         self.workers = {name: Worker(name, self.wake) for name in ("disk", "lists", "searches")}
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
@@ -7299,7 +7299,7 @@ class MasterServer(Loop):
     # Sockets
 
     def open_all(self) -> None:
-        self.measure_room()                 # sockets want some of it already
+        self.measure_room()                 # sockets already take some of it
         problems = []                       # all of them, as another program often holds several ports
         for row in PROTOCOLS:
             ports = self.settings[row.setting] if row.setting else 0
@@ -7434,7 +7434,7 @@ class MasterServer(Loop):
     def linger(self, connection: Connection, now: float) -> None:
         if connection.events:
             super().linger(connection, now)
-        else:                   # over at once, as often: if the peer has closed by then, the selector need not know of it at all
+        else:                   # over at once, as often happens: if the peer has closed by then, the selector need not know of it at all
             self.wake_at(now + LINGER_LOOK_S, connection)
 
     def wake_at(self, at: float, connection: Connection) -> None:
@@ -7451,7 +7451,7 @@ class MasterServer(Loop):
         if len(answer) < PAGES_BYTES:
             return None
         answer.given += 1
-        if answer.given == 2 and HAS_PAGES and len(self.held_pages) < PAGES_KEPT:          # many are given but once
+        if answer.given == 2 and HAS_PAGES and len(self.held_pages) < PAGES_KEPT:          # many are given only once
             with contextlib.suppress(OSError):          # no room
                 answer.kept = Pages(answer)
                 self.held_pages.add(answer.kept)
@@ -7468,7 +7468,7 @@ class MasterServer(Loop):
         idle.close(now)
 
     def bound_output(self, now: float) -> None:
-        """What waits for slow readers is bounded in all: who has most of it loses it first, who has waited for longest before others."""
+        """What waits for slow readers is bounded in all: the source that has most of it loses it first, its longest wait before the others."""
         waiting = [(connection, getattr(connection.out, "obj", connection.out)) for connection in self.connections if connection.out]
         held = {id(answer): len(answer) for _, answer in waiting}           # many may wait for the same one
         total = sum(held.values())
@@ -7497,7 +7497,7 @@ class MasterServer(Loop):
     # Running
 
     def round(self, until: float = math.inf) -> None:
-        """See to what comes next, for which it waits no longer than `until`, and to what is due."""
+        """Handle what comes next, waiting for it no longer than `until`, and do what is due."""
         due = min(until, self.next_tick, self.timers[0][0] if self.timers else math.inf)
         events = self.selector.select(max(0.0, due - time.monotonic()))
         now = turn = began = time.monotonic()
@@ -7516,7 +7516,7 @@ class MasterServer(Loop):
             if connection.sock.fileno() >= 0:
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
-            # Once: one who is stopped time and again ticks as well
+            # Only once: a program that is stopped time and again ticks as well
             self.held_up, self.next_tick = now - self.next_tick >= HELD_UP_S and not self.held_up, now + TICK_S
             if not self.held_up:    # else what has come meanwhile is read first, so that nobody who has announced is taken for silent
                 self.tick(now)
@@ -7567,8 +7567,8 @@ class MasterServer(Loop):
                 self.guarded(self.reload, self.stamp() != self.ini_stamp)
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
-        """Once, however many sockets it has; what it sends leaves by the one with this machine's address on the way to the peer, or the first
-        that can send it."""
+        """Once, however many sockets it has; what it sends leaves by the socket with this machine's address on the way to the peer, or by
+        the first that can send it."""
         if isinstance(protocol, TcpProtocol):
             protocol.tick(now)
             return
@@ -7593,12 +7593,12 @@ class MasterServer(Loop):
         log.exception("a fault of the program in %s%s", call, arguments)
 
     def stamp(self) -> Dict[str, Tuple[int, ...]]:
-        """By file, the ini and those that it names, what changes when the file does."""
+        """For the ini and each file that it names, a value that changes when the file does."""
         return {path: file_stamp(path) for path in [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]}
 
     def reload(self, asked: bool = True) -> None:
         """Read the settings again. With any error the old ones stay in force, whole. `asked`: by somebody, or by a change; else it is one
-        more try, and worth a word only if what is wrong is something else now."""
+        more try, and logged only if the error is a different one."""
         before = self.ini_stamp = self.stamp()
         told, self.ini_trouble = self.ini_trouble, ""
         if self.read_again is None:
@@ -7694,7 +7694,7 @@ class MasterServer(Loop):
 # --- What is asked of the system -------------------------------------------------------------------------------------
 
 def file_stamp(path: str) -> Tuple[int, ...]:
-    """What is another when the file is; () if there is none."""
+    """A value that changes when the file does; () if there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -7732,7 +7732,7 @@ def read_text_files(settings: Settings) -> None:
 
 
 def descriptor_limit(raise_to: int = 0) -> int:
-    """How many files and sockets this process may have open; what it may raise by itself is raised."""
+    """How many files and sockets this process may have open; the limit is raised to `raise_to` if the process may do so."""
     if WINDOWS:
         return 512                          # what its select() serves
     soft = DESCRIPTORS_UNTOLD
@@ -7775,8 +7775,8 @@ def watchdog_interval() -> float:
 
 
 def own_address(far: str = "192.0.2.1") -> str:
-    """This machine's address on the way to `far`, as the machine knows it; "" where no way leads there. Nothing is sent. What stands for the
-    internet is an address for documentation, which no one has."""
+    """This machine's address on the way to `far`, as the machine knows it; "" where no way leads there. Nothing is sent. The default stands
+    for the internet: an address for documentation, which nobody has."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in far else socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((far, 9))
@@ -7786,11 +7786,11 @@ def own_address(far: str = "192.0.2.1") -> str:
 
 
 def resolved(host: str, reached: bool = False) -> str:
-    """The first address of a host, IPv4 if it has one; `reached`: but one that a way leads to before others. Raises OSError, also while
-    nobody can say whether it has IPv4."""
+    """The first address of a host, IPv4 if it has one; `reached`: but one with a route to it before others. Raises OSError, also while it
+    cannot be known whether it has IPv4."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     if all(entry[0] != socket.AF_INET for entry in found):
-        try:                        # of two questions to name servers one may have failed, which is not told
+        try:                        # of two queries to name servers one may have failed, which is not told
             found += socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
         except socket.gaierror as error:
             if error.errno == socket.EAI_AGAIN:
@@ -7799,7 +7799,7 @@ def resolved(host: str, reached: bool = False) -> str:
 
 
 def port_holder(transport: str, port: int) -> str:
-    """The program that has this port, as "command (process 123)"; "" where the system does not tell: only Linux does, of one's own."""
+    """The program that has this port, as "command (process 123)"; "" where the system does not tell: only Linux does, for one's own."""
     sockets = set()
     for table in (transport, transport + "6"):
         try:
