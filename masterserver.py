@@ -7870,8 +7870,8 @@ def free_run(transport: str, hosts: Sequence[str], length: int) -> int:
 # =====================================================================================================================
 # 12  Client tools and command line
 #
-# What is typed: to serve, to check the settings, to announce for a game server that cannot, to ask servers and masters. The
-# tools use the codecs of section 7, wait where they like, and end with a word about what went wrong.
+# What is typed: to serve, to check the settings, to announce a game server that cannot do it itself, to query servers and masters. The
+# tools use the codecs of section 7, may block, and say at the end what went wrong.
 # =====================================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -7898,9 +7898,9 @@ REFUSED_S = 1800.0                  # a master that has refused is asked again a
 RETRY_S, RETRY_MAX_S = 1.0, 60.0    # pauses after a failure: 1, 2, 4 … 60 s; a master restarts within seconds
 CONNECT_S = 10.0                    # for a connection to come about
 RESPONSE_S = 20.0                   # for an HTTP answer
-UPDATE_S = 5.0                      # announced by HTTP anew after a change, but at most so often
+UPDATE_S = 5.0                      # announced by HTTP again after a change, but at most this often
 GOODBYE_S = 3.0                     # what stop() grants a master that does not answer
-ANSWER_RATE = 20, 100               # questions from one source answered: a second, at once; a master asks every 30 s
+ANSWER_RATE = 20, 100               # queries from one source answered: a second, at once; a master sends one every 30 s
 
 
 class Announcer:
@@ -7915,7 +7915,7 @@ class Announcer:
 
     master_port = 27790             # where its masters listen
     port_offset = 0                 # from the port that is named to the one that takes announcements
-    asked_at: Optional[int] = None  # from the game port to the UDP port where masters ask; None: they do not
+    asked_at: Optional[int] = None  # from the game port to the UDP port that masters query; None: they do not
     done = False                    # of a connection, if there is one: as in Session
 
     def __init__(self, server: Server, now: float = 0.0) -> None:
@@ -7927,18 +7927,18 @@ class Announcer:
         self.failures = 0           # in a row
 
     def changed(self, now: float) -> None:
-        """The server's numbers or texts are others than before."""
+        """The server's numbers or texts have changed."""
 
     def leave(self, now: float) -> None:
-        """Announce no more, and say goodbye where the protocol has a way to; the end of a connection is one."""
+        """Stop announcing, and sign off where the protocol has a way to; the end of a connection is one."""
         self.due, self.done = math.inf, True
 
     def answer(self, data: bytes) -> bytes:
-        """What the game server answers to a master's question; raises Malformed if it is none."""
+        """What the game server answers to a master's query; raises Malformed if it is none."""
         raise Malformed("not a query")
 
     def failed(self, why: str, now: float) -> None:
-        """No way to the master; try again after a pause that grows. Its spread keeps a hundred servers from coming back at once."""
+        """The master cannot be reached; try again after a pause that grows. Its spread keeps a hundred servers from coming back at once."""
         self.state, self.done = why, True
         pause = min(RETRY_MAX_S, RETRY_S * 2 ** min(self.failures, 10))
         self.failures += 1
@@ -8237,7 +8237,7 @@ class HttpAnnouncer(TcpAnnouncer):
 
 
 class HyperbolAnnouncer(HttpAnnouncer):
-    """POST /announce; the master then asks the server itself, on its game port, every 30 s."""
+    """POST /announce; the master then queries the server itself, on its game port, every 30 s."""
 
     asked_at = 0
 
@@ -8253,7 +8253,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
 
 
 class GamePort(UdpProtocol):
-    """Answers in the game server's place what masters ask it."""
+    """Answers masters' queries in the game server's place."""
 
     def __init__(self, announcer: Announcer) -> None:
         self.announcer = announcer
@@ -8288,7 +8288,7 @@ class Link:
         return self.announcer.refused and not self.announcer.taken or self.unknown
 
 
-# Of an OSError: of the resolver, by the name that a system has for it, or ours, without a number
+# The errno of an OSError: the resolver's, under the name that this system has for it, or None for one of ours
 NO_SUCH_NAME = {None, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 ANNOUNCED = ("name", "players", "max_players", "playing", "map", "mode", "version", "description")
 
@@ -8299,14 +8299,14 @@ class Announcement(Loop):
         announcement = masterserver.Announcement("iceball", 21737, ["master.example", "other.example:27790"], name="My server")
         announcement.start()                        # or run() in this thread
         announcement.update(players=5, max_players=16, map="castle")         # from any thread, whenever it changes
-        announcement.stop()                         # says goodbye where the game's protocol has one
+        announcement.stop()                         # signs off where the game's protocol has a way to
 
     `game`: iceball, subspace, aio, hyperbol, or any other name that the masters list. `port`: where players find the game server.
     `masters`: HOST or HOST:PORT, or several. Further fields: name, players, max_players, playing, map, mode, version, description.
     `dialect`: for AIO, text or framed; text if there is a name. `players_from`: a file whose last line is as for read_players(), read again
-    when it changes. A wrong argument raises ValueError. Where masters ask the game server itself (SubSpace on port + 1, Hyperbol and framed
-    AIO on the port, by UDP), the questions are answered here if that port is free, and left to the game server if not. `give_up`: run()
-    ends when no master is left that is known and has not refused from the beginning; `failure` then says why.
+    when it changes. A wrong argument raises ValueError. Where masters query the game server itself (SubSpace on port + 1, Hyperbol and
+    framed AIO on the port, by UDP), they are answered here if that port is free, and left to the game server if not. `give_up`: run() ends
+    when each master has refused from the beginning or has a name that does not exist; `failure` then says why.
     """
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]], dialect: str = "", players_from: str = "",
@@ -8371,7 +8371,7 @@ class Announcement(Loop):
                 read_iceball_version(value)
 
     def apply(self, fields: Mapping[str, Any]) -> bool:
-        """True: something is another than before."""
+        """True: something has changed."""
         self.check(fields)
         changed = False
         for name, value in fields.items():
@@ -8454,7 +8454,7 @@ class Announcement(Loop):
         until = now + GOODBYE_S
         for link in self.links:
             link.announcer.leave(now)
-            if link.connecting is not None and link.announcer.due == math.inf:          # there is nothing to say goodbye to
+            if link.connecting is not None and link.announcer.due == math.inf:          # there is nothing to sign off from
                 self.selector.unregister(link.connecting)
                 link.connecting.close()
                 link.connecting = None
@@ -8495,7 +8495,7 @@ class Announcement(Loop):
         if isinstance(result, str):
             link.announcer.master, link.unknown = (result, link.port), False
         elif not link.announcer.master[0]:
-            # Not while nobody can be asked: the network may come up after us, and there may be a descriptor or a thread again
+            # Not while no name server can be asked: the network may come up after us, and a descriptor or a thread may become free
             link.unknown = isinstance(result, UnicodeError) or getattr(result, "errno", 0) in NO_SUCH_NAME
             link.announcer.failed("the name cannot be resolved: %s" % result, now)
             return
@@ -8600,7 +8600,7 @@ def command_announce(arguments: argparse.Namespace) -> int:
 
 # --- Asking game servers and masters ---------------------------------------------------------------------------------
 
-# What `ping` and `list` ask. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
+# What `ping` and `list` do. Each game has a function in PINGS and in LISTS that gives what it learned, ready for JSON;
 # an OSError (TimeoutError, say) or Malformed says in words why there is nothing.
 
 Facts = Dict[str, Any]
@@ -8608,7 +8608,7 @@ Facts = Dict[str, Any]
 ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram, and a round trip around the world several times over
 FETCH_S = 10.0                      # silence of a list server, after which it has gone
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
-ASK_TOTAL_S = OUTPUT_TOTAL_S        # for all of it, however it comes: our master gives no reader more
+ASK_TOTAL_S = OUTPUT_TOTAL_S        # for all of it, however it comes: our master gives no reader longer
 AIO_TEXT_S = 3.0                    # masters answer text at once; one without that dialect says nothing
 
 
@@ -8860,8 +8860,8 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def say(text: str) -> None:
-    """Write lines to standard output, with what it can show of them. Raises ToolError where it takes none; a pipe whose reader has gone
-    is no mistake, and its message empty."""
+    """Write lines to standard output, as far as it can show them. Raises ToolError where it takes none; a pipe whose reader has gone is no
+    mistake, and that message is empty."""
     if sys.stdout is None:
         raise ToolError(EXIT_FAILED, "standard output is closed")
     encoding = sys.stdout.encoding or "ascii"
@@ -8880,7 +8880,7 @@ def reason(error: Exception) -> str:
 
 
 def within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """What `ask` gives or raises; TimeoutError if that takes longer: whoever sends a byte now and then could hold it for ever."""
+    """What `ask` gives or raises; TimeoutError if that takes longer: a peer that sends a byte now and then could hold it for ever."""
     ended = threading.Event()
     worker = Worker("ask", ended.set)
     worker.submit(ask, lambda result, now: None)
@@ -8932,7 +8932,7 @@ def list_line(row: Facts) -> str:
 
 
 def arguments_parser() -> argparse.ArgumentParser:
-    """Serving is what it does without a command. In order to add one: a function command_NAME(arguments) -> int, and its part here."""
+    """Without a command it serves. To add one: a function command_NAME(arguments) -> int, and its part here."""
     parser = argparse.ArgumentParser(prog="masterserver.py", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXIT_STATUSES,
                                      description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.")
     parser.add_argument("--config", metavar="FILE", help="read the settings from FILE, not from masterserver.ini beside the program")
@@ -8996,7 +8996,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def program_path() -> str:
-    """This file; where it is part of an executable or a zip archive, that one: what is unpacked of it may be gone with the process."""
+    """This file, or the executable or zip archive that it is part of: what is unpacked of that may be gone with the process."""
     if getattr(sys, "frozen", False):               # by PyInstaller, cx_Freeze and the like
         return os.path.abspath(sys.executable)
     return os.path.abspath(getattr(getattr(__spec__, "loader", None), "archive", __file__))
@@ -9013,7 +9013,7 @@ def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
 
     From a file of its own: a thread that waits in sys.stdin keeps the interpreter from ending."""
     def read() -> None:
-        with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:       # none, or taken away: the same as its end
+        with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:       # there is none, or it was taken away: the same as its end
             begins = True
             for text in iter(functools.partial(file.readline, 4096), b""):
                 if begins:
@@ -9021,7 +9021,7 @@ def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
                 begins = text.endswith(b"\n")
                 if not begins and len(text) < 4096:         # a terminal tells its end only once
                     break
-        log.info("standard input has ended")            # it may have from the beginning, where a program starts others without one
+        log.info("standard input has ended")            # perhaps from the beginning, where a program starts others without one
         end()
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
@@ -9030,12 +9030,12 @@ END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIG
 
 
 def stop_on_signals(stop: Callable[[], None]) -> None:
-    """SIGINT, SIGTERM and Ctrl+Break end the program as it should end."""
+    """SIGINT, SIGTERM and Ctrl+Break end the program cleanly."""
     for number in END_SIGNALS:
         signal.signal(number, lambda number, frame: stop())
 
 
-LOG_FILE_BYTES, LOG_FILES = 10 << 20, 3         # one, and so many older ones: 40 MB at the most
+LOG_FILE_BYTES, LOG_FILES = 10 << 20, 3         # of each, and how many older ones: 40 MB at most
 LOG_LINES = 1000                    # wait for the thread that writes them
 LOG_RETRY_S = 0.1                   # after a write that failed
 LOG_END_S = 1.0                     # for what waits when the program ends
@@ -9045,7 +9045,7 @@ class Log(logging.Handler):
     """Lines for standard error or a file, written by a thread: a terminal in which somebody has selected text, a pipe that nobody reads or a
     full disk keeps nobody else waiting. Lines for which there is no room by then are lost, and counted.
 
-    No buffer of Python's is between: one that cannot be emptied keeps the interpreter from ending, and repeats what was tried again."""
+    No buffer of Python's is in between: one that cannot be emptied keeps the interpreter from ending, and repeats what was tried again."""
 
     def __init__(self, path: str) -> None:
         """`path`: "" for standard error. Raises OSError; io.UnsupportedOperation where that is no file."""
@@ -9107,7 +9107,7 @@ class Log(logging.Handler):
                 for number in range(LOG_FILES, 0, -1):
                     with contextlib.suppress(FileNotFoundError):
                         os.replace(names[number - 1], names[number])
-            except OSError as error:                # it grows, and that is tried again when it has grown by as much
+            except OSError as error:                # it grows, and rotation is tried again when it has grown by as much
                 log.warning("the log file cannot be rotated, and grows: %s", error)
         self.file = open(self.path, "ab", 0)
         found = os.fstat(self.file.fileno())
@@ -9131,7 +9131,8 @@ def start_log(settings: Settings) -> None:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """All of it or nothing: readers find the old file or the new one. What is no file (a pipe, a device) is written to. Raises OSError."""
+    """All of it or nothing: readers find the old file or the new one. What is not a plain file (a pipe, a device) is written to directly.
+    Raises OSError."""
     if is_special(path):
         with open(path, "wb") as file:
             file.write(data)
@@ -9149,7 +9150,7 @@ def write_file(path: str, data: bytes) -> None:
 
 def summary(server: MasterServer) -> str:
     """One line for people: what listens where, and the page."""
-    places: Dict[str, Dict[str, None]] = {}         # without those that stand there already
+    places: Dict[str, Dict[str, None]] = {}         # each place once
     for l in server.listeners:
         places.setdefault(l.protocol, {})["%s %d" % (l.transport.upper(), l.port)] = None
     page = next((l for l in server.listeners if l.protocol == "http"), None)
@@ -9159,7 +9160,7 @@ def summary(server: MasterServer) -> str:
 
 
 def first_contact(server: MasterServer) -> List[str]:
-    """For people: what to put into each game server's settings, and where players look. Each protocol has an address that it listens on."""
+    """For people: what to put into each game server's settings, and where players look. Each protocol is named with an address that it listens on."""
     public = server.rules.public_address
     hosts: Dict[str, str] = {}
     own = {"0.0.0.0": own_address(), "::": own_address("2001:db8::1")}
@@ -9174,7 +9175,7 @@ def first_contact(server: MasterServer) -> List[str]:
 
 
 def unserved(server: MasterServer) -> List[str]:
-    """What is switched on and listens nowhere."""
+    """What is switched on but listens nowhere."""
     return ["[server] bind: it has no IPv4 address, and %s uses no other; it is not served." % name
             for name in server.tallies if name not in {l.protocol for l in server.listeners}]
 
@@ -9186,7 +9187,7 @@ def writable(path: str) -> bool:
 
 
 def check(settings: Settings) -> Tuple[List[str], List[str]]:
-    """What keeps the server from starting on this machine, and what is likely to be wrong though it starts."""
+    """What keeps the server from starting on this machine, and what is probably wrong even if it starts."""
     errors: List[str] = []
     warnings: List[str] = []
     trial = copy.copy(settings)
@@ -9252,17 +9253,17 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
     stop_on_signals(server.stop)
-    held = server.wake_out.dup(), server.wake_in.dup()          # as a signal may come when the server has closed its own
+    held = server.wake_out.dup(), server.wake_in.dup()          # as a signal may come after the server has closed its own
     signal.set_wakeup_fd(held[0].fileno(), warn_on_full_buffer=False)
     if hasattr(gc, "set_threshold"):        # PyPy's collector has no such settings
         gc.set_threshold(*GC_THRESHOLDS)
-    gc.disable()                            # nothing that is made until everything listens is garbage
+    gc.disable()                            # nothing made before everything listens is garbage
     try:
         server.bind()
         if hasattr(gc, "freeze"):
             gc.freeze()
         gc.enable()
-        if arguments.ready_file:            # without the port to which nobody speaks first
+        if arguments.ready_file:            # without the port that nobody contacts first
             ready = json.dumps({"pid": os.getpid(), "listeners": [l._asdict() for l in server.listeners if l.protocol != "poll"]})
             try:
                 write_file(arguments.ready_file, ready.encode("utf-8") + b"\n")
@@ -9300,8 +9301,8 @@ def command_serve(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     if arguments.check:
         return command_check(load_settings(arguments))
-    if arguments.ready_file and os.path.isfile(arguments.ready_file):           # an earlier start's; one that fails leaves none
-        with contextlib.suppress(OSError):                  # then it cannot be written either, which is told
+    if arguments.ready_file and os.path.isfile(arguments.ready_file):           # of an earlier start; one that fails leaves none
+        with contextlib.suppress(OSError):                  # then it cannot be written either, which is reported
             os.remove(os.path.realpath(arguments.ready_file))
     return serve(load_settings(arguments), arguments)
 
@@ -9311,7 +9312,7 @@ def command_serve(arguments: argparse.Namespace) -> int:
 EXPORT_CONNECT_S = 5.0              # the document's script waits so long for the master …
 EXPORT_LIST_S = 60.0                # … and this is for the whole list, however slowly it comes
 EXPORT_LIST_BYTES = 12 * 65536      # 65,536 servers are more than any master has
-EXPORT_ROUND_S = 1.5                # who has not answered is asked once more, and has as long again: the script's 3 s
+EXPORT_ROUND_S = 1.5                # who has not answered is queried once more, and has as long again: the script's 3 s
 EXPORT_BURST = 50                   # queries sent between two looks at the answers, so that no buffer overflows
 EXPORT_FTP_S = 30.0
 
@@ -9375,7 +9376,7 @@ def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> 
 
 
 def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Server]:
-    """Ask all of them at once what they are; those that do not answer have responding False."""
+    """Query all of them at once; those that do not answer have responding False."""
     servers: Dict[Peer, Server] = {}
     for address, port, flavor in entries:
         servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0, flavor=flavor, responding=False)
