@@ -4213,7 +4213,7 @@ $hint
 # Formatted with %, every value escaped before: 2,000 of them are made in one go, Template would take twice as long. End
 # tags that HTML lets one leave out are left out. The cells have no classes: the style sheet counts columns. The roles
 # say what the tags say already, for browsers that forget it when the style sheet makes a row something else.
-ROW = ('<tr role="row"%s><td role="cell"><a dir="auto" href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
+ROW = ('<tr role="row"%s><td role="cell"><a href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
        '<td role="cell">%s<td role="cell">%s<td role="cell">%s<td role="cell"><span><b>%d</b>%s</span>%s'
        '<td role="cell">%s<td role="cell"')
 ROW_END = '<td role="cell"><code>%s</code>\n'
@@ -4381,7 +4381,8 @@ th[aria-sort=descending] button::after { content: "\00a0↓"; }
 td { min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; max-height: 1.5rem; }
 .one-game :is(th, td):nth-child(2) { display: none; }
 td:first-child { display: flex; }
-td:first-child a { min-width: 0; overflow: hidden; text-overflow: ellipsis; font-weight: 650; text-align: left; text-decoration: none; }
+td:first-child a { min-width: 0; overflow: hidden; font-weight: 650; text-decoration: none; }
+td bdi { display: block; overflow: hidden; text-overflow: ellipsis; text-align: left; }     /* its end, the left one of right-to-left words */
 td:nth-child(n+2) { color: var(--soft); }
 td:nth-child(4), td:nth-child(5) { color: var(--ink); }
 tr.empty td:first-child a { font-weight: 400; }
@@ -4460,7 +4461,7 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
   td:nth-child(3) { grid-column: 2; }
   td:nth-child(4) { grid-column: 3; }
   td:last-child { grid-area: 2 / 4 / 3 / 6; justify-content: end; }
-  td:last-child code { flex: none; max-width: 10.5rem; font-size: .75rem; }
+  td:last-child code { flex: 0 1 auto; max-width: 10.5rem; font-size: .75rem; }
   td span { flex-basis: 3.5rem; }
   form { gap: .5rem .875rem; font-size: .8125rem; }
 }

@@ -5837,6 +5837,21 @@ class BrowserTest(unittest.TestCase):
             self.browser.resize(width)
             self.assertLessEqual(self.js("document.querySelector('tr.empty code').offsetHeight"), 24, "one line at %d" % width)
 
+    def test_what_is_too_long_loses_its_end(self):
+        """Which is the left one of a name from right to left; an address begins where it begins."""
+        self.site.servers[0] = make_server(name="שרת המשחקים הגדול של ישראל " * 3, address="2001:db8:1111:2222:3333:4444:5555:6666", port=65535)
+        for width in 320, 390, 1280:
+            self.browser.resize(width)
+            self.open()
+            for text in "a", "code":
+                first, cell = self.js("""{const text = document.querySelector('tbody tr %s'), range = document.createRange();
+                    let letter = text;
+                    while (letter.firstChild) letter = letter.firstChild;
+                    range.setStart(letter, 0);
+                    range.setEnd(letter, 1);
+                    [range, text.closest('td')].map(part => part.getBoundingClientRect()).map(box => [box.left, box.right])}""" % text)
+                self.assertTrue(cell[0] - 1 <= first[0] < first[1] <= cell[1] + 1, (text, width, first, cell))
+
     def test_complete_without_the_script(self):
         self.browser.call("Emulation.setScriptExecutionDisabled", value=True)
         try:
