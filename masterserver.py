@@ -4324,7 +4324,8 @@ b, .servers bdi { font-weight: 650; }
 section { margin-top: 2.5rem; }
 code, pre { font: .8rem/1.5rem ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace; }
 [hidden] { display: none !important; }
-main { overflow-x: clip; overflow-clip-margin: .5rem; }      /* a name of combining marks alone has nowhere to break */
+/* a name of combining marks alone has nowhere to break; what stands a little outside, as a focus does, is seen */
+main { margin: 0 -1rem; padding: 0 1rem; overflow-x: clip; }
 .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 
 header { padding: 2.5rem 0 1.5rem; }
