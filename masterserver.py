@@ -4514,7 +4514,10 @@ figure { margin: .75rem 0 0; }
   .chart .latest.long { text-anchor: end; transform: translate(-8px, -16px); }
   .chart .latest.long.high { transform: translate(-8px, 16px); }
 }
-@media print { form, .copy, footer { display: none; } }
+@media print {
+  form, .copy, footer { display: none; }
+  tr, li, dl div, figure { break-inside: avoid; }
+}
 """
 
 APP_JS = r"""'use strict';

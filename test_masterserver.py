@@ -5853,6 +5853,12 @@ class BrowserTest(unittest.TestCase):
                     [range, text.closest('td')].map(part => part.getBoundingClientRect()).map(box => [box.left, box.right])}""" % text)
                 self.assertTrue(cell[0] - 1 <= first[0] < first[1] <= cell[1] + 1, (text, width, first, cell))
 
+    def test_a_printed_page_cuts_no_row_in_two(self):
+        self.open()
+        self.browser.call("Emulation.setEmulatedMedia", media="print")
+        self.addCleanup(self.browser.call, "Emulation.setEmulatedMedia", media="")
+        self.assertEqual(self.js("getComputedStyle(document.querySelector('tbody tr')).breakInside"), "avoid")
+
     def test_complete_without_the_script(self):
         self.browser.call("Emulation.setScriptExecutionDisabled", value=True)
         try:
