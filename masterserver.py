@@ -4200,10 +4200,11 @@ TABLE = string.Template("""\
 <tbody role="rowgroup">
 $rows</tbody>
 </table>
-$empty""")
+<div id="empty">$empty</div>
+""")
 
 EMPTY = string.Template("""\
-<section class="empty" id="empty"$hidden>
+<section class="empty">
 <h2>No servers yet</h2>
 <p>The first game server to announce itself appears here.</p>
 $hint
@@ -4667,7 +4668,7 @@ function tellStatus() {
     ? failed + ' This ' + (table ? 'list' : 'page') + ' is from ' + new Date(lastAnswer).toLocaleString() + '.'
     : !table ? ''
     : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
-    : !visible ? document.querySelector('#empty').hidden ? 'No server matches.' : ''
+    : !visible ? table.hidden ? '' : 'No server matches.'
     : visible < total ? number(visible) + ' of ' + number(total) + ' servers shown'
     : number(total) + (total === 1 ? ' server' : ' servers'));
 }
@@ -4723,9 +4724,12 @@ function patch(page, fading) {
   }
   if (table) {
     patchRows(page, fading);
-    const empty = document.querySelector('#empty');
-    empty.hidden = order.length > 0 || capped;
-    table.hidden = !order.length && !empty.hidden;
+    if (table.hidden !== page.querySelector('#servers').hidden) {       // the first server has come, or the last one gone
+      const empty = page.querySelector('#empty');
+      addCopyButtons(empty);
+      document.querySelector('#empty').replaceWith(empty);
+      table.hidden = !table.hidden;
+    }
     show();
     if (row && row.isConnected && document.activeElement !== held)      // a row that moved or changed keeps the focus
       (held.isConnected ? held : (inAddress ? row.cells[ADDRESS] : row).querySelector(tag))
@@ -4964,7 +4968,7 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
                     if game else ""),
         table=fill(TABLE, status=status, total=total, rows=Html(ROWS_HERE),
                    one_game=Html((' class="one-game"' if game else "") + (" hidden" if nothing else "")),
-                   empty=fill(EMPTY, hint=hint, hidden="" if nothing else Html(" hidden"))))
+                   empty=fill(EMPTY, hint=hint) if nothing else ""))          # not hidden: a browser for text shows it
     before, *after = text.encode("utf-8").split(ROWS_HERE.encode())         # an operator's template may have it anywhere, or nowhere
     return b"".join([before] + [piece for rest in after for piece in (*rows, rest)])
 

@@ -5383,6 +5383,12 @@ class PagesTest(unittest.TestCase):
         self.assertNotIn("once", text)
         self.assertEqual((text.count("<tr "), text.count("<rows>")), (2, 0))          # the head's and one
 
+    def test_browsers_for_text_are_told_what_holds(self):
+        """lynx, w3m, links and ELinks show what is hidden as well."""
+        self.assertIn("No servers yet", render_list([]))
+        self.assertNotIn("No servers yet", render_list(make_servers(1)))
+        self.assertNotIn("No servers yet", render_list([], {"name": "nobody"}))
+
     def test_capped_list_says_so(self):
         text = ms.list_page(TITLES, {}, "", [whole_row(make_server(), "", WALL)], 3104, 9, LOOK).decode("utf-8")
         self.assertIn("The first 2,000 of 3,104 servers. Search by name to find the others.", text)
@@ -5707,8 +5713,8 @@ class BrowserTest(unittest.TestCase):
             self.type("[name=name]", "")
             self.site.servers = []                      # the master was restarted without its database
             self.refresh()
-            until(lambda: self.js("!document.querySelector('#empty').hidden"))
-            self.assertTrue(self.js("table.hidden"))
+            until(lambda: self.js("table.hidden"))
+            self.assertEqual(self.js("document.querySelectorAll('#empty .copy').length"), 1)
 
     def test_a_browser_that_takes_no_more_addresses_gets_the_last_one_later(self):
         """Chromium ignores more than 200 in ten seconds, Safari fails at more than 100."""
