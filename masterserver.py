@@ -4880,7 +4880,7 @@ def server_link(server: Any) -> Html:
 
 
 def badges(server: Any) -> Html:
-    return Html("".join(['<i title="%s">%s</i>' % (title, word) for word, title, has in BADGES if has(server)]))
+    return Html("".join([' <i title="%s">%s</i>' % (title, word) for word, title, has in BADGES if has(server)]))
 
 
 def plural(number: int, word: str) -> str:

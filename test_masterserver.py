@@ -5389,6 +5389,12 @@ class PagesTest(unittest.TestCase):
         self.assertNotIn("No servers yet", render_list(make_servers(1)))
         self.assertNotIn("No servers yet", render_list([], {"name": "nobody"}))
 
+    def test_no_badge_is_a_part_of_a_name(self):
+        """Where it is read as text."""
+        server = make_server(name="Once", official=True, unconfirmed=True)
+        for text in whole_row(server, "", WALL).decode(), ms.server_page(server, None, None, "day", WALL, LOOK):
+            self.assertIn("Once official unconfirmed", " ".join("".join(Outline(text).text).split()))
+
     def test_capped_list_says_so(self):
         text = ms.list_page(TITLES, {}, "", [whole_row(make_server(), "", WALL)], 3104, 9, LOOK).decode("utf-8")
         self.assertIn("The first 2,000 of 3,104 servers. Search by name to find the others.", text)
