@@ -4655,7 +4655,9 @@ function show() {
 
 // ---- The refresh
 
-let lastText, lastUrl, lastAnswer = Date.now(), failed = '', asking = false, pause;
+// A page that a browser has kept, for Back or a tab that is opened again, may be days old, and does not say
+const [load] = performance.getEntriesByType('navigation');
+let lastText, lastUrl, lastAnswer = load && load.transferSize && Date.now(), failed = '', asking = false, pause;
 const lastParts = new Map();
 const number = n => n.toLocaleString('en');
 
@@ -4665,7 +4667,7 @@ function tellStatus() {
   status.classList.toggle('old', failed !== '');
   const visible = order.filter(row => !row.hidden).length, total = table && Math.max(+table.dataset.total, order.length);
   put(status, failed
-    ? failed + ' This ' + (table ? 'list' : 'page') + ' is from ' + new Date(lastAnswer).toLocaleString() + '.'
+    ? failed + ' This ' + (table ? 'list' : 'page') + ' is from ' + (lastAnswer ? new Date(lastAnswer).toLocaleString() : 'an earlier visit') + '.'
     : !table ? ''
     : total > order.length ? number(visible) + ' of ' + number(total) + ' servers. Search by name to find the others.'
     : !visible ? table.hidden ? '' : 'No server matches.'
@@ -4822,6 +4824,7 @@ if (table) {
 
 if (document.querySelector(LIVE)) {
   setInterval(refresh, REFRESH_MS);
+  if (!lastAnswer) refresh();
   document.addEventListener('visibilitychange', refresh);
 }
 """

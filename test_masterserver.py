@@ -5665,6 +5665,19 @@ class BrowserTest(unittest.TestCase):
         until(lambda: "The master does not answer. This page is from" in self.status())
         self.browser.console_errors()
 
+    def test_a_page_that_the_browser_has_kept_is_of_unknown_age(self):
+        kept = self.browser.call("Page.addScriptToEvaluateOnNewDocument", source="performance.getEntriesByType = () => [{transferSize: 0}]")
+        self.addCleanup(self.browser.call, "Page.removeScriptToEvaluateOnNewDocument", **kept)
+        for target in "/", "/check?address=192.0.2.77":
+            self.site.down = False
+            self.open(target)
+            until(lambda: self.js("lastAnswer"), 3)             # it is refreshed at once
+            self.js("fetch = () => Promise.reject(new TypeError())")
+            self.js("lastAnswer = 0")
+            self.refresh()
+            until(lambda: "is from an earlier visit." in self.status())
+        self.browser.console_errors()
+
     def test_first_server_appears(self):
         servers, self.site.servers = self.site.servers, []
         self.open()
