@@ -4348,6 +4348,7 @@ footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
 .tabs a:hover { color: var(--ink); }
 .tabs a[aria-current] { border-color: var(--accent); color: var(--ink); font-weight: 650; }
 .tabs small { margin-left: .25rem; font-size: .8125rem; font-weight: 400; color: var(--soft); }
+form, form label { max-width: 100%; }
 form { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; color: var(--soft); font-size: .875rem; }
 form label { display: inline-flex; align-items: center; gap: .5rem; }
 input, button { font: inherit; color: var(--ink); }
@@ -4447,7 +4448,7 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
   header { padding: 1.5rem 0 1.25rem; }
   h1 { font-size: 1.375rem; }
   .totals b { font-size: 1.25rem; }
-  #search input[type=search] { flex: 1; width: auto; min-width: 6rem; }
+  #search input[type=search] { flex: 1; width: auto; min-width: 0; }
   #search, #search label:has([type=search]) { flex: 1 0 100%; }
   .check input { flex: 1; width: auto; min-width: 0; }
   .check label:first-child { flex: 1 0 100%; }

@@ -5856,6 +5856,14 @@ class BrowserTest(unittest.TestCase):
                 self.assertNoOverflow(width)
         self.browser.console_errors()               # of the page that is nowhere, with its status
 
+    def test_no_field_is_cut_off_where_text_is_twice_as_large(self):
+        for target in "/", "/check":
+            self.open(target)
+            self.browser.resize(390)
+            self.js("document.documentElement.style.fontSize = '200%'")
+            for right in self.js("[...document.querySelectorAll('input:not([type=hidden])')].map(field => field.getBoundingClientRect().right)"):
+                self.assertLessEqual(right, 390 - 32, target)
+
     def test_a_long_address_is_cut_off_where_nobody_plays_too(self):
         self.open()
         self.js("document.querySelector('tr.empty code').textContent = '[2001:db8:1111:2222:3333:4444:5555:6666]:65535'")
