@@ -4468,6 +4468,11 @@ section.empty { margin: 3rem 0; max-width: 42rem; }
   td span { flex-basis: 3.5rem; }
   form { gap: .5rem .875rem; font-size: .8125rem; }
 }
+/* and where text is twice as large on it: the name, and how many play */
+@media (max-width: 19.99rem) {
+  td:nth-child(5) { width: 3.5rem; }
+  td svg, td i { display: none; }
+}
 
 /* One server, one check */
 h1, h3, dd, li, pre, .from { overflow-wrap: anywhere; }

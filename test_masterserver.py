@@ -5856,13 +5856,19 @@ class BrowserTest(unittest.TestCase):
                 self.assertNoOverflow(width)
         self.browser.console_errors()               # of the page that is nowhere, with its status
 
-    def test_no_field_is_cut_off_where_text_is_twice_as_large(self):
+    def test_text_twice_as_large(self):
         for target in "/", "/check":
             self.open(target)
             self.browser.resize(390)
             self.js("document.documentElement.style.fontSize = '200%'")
             for right in self.js("[...document.querySelectorAll('input:not([type=hidden])')].map(field => field.getBoundingClientRect().right)"):
                 self.assertLessEqual(right, 390 - 32, target)
+
+        self.site.servers = make_servers(3) + [make_server(name="Once upon a time", official=True, unconfirmed=True, address="192.0.2.2")]
+        self.browser.resize(195)                    # a phone's width in such text
+        self.open()
+        for width in self.js("[...document.querySelectorAll('bdi')].map(name => name.offsetWidth)"):
+            self.assertGreater(width, 60, "px of the name")
 
     def test_a_long_address_is_cut_off_where_nobody_plays_too(self):
         self.open()
