@@ -12362,6 +12362,9 @@ class ProjectTest(unittest.TestCase):
     def section(self, line: int) -> int:
         return max((number for start, number in self.sections if start <= line), default=1)
 
+    def test_no_function_here_looks_like_a_test(self) -> None:
+        self.assertEqual([name for name in globals() if name.startswith("test")], [])           # pytest would call it
+
     def test_sections_are_in_order(self) -> None:
         self.assertEqual([number for _, number in self.sections], list(range(2, 13)))
 
@@ -13834,7 +13837,7 @@ class InTwo(unittest.TestSuite):
             with subprocess.Popen([sys.executable, *flags, os.path.abspath(__file__), "--share", folder]) as other:
                 share(folder, 1, result)
             for case in all_cases():
-                tests_of(case, True)(result)
+                suite_of(case, True)(result)
             told = {"errors": [("the second process", "It ended with status %d, and told nothing." % other.returncode)]}
             with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "told"), encoding="utf-8") as file:
                 told = json.load(file)
@@ -13848,7 +13851,7 @@ def all_cases() -> List[type]:
     return [case for case in list(globals().values()) if isinstance(case, type) and issubclass(case, unittest.TestCase)]
 
 
-def tests_of(case: type, alone: bool) -> unittest.TestSuite:
+def suite_of(case: type, alone: bool) -> unittest.TestSuite:
     names = unittest.defaultTestLoader.getTestCaseNames(case)
     return unittest.TestSuite(case(name) for name in names if hasattr(getattr(case, name), "alone") == alone)
 
@@ -13860,7 +13863,7 @@ def share(folder: str, step: int, result: unittest.TestResult) -> None:
             open(os.path.join(folder, case.__name__), "x").close()
         except FileExistsError:
             continue
-        tests_of(case, False)(result)
+        suite_of(case, False)(result)
 
 
 def share_main(folder: str) -> None:
