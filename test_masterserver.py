@@ -9862,7 +9862,7 @@ class DiskTest(unittest.TestCase):
 
     def test_a_stop_does_not_wait_for_a_disk_that_hangs(self) -> None:
         go_on = threading.Event()
-        server = ms.MasterServer({"http.ports": "0", "server.database": os.path.join(self.folder, "master.db")})
+        server = master(http__ports="0", server__database=os.path.join(self.folder, "master.db"))
         self.addCleanup(server.storage.close)
         self.addCleanup(server.workers["disk"].stop, 20.0)
         self.addCleanup(go_on.set)
@@ -10604,7 +10604,7 @@ class ExportTest(unittest.TestCase):
 
     def test_what_an_ftp_server_says_does_nothing_to_the_terminal(self) -> None:
         with FakeServer(serve=lambda sock: sock.sendall(b"220 hi\r\n530 \x1b]0;title\x07\x1b[2JGo away.\r\n")) as server:
-            with self.assertRaises(ms.ToolError) as raised:
+            with self.assertRaises(ms.ToolError) as raised, mock.patch.dict(os.environ, MASTERSERVER_FTP_PASSWORD=""):
                 ms.FtpPlace("ftp://127.0.0.1:%d/" % server.port, "servers.xml").store(b"")
         self.assertEqual(str(raised.exception), "The upload to 127.0.0.1:%d failed: 530 Go away.." % server.port)
 
