@@ -5167,13 +5167,15 @@ class Browser:
 
     def stop(self):
         self.call("Browser.close")
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
         self.stream.close()
         self.socket.close()
+
+    def end(self):
+        """Leave nothing behind, whether it has started or not."""
+        self.process.kill()
+        self.process.wait()
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def send(self, text):
@@ -5454,6 +5456,7 @@ class BrowserTest(unittest.TestCase):
     def setUpClass(cls):
         cls.site, cls.browser = Site(), Browser()
         cls.addClassCleanup(cls.site.stop)
+        cls.addClassCleanup(cls.browser.end)
         cls.browser.start()
         cls.addClassCleanup(cls.browser.stop)
 
