@@ -12368,6 +12368,19 @@ class ProjectTest(unittest.TestCase):
     def test_no_function_here_looks_like_a_test(self) -> None:
         self.assertEqual([name for name in globals() if name.startswith("test")], [])           # pytest would call it
 
+    def test_the_second_process_ends_with_the_first(self) -> None:
+        class Case(unittest.TestCase):
+            def test(self) -> None:
+                parents[:] = [2]
+
+        parents, result = [1], unittest.TestResult()
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "getppid", lambda: parents[-1]), \
+                mock.patch.dict(globals(), all_cases=lambda: [type(name, (Case,), {}) for name in "ABC"]):
+            share(folder, -1, result)
+            self.assertEqual((result.testsRun, os.listdir(folder)), (1, ["C"]))
+            share(folder, 1, result)
+            self.assertEqual((result.testsRun, len(os.listdir(folder))), (3, 3))
+
     def test_sections_are_in_order(self) -> None:
         self.assertEqual([number for _, number in self.sections], list(range(2, 13)))
 
@@ -13861,7 +13874,10 @@ def suite_of(case: type, alone: bool) -> unittest.TestSuite:
 
 def share(folder: str, step: int, result: unittest.TestResult) -> None:
     """Run each class, in this order (1) or the other (-1), of which no process has left a file in the folder yet."""
+    parent = os.getppid()
     for case in all_cases()[::step]:
+        if step < 0 and os.getppid() != parent:         # the first process was killed, and nobody waits for this one
+            return
         try:
             open(os.path.join(folder, case.__name__), "x").close()
         except FileExistsError:
