@@ -106,6 +106,7 @@ log = logging.getLogger("masterserver")
 
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
 HELD_UP_S = 5.0                     # a tick this late: the program was stopped (Ctrl+Z, docker pause, a debugger); no work takes so long
+HELD_UP_FOR_S = 120.0               # for this time after it silence is forgiven: game servers announce themselves once a minute or more often
 CLOCK_STEP_S = 1.0                  # a wall clock that has jumped by more was set; one that is slewed moves half a millisecond a second
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
 DRAIN_ACCEPTS = 64                  # the same for new connections
@@ -1305,8 +1306,8 @@ class Registry:
         if ends != math.inf:
             self.endings.setdefault(int(ends), []).append(server)
 
-    def expire(self, now: float) -> None:
-        """Drop every server that was silent for its lifetime; called once a second."""
+    def expire(self, now: float, deaf_s: float = 0.0) -> None:
+        """Drop every server that was silent for its lifetime; called once a second. `deaf_s`: for this long nobody could be heard."""
         if sum(map(len, self.endings.values())) > 3 * self.total + 1000:           # most are of servers that have left; a restored one has two
             self.endings = {second: [server for server in ending if self.get(*server.key) is server] for second, ending in self.endings.items()}
         for second in sorted(s for s in self.endings if s <= now):
@@ -1317,9 +1318,10 @@ class Registry:
                     silent = server.unconfirmed if server.stays else server.last_seen + server.lifetime <= now
                     if not silent:
                         self.schedule(server)
-                    elif server.stays or not self.rules.datagrams.spent(server.source, now):
+                    elif server.stays or (server.last_seen + server.lifetime <= now - deaf_s
+                                          and not self.rules.datagrams.spent(server.source, now)):
                         self.remove(server)
-                    else:                   # a flood in its name keeps its own packets out, so silence proves nothing
+                    else:                   # nobody could hear it, or a flood in its name keeps its own packets out: silence proves nothing
                         self.schedule(server, now + server.lifetime)
                         server.batch = self.batch           # else it would end on disk
             finally:                        # a watcher that fails keeps nobody else in the list
@@ -7293,7 +7295,7 @@ class MasterServer(Loop):
         self.ini_stamp = self.stamp()
         self.ini_trouble = ""               # why it was not taken over
         self.ini_looked_at = self.next_tick = 0.0
-        self.held_up = False                # the program had been stopped before the last tick
+        self.held_up_s = self.held_up_at = 0.0              # how long it was stopped last, and until when
         self.watchdog_s = self.watchdog_at = 0.0            # systemd wants a sign of life this often, and next at this time
         self.free: Dict[str, int] = {}      # what port 0 became for settings that several listeners share
         self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
@@ -7534,10 +7536,10 @@ class MasterServer(Loop):
             if connection.sock.fileno() >= 0:
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
-            # Only once: a program that is stopped time and again ticks as well
-            self.held_up, self.next_tick = now - self.next_tick >= HELD_UP_S and not self.held_up, now + TICK_S
-            if not self.held_up:    # else what has come meanwhile is read first, so that nobody who has announced is taken for silent
-                self.tick(now)
+            if now - self.next_tick >= HELD_UP_S:
+                self.held_up_s, self.held_up_at = now - self.next_tick, now
+            self.next_tick = now + TICK_S
+            self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - began)
 
     def leave(self) -> None:
@@ -7563,7 +7565,8 @@ class MasterServer(Loop):
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = epoch
-        self.guarded(self.registry.expire, now)
+        # Of what came while it was stopped the system has kept what it had room for, often no more than 500 announcements
+        self.guarded(self.registry.expire, now, self.held_up_s if now < self.held_up_at + HELD_UP_FOR_S else 0.0)
         self.log_events()
         if self.watchdog_s and now >= self.watchdog_at:
             self.watchdog_at = now + self.watchdog_s
