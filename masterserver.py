@@ -4182,7 +4182,7 @@ TOTALS = string.Template("""\
 SEARCH = string.Template("""\
 <form id="search" action="/" role="search">
 $game<label>Name <input type="search" name="name" value="$name" maxlength="%d" autocomplete="off" spellcheck="false"></label>
-<label>Players from <input type="number" name="players_min" value="$players_min" min="0" max="65535"></label>
+<label>Min. players <input type="number" name="players_min" value="$players_min" min="0" max="65535"></label>
 <button>Search</button>
 </form>
 """ % NAME_CHARACTERS)
@@ -4222,7 +4222,7 @@ ROW = ('<tr role="row"%s><td role="cell"><a href="/server?game=%s&amp;address=%s
 ROW_END = '<td role="cell"><code>%s</code>\n'
 
 BADGES = (      # word, what it means (shown as its title), who has it
-    ("official", "Run by the makers of the game", lambda server: server.official),
+    ("official", "Marked as official by the operator of this list", lambda server: server.official),
     ("unconfirmed", "Listed before this master was restarted, not heard from since", lambda server: server.unconfirmed),
     ("self-reported", "Not verified: this master cannot query it", lambda server: server.verified == "self-reported"),
     ("not responding", "Known to this master, but does not answer its queries", lambda server: not server.responding),
@@ -4756,9 +4756,10 @@ function reading() {                                    // text held selected in
 async function refresh() {
   if (document.hidden || asking || reading()) return;
   asking = true;
-  const url = source();
+  const url = source(), late = new AbortController();   // AbortSignal.timeout() is younger than many phones
+  setTimeout(() => late.abort(), ANSWER_MS);
   try {
-    const answer = await fetch(url, {cache: 'no-cache', signal: AbortSignal.timeout(ANSWER_MS)});
+    const answer = await fetch(url, {cache: 'no-cache', signal: late.signal});
     if (!answer.ok) throw answer.status;
     const text = await answer.text(), page = text !== lastText && new DOMParser().parseFromString(text, 'text/html');
     if (page && !page.querySelector(LIVE)) throw new Error('a page of a proxy, such as one to log in');
@@ -8972,7 +8973,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     ping.add_argument("--game", choices=sorted(PINGS), required=True)
     ping.set_defaults(command=command_ping)
     listing = commands.add_parser("list", help="show a master's list")
-    listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place))
+    listing.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place), help="the master; without a port on its game's default")
     listing.add_argument("--game", choices=sorted(LISTS), required=True)
     listing.set_defaults(command=command_list)
     for command in (ping, listing):

@@ -5668,6 +5668,18 @@ class BrowserTest(unittest.TestCase):
         until(lambda: "The master does not answer. This page is from" in self.status())
         self.browser.console_errors()
 
+    def test_a_master_that_hangs_is_told(self):
+        """Also by Safari before 16, which has no AbortSignal.timeout()."""
+        self.open()
+        self.js("AbortSignal.timeout = undefined")
+        self.refresh()
+        until(lambda: self.js("!asking"))
+        self.assertNotIn("does not answer", self.status())
+        self.js("const later = setTimeout; setTimeout = call => later(call, 10)")
+        self.js("fetch = (url, {signal}) => new Promise((_, fail) => signal.addEventListener('abort', () => fail(signal.reason)))")
+        self.refresh()
+        until(lambda: "The master does not answer. This list is from" in self.status())
+
     def test_a_page_that_the_browser_has_kept_is_of_unknown_age(self):
         kept = self.browser.call("Page.addScriptToEvaluateOnNewDocument", source="performance.getEntriesByType = () => [{transferSize: 0}]")
         self.addCleanup(self.browser.call, "Page.removeScriptToEvaluateOnNewDocument", **kept)
