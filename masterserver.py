@@ -1927,11 +1927,12 @@ POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, l
 class Target:
     """One game server to be queried. `step` and `scratch` belong to its querier."""
 
-    __slots__ = ("querier", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
+    __slots__ = ("querier", "key", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
                  "attempt", "step", "missed", "ping_ms", "scratch")
 
     def __init__(self, querier: Querier, address: str, server_port: int, phase: float) -> None:
         self.querier, self.address, self.port, self.server_port = querier, address, server_port + querier.offset, server_port
+        self.key: Key = querier.game, address, server_port
         self.phase = phase                              # its place in the interval, from 0 to 1
         self.known = False                              # named in the ini: polled however long it is silent
         self.announced: Optional[bool] = False          # it announced itself; None: perhaps, before a restart
@@ -1972,15 +1973,8 @@ class Querier:
         """A poll went unanswered, the `target.missed`th in a row. True: stop querying it."""
         raise NotImplementedError
 
-    def displaced(self, target: Target) -> None:
-        """A server of another game is at this endpoint now, and is queried instead."""
-
     def removed(self, target: Target) -> None:
         """It is no longer queried, for whatever reason."""
-
-    def doubts(self, target: Target) -> bool:
-        """Is it known only by a packet, whose address may have been forged? Then it gives way to one that has proven to be there."""
-        return False
 
     def named(self, address: str, port: int) -> None:
         """The ini now leads to this place, or no longer does."""
@@ -1989,8 +1983,9 @@ class Querier:
 class Poller(UdpProtocol):
     """Queries game servers for what they really are, through one UDP port, evenly over the interval.
 
-    An answer counts only from the address and port that were queried, while a query is open there. Nobody is queried whom neither the ini
-    nor a packet from that address named; the protocols see to that, as they alone call `add`.
+    An answer counts only from the address and port that were queried, while a query is open there. Servers of two games may be believed to
+    be at one endpoint, and each is queried in its own way. Nobody is queried whom neither the ini nor a packet from that address named; the
+    protocols see to that, as they alone call `add`.
     """
 
     ipv4_only = False
@@ -1998,7 +1993,8 @@ class Poller(UdpProtocol):
 
     def __init__(self, settings: Settings, rules: Rules) -> None:
         self.rules = rules
-        self.targets: Dict[Tuple[str, int], Target] = {}
+        self.queriers: Dict[str, Querier] = {}          # whoever has added a target, by game
+        self.targets: Dict[Key, Target] = {}            # by game, source and the server's own port
         self.sources: collections.Counter[Tuple[str, str]] = collections.Counter()      # targets by game and source; "" for all sources
         self.fresh: collections.deque[Target] = collections.deque()     # new, or put off in the midst of a poll
         self.open: collections.OrderedDict[Target, None] = collections.OrderedDict()        # asked, by time
@@ -2028,13 +2024,8 @@ class Poller(UdpProtocol):
         target = self.find(querier, address, server_port)
         if target is None:
             target = Target(querier, address, server_port, next(self.phases) * POLL_PHASE % 1.0)
-            before = self.targets.get((address, target.port))
-            if before is not None:
-                if before.known:
-                    return target                   # one that is never queried: the ini's stays
-                self.remove(before)
-                before.querier.displaced(before)
-            self.targets[address, target.port] = target
+            self.queriers[querier.game] = querier
+            self.targets[target.key] = target
             self.sources.update(self.counted(target))
             if known:
                 self.wait(target, 0.0)      # a long list in the ini takes its turn
@@ -2050,7 +2041,7 @@ class Poller(UdpProtocol):
         """None, and one that is removed already, change nothing."""
         if target is None or not self.asks(target):
             return
-        del self.targets[target.address, target.port]
+        del self.targets[target.key]
         self.open.pop(target, None)
         for key in self.counted(target):
             uncount(self.sources, key)
@@ -2061,23 +2052,30 @@ class Poller(UdpProtocol):
 
     def find(self, querier: Querier, address: str, server_port: int) -> Optional[Target]:
         """The target behind a game server's own port."""
-        target = self.targets.get((address, server_port + querier.offset))
-        return target if target is not None and target.querier is querier else None
+        return self.targets.get((querier.game, address, server_port))
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        target = self.targets.get((canonical(peer[0]), peer[1]))
-        if target is None or target not in self.open:
-            raise Malformed("an answer that nobody asked for")
-        target.ping_ms = (now - target.asked_at) * 1000
-        if target.querier.answer(target, data, now):
-            target.missed = 0
-            self.rest(target, now)
-        elif self.asked < self.rate:
-            return self.ask(target, now)
-        else:                               # no more queries in this second: it waits for another
-            self.open.pop(target, None)
-            self.fresh.append(target)
-        return []
+        wrong = "an answer that nobody asked for"
+        for querier in self.queriers.values():
+            target = self.find(querier, canonical(peer[0]), peer[1] - querier.offset)
+            if target is None or target not in self.open:
+                continue
+            target.ping_ms = (now - target.asked_at) * 1000
+            try:
+                complete = querier.answer(target, data, now)
+            except Malformed as error:              # perhaps it is the answer to another game's query
+                wrong = str(error)
+                continue
+            if complete:
+                target.missed = 0
+                self.rest(target, now)
+            elif self.asked < self.rate:
+                return self.ask(target, now)
+            else:                           # no more queries in this second: it waits for another
+                self.open.pop(target, None)
+                self.fresh.append(target)
+            return []
+        raise Malformed(wrong)
 
     def tick(self, now: float) -> Replies:
         """A quarter of the queries for new targets and another for silent ones, then those that are due, then what is left: a flood of new
@@ -2139,7 +2137,7 @@ class Poller(UdpProtocol):
             heapq.heapify(self.waiting)
 
     def asks(self, target: Target) -> bool:
-        return self.targets.get((target.address, target.port)) is target
+        return self.targets.get(target.key) is target
 
 
 class Core(NamedTuple):
@@ -2179,7 +2177,7 @@ class Known:
         """Every listed server is queried, named by the ini or not."""
         if event == "gone":
             self.drop(server.source, server.port)
-        elif (server.source, server.port + self.querier.offset) not in self.core.poller.targets:           # restored from disk
+        elif self.core.poller.find(self.querier, server.source, server.port) is None:           # restored from disk
             self.core.poller.add(self.querier, server.source, server.port).announced = None
 
     def drop(self, source: str, port: int) -> None:
@@ -2661,12 +2659,8 @@ class Hyperbol(TcpProtocol, Querier):
         address = self.rules.listed_address(source)
         if self.registry.get(self.game, address, port) is None:
             self.registry.admit(self.game, address, port, source)
-            other = self.poller.targets.get((source, port))
-            if other is None or other.querier is not self:
-                if other is not None and (other.known or not other.querier.doubts(other)):
-                    raise Refused("limit", "this port belongs to a server of another game")
-                if self.poller.crowded(self.game, source):
-                    raise Refused("limit", "too many servers are already waiting to be queried")
+            if self.poller.find(self, source, port) is None and self.poller.crowded(self.game, source):
+                raise Refused("limit", "too many servers are already waiting to be queried")
             self.registry.note(source, self.game, port, "announced", now)
         self.poller.add(self, source, port)
 
@@ -2713,9 +2707,6 @@ class Hyperbol(TcpProtocol, Querier):
             silent = {"responding": False, "players": 0, "ping_ms": None, "unconfirmed": False}
             self.registry.update(server, {"named": True, **(silent if gone and ours is not None else {})})
         return False
-
-    def displaced(self, target: Target) -> None:
-        self.registry.remove(self.registry.get(self.game, *self.known.identity(target)))
 
 
 class HyperbolSession(Session):
@@ -3033,12 +3024,9 @@ class SubSpacePing(UdpProtocol, Querier):
         """Refresh a listed zone; have another one queried. False: there is no room for one whose source is not
         proven. Raises Refused."""
         server = self.zone(source, claim.port)
-        target = self.poller.targets.get((source, claim.port + 1))
-        if target is not None and target.querier is not self:           # even a zone restored since could not be queried, and would stay for ever
-            raise Refused("limit", "the next port belongs to a server of another game")
         self.admit_owner(claim, server, now)
         if server is None:
-            return self.ask_claimed(source, claim, target, now)
+            return self.ask_claimed(source, claim, now)
         name = claim.fields.get("name", "")
         self.registry.admit_name(name)
         fields = {key: value for key, value in claim.fields.items() if key not in ZONE_ANSWERED}
@@ -3054,15 +3042,15 @@ class SubSpacePing(UdpProtocol, Querier):
         self.registry.note(source, self.game, claim.port, "listed", now)
         return True
 
-    def ask_claimed(self, source: str, claim: Claim, target: Optional[Target], now: float) -> bool:
-        """The second half of claim(); `target`: the zone, if it is queried already."""
+    def ask_claimed(self, source: str, claim: Claim, now: float) -> bool:
+        """The second half of claim()."""
         if claim.port == 65535:
             raise Refused("bad packet", "port 65535 leaves no next port for pings")
         if is_loopback(source) and any(l.port == claim.port + 1 and l.transport == "udp" for l in self.listeners):
             raise Refused("bad packet", "the port after %d is this master's own" % claim.port)
         self.registry.admit(self.game, self.rules.listed_address(source), claim.port, source, claim.fields.get("name", ""))
         self.registry.note(source, self.game, claim.port, "announced", now)
-        crowded = target is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
+        crowded = self.poller.find(self, source, claim.port) is None and (len(self.claims) >= ZONE_CLAIMS or self.poller.crowded(self.game, source))
         if crowded:
             if claim.lifetime != math.inf and claim.port + 1 not in self.proven.get(source, ()):
                 return False
@@ -3153,12 +3141,6 @@ class SubSpacePing(UdpProtocol, Querier):
 
     def removed(self, target: Target) -> None:
         self.claims.pop((target.address, target.server_port), None)
-
-    def doubts(self, target: Target) -> bool:
-        return self.zone(target.address, target.server_port) is None
-
-    def displaced(self, target: Target) -> None:
-        self.registry.remove(self.zone(target.address, target.server_port))
 
     def take(self, target: Target, now: float) -> None:
         """List the zone, or bring it up to date, with what it answered to the poll."""
@@ -3925,8 +3907,6 @@ class AioSession(Session):
         self.kept_alive_at = now
         if self.server is not None:
             self.aio.registry.refresh(self.server, now)
-            if (self.address, self.server.port) not in self.aio.poller.targets:         # the ini may have had another game asked there meanwhile
-                self.aio.ask(self)
         elif self.told[2] and self.aio.registry.get("aio", self.aio.address(self), self.told[1]) is None:
             self.aio.publish(self, *self.told, now)         # a ban that was lifted, or a newer connection that has ended
 

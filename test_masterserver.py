@@ -1769,17 +1769,17 @@ class KnownTest(unittest.TestCase):
     def test_names_are_looked_up_away_from_the_loop_and_again(self) -> None:
         self.known.read([("a.example", 5000), ("203.0.113.9", 6000)])
         self.known.tick(0.0)
-        self.assertEqual(list(self.core.poller.targets), [("203.0.113.9", 6001)])       # does not wait for the name
+        self.assertEqual(list(self.core.poller.targets), [("test", "203.0.113.9", 6000)])       # does not wait for the name
         self.known.tick(1000.0)
         self.assertEqual([host for host, _ in self.lookups], ["a.example"])             # not twice while it is slow
         self.lookups[0][1]("203.0.113.1", 1000.0)
-        target = self.core.poller.targets["203.0.113.1", 5001]
+        target = self.core.poller.targets["test", "203.0.113.1", 5000]
         self.assertEqual((target.server_port, target.known), (5000, True))
         self.known.tick(1599.0)
         self.assertEqual(len(self.lookups), 1)
         self.known.tick(1600.0)
         self.lookups[1][1]("203.0.113.2", 1602.0)                                       # it moved
-        self.assertEqual(set(self.core.poller.targets), {("203.0.113.2", 5001), ("203.0.113.9", 6001)})
+        self.assertEqual(set(self.core.poller.targets), {("test", "203.0.113.2", 5000), ("test", "203.0.113.9", 6000)})
         self.assertEqual(self.known.places, {("203.0.113.2", 5000): ("a.example", 5000), ("203.0.113.9", 6000): ("203.0.113.9", 6000)})
 
     def test_a_slow_name_keeps_no_address_waiting(self) -> None:
@@ -1787,7 +1787,7 @@ class KnownTest(unittest.TestCase):
         self.known.tick(0.0)
         self.known.read([("slow.example", 5000), ("203.0.113.9", 6000), ("b.example", 1)])
         self.known.tick(3.0)
-        self.assertEqual(list(self.core.poller.targets), [("203.0.113.9", 6001)])
+        self.assertEqual(list(self.core.poller.targets), [("test", "203.0.113.9", 6000)])
         self.assertEqual([host for host, _ in self.lookups], ["slow.example", "b.example"])
 
     def test_what_the_ini_named_before_the_restart_goes(self) -> None:
@@ -1816,7 +1816,7 @@ class KnownTest(unittest.TestCase):
         self.assertEqual((len(logged.records), self.core.poller.targets), (1, {}))
         self.known.tick(180.0)
         self.lookups[-1][1]("203.0.113.1", 180.0)
-        self.assertEqual(list(self.core.poller.targets), [("203.0.113.1", 5001)])
+        self.assertEqual(list(self.core.poller.targets), [("test", "203.0.113.1", 5000)])
 
     def test_a_line_that_goes_from_the_ini(self) -> None:
         self.known.read([("203.0.113.1", 5000), ("203.0.113.2", 5000)])
@@ -2438,35 +2438,6 @@ class HyperbolTest(unittest.TestCase):
         keys = {self.hyperbol.session("203.0.113.50", 0.0).opened(0.0)[4:8] for _ in range(20)}
         self.assertEqual(len(keys), 20)
 
-    def test_an_endpoint_is_one_game_s_alone(self) -> None:
-        """Nobody is left in the list whom nobody asks any more."""
-        place = "203.0.113.9", 27888
-        for ini, left in (("", []), ("203.0.113.9:27888 3", ["Fun & Games"])):
-            self.start(ini)
-            aio = ms.Aio(self.core)
-            self.answers[place] = {}
-            self.hyperbol.announced(*place, {}, self.now)
-            self.pass_time(30)
-            self.assertEqual([s.name for s in self.registry.servers("hyperbol")], ["Fun & Games"])
-            framed = aio.session(place[0], self.now)
-            framed.receive(hexa("03000000 03") + struct.pack("<H", place[1]), self.now)
-            self.assertEqual([s.name for s in self.registry.servers("hyperbol")], left)
-            framed.closed(self.now)
-            self.answers.clear()
-            self.pass_time(200)
-            self.assertEqual([s.responding for s in self.registry.servers("hyperbol")], [False] * len(left))
-            self.assertEqual(len(self.poller.targets), len(left))
-        self.start()
-        zones = ms.SubSpacePing(self.core)
-        zones.announced(place[0], place[1] - 1, {"name": "Zone"}, self.now)
-        (question, _), = self.poller.tick(self.now)
-        self.poller.datagram(asss(question), place, self.now)
-        with self.assertRaisesRegex(ms.Refused, "another game"):
-            self.hyperbol.announced(*place, {}, self.now)
-        self.hyperbol.announced(place[0], 9, {}, self.now)
-        ms.Aio(self.core).session(place[0], self.now).receive(hexa("03000000 03") + struct.pack("<H", place[1]), self.now)
-        self.assertEqual(([s.game for s in self.registry.servers()], zones.claims), (["aio"], {}))
-
     def test_false_claims_of_another_game_keep_no_server_out(self) -> None:
         """A packet in the server's name that claims a zone on its port, every second."""
         place = "203.0.113.9", 27888
@@ -2683,10 +2654,10 @@ class HyperbolTest(unittest.TestCase):
         self.answers["203.0.113.9", 1] = {"o5": b"Casino"}
         self.pass_time(60)
         self.assertEqual((self.registry.servers(), self.registry.heard["203.0.113.9", "hyperbol", 1][1]), ([], "name"))
-        self.assertNotIn(("203.0.113.9", 1), self.poller.targets)
+        self.assertNotIn(("hyperbol", "203.0.113.9", 1), self.poller.targets)
         self.hyperbol.announced("203.0.113.9", 1, {}, self.now)             # and it was never listed
         self.pass_time(2)
-        self.assertNotIn(("203.0.113.9", 1), self.poller.targets)
+        self.assertNotIn(("hyperbol", "203.0.113.9", 1), self.poller.targets)
         self.registry.rules.servers = 1
         for _ in range(2):                  # who is listed counts no second time
             self.hyperbol.announced("203.0.113.8", 1, {}, self.now)
@@ -2757,7 +2728,7 @@ class HyperbolTest(unittest.TestCase):
         self.start("203.0.113.9:27888 1")
         chance = random.Random(3)
         self.pass_time(1)
-        target = self.poller.targets["203.0.113.9", 27888]
+        target = self.poller.targets["hyperbol", "203.0.113.9", 27888]
         for number in range(6000):
             self.poller.ask(target, self.now)
             seed = (hyperbol_reply(o1=struct.pack("<I", target.nonce)), b"HBSL" + bytes(8), hexa("cb007109 f06c0000 03 000000"))[number % 3]
@@ -3449,7 +3420,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                     world.announce(ANNOUNCEMENT, "203.0.113.9")
                     world.announce(ANNOUNCEMENT, "203.0.113.8")
                 world.run(1)
-                self.assertLessEqual(sum(place[0] == "198.51.100.66" for place in world.core.poller.targets),
+                self.assertLessEqual(sum(key[1] == "198.51.100.66" for key in world.core.poller.targets),
                                      2 * world.core.settings["limits.servers_per_source"])
             self.assertIsNotNone(world.zone("203.0.113.9"), (rate, by_http))
             self.assertIsNone(world.zone("203.0.113.7"), (rate, by_http))
@@ -3538,7 +3509,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 with contextlib.suppress(ms.Refused, ms.HttpError):
                     call(*arguments)
             world.run(1)
-            self.assertLessEqual({(source, port + 1) for source, port in world.ping.claims}, set(world.core.poller.targets))
+            self.assertLessEqual({("subspace", *place) for place in world.ping.claims}, set(world.core.poller.targets))
             self.assertEqual(world.core.poller.sources["subspace", ""] + world.core.poller.sources["hyperbol", ""], len(world.core.poller.targets))
         self.assertTrue(world.registry.total)
         world.zones.clear()
@@ -3819,35 +3790,6 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.ping.announced("203.0.113.77", 25000, {"name": "By HTTP"}, 0.0)           # which proves its address
         self.assertIn(("203.0.113.77", 25000), world.ping.claims)
 
-    def test_another_games_poll_is_left_alone(self) -> None:
-        world = SubSpaceWorld()
-        other = world.core.poller.add(ms.Querier(), "203.0.113.9", 25001)
-        world.announce(ANNOUNCEMENT)
-        self.assertIs(world.core.poller.targets["203.0.113.9", 25001], other)
-
-    def test_a_zone_restored_where_another_game_is_by_now(self) -> None:
-        """As from a database that could be read only later: nobody asks it, so nothing that announces it keeps it in the list."""
-        before = SubSpaceWorld(ZONE[0])
-        before.announce(ANNOUNCEMENT)
-        before.run(5)
-        row = ms.stored_row(before.zone(), T0, 0.0)
-        world = SubSpaceWorld()
-        hyperbol = ms.Hyperbol(world.core)
-        hyperbol.announced("203.0.113.9", 25001, {}, 0.0)
-        keeper = ms.Keeper(mock.Mock(path=""), world.registry, world.core.poller, Virtual(), {})
-        keeper.rows = [row]
-        keeper.list_again(10.0, T0 + 10)
-        world.zones["203.0.113.9", 25001] = lambda question: hyperbol_reply(o1=question[1:])
-        world.run(5)
-        self.assertEqual({server.game for server in world.registry.servers()}, {"hyperbol", "subspace"})
-        for _ in range(5):
-            with contextlib.suppress(ms.Refused):
-                world.ping.announced("203.0.113.9", 25000, {}, world.now)
-            world.announce(ANNOUNCEMENT)
-            world.run(60)
-        self.assertEqual([server.game for server in world.registry.servers()], ["hyperbol"])
-        self.assertEqual(world.outcome()[0], "limit")
-
     def test_fuzz(self) -> None:
         rng = random.Random(5)
         world = SubSpaceWorld()
@@ -3859,7 +3801,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 world.announce(bytes(data[:rng.choice((rng.randrange(119), 118))]), "10.0.%d.%d" % divmod(n, 256))
             except ms.Malformed:
                 pass
-        for place in list(world.core.poller.targets):
+        for place in [(target.address, target.port) for target in world.core.poller.targets.values()]:
             world.zones[place] = asss
         world.run(20)
         self.assertGreater(len(world.registry.servers()), 500)
@@ -4679,32 +4621,6 @@ class AioTest(unittest.TestCase):
             self.assertEqual(core.registry.total, 0)
             first.receive(again, 3.0)
             self.assertEqual((core.registry.total, len(core.poller.targets)), (1, int(first.dialect is ms.aio_framed)))
-
-    def test_a_framed_server_is_asked_again_when_the_ini_does_not_name_its_port_any_more(self) -> None:
-        core = make_core()
-        aio, hyperbol = ms.Aio(core), ms.Hyperbol(core)
-        session = aio.session("203.0.113.9", 0.0)
-        session.receive(hexa("03000000 03 f06c"), 0.0)
-        for servers in "203.0.113.9:27888 1", "":
-            reload(core, aio, hyperbol, hyperbol__servers=servers)
-            hyperbol.tick(1.0)
-            self.assertEqual(session.receive(hexa("01000000 04"), 1.0), hexa("02000000 05 04"))
-            self.assertEqual([target.querier for target in core.poller.targets.values()], [hyperbol if servers else aio])
-        self.assertEqual([target.scratch for target in core.poller.targets.values()], [session.server])
-
-    def test_a_keepalive_takes_no_server_of_another_game_out_that_is_asked_there(self) -> None:
-        core = make_core()
-        aio, hyperbol = ms.Aio(core), ms.Hyperbol(core)
-        reload(core, aio, hyperbol, hyperbol__servers="203.0.113.9:27888 1")
-        hyperbol.tick(0.0)
-        session = aio.session("203.0.113.9", 0.0)
-        session.receive(hexa("03000000 03 f06c"), 0.0)
-        hyperbol.announced("203.0.113.9", 27888, {}, 0.0)
-        hyperbol.take(core.poller.targets["203.0.113.9", 27888], 1.0, {"responding": True})
-        reload(core, aio, hyperbol)
-        hyperbol.tick(2.0)
-        self.assertEqual(session.receive(hexa("01000000 04"), 3.0), hexa("02000000 05 04"))
-        self.assertEqual({server.game for server in core.registry.servers()}, {"aio", "hyperbol"})
 
     def test_line_ends_before_the_first_message(self) -> None:
         for data, answer in ((b"\n\r\n12#%\n", b"%12#"), (b"\nKEEPALIVE#%", b"%SUCCESS#KEEPALIVE#%"),
