@@ -72,7 +72,6 @@ import threading
 import time
 import types
 import urllib.parse
-import warnings
 import weakref
 import zlib
 from datetime import datetime, timedelta, timezone
@@ -315,10 +314,8 @@ def read_known_hyperbol(text: str) -> Tuple[str, int, int]:
 
 def read_pattern(text: str) -> Pattern:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")      # where later versions of Python read it differently
-            return re.compile(text, re.IGNORECASE)
-    except (re.error, OverflowError, RecursionError, Warning) as error:
+        return re.compile(text, re.IGNORECASE)
+    except (re.error, OverflowError, RecursionError, Warning) as error:         # a warning: under -W error
         raise ValueError("%r is not a regular expression: %s" % (text, error)) from None
 
 
