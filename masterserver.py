@@ -9251,8 +9251,8 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     server.descriptors = descriptor_limit
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
-    stop_on_signals(server.stop)
     held = server.wake_out.dup(), server.wake_in.dup()          # as a signal may come after the server has closed its own
+    stop_on_signals(server.stop)
     signal.set_wakeup_fd(held[0].fileno(), warn_on_full_buffer=False)
     if hasattr(gc, "set_threshold"):        # PyPy's collector has no such settings
         gc.set_threshold(*GC_THRESHOLDS)

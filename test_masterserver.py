@@ -8068,6 +8068,13 @@ class LoopTest(unittest.TestCase):
             server.stop()
             self.assertNotIn("Traceback", server.log)
 
+    def test_a_signal_as_soon_as_it_is_heeded(self) -> None:
+        script = ("import sys, masterserver as ms; heed = ms.stop_on_signals; "
+                  "ms.stop_on_signals = lambda stop: [heed(stop), ms.signal.raise_signal(ms.signal.SIGTERM)]; sys.exit(ms.main())")
+        done = subprocess.run([*PYTHON, "-c", script, "--set", "server.bind=127.0.0.1", "--set", "server.database="],
+                              stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60)
+        self.assertEqual((done.returncode, b"Traceback" in done.stderr), (0, False), done.stderr)
+
     def test_a_port_in_use_says_which_and_what_to_change(self) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
             other.bind(("127.0.0.1", 0))
