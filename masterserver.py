@@ -8563,7 +8563,7 @@ ANNOUNCERS: Dict[str, Callable[..., Announcer]] = {
 
 def read_players(line: str) -> Dict[str, Any]:
     """`5`, `5/16` or `5/16 map name`: players, their maximum, the map. Raises ValueError."""
-    match = re.fullmatch(r"\s*(?P<players>\d{1,5})(?:\s*/\s*(?P<max_players>\d{1,5}))?(?:\s+(?P<map>\S.*?))?\s*", line)
+    match = re.fullmatch(r"(?P<players>\d{1,5})(?:\s*/\s*(?P<max_players>\d{1,5}))?(?:\s+(?P<map>\S.*))?", line.strip())
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line.strip()[:60])
     return {name: text if name == "map" else int(text) for name, text in match.groupdict().items() if text}

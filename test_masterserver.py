@@ -11459,6 +11459,9 @@ class Announcing(unittest.TestCase):
         for line in ("", "x", "-1", "5/", "5/x", "123456", "5,16"):
             with self.assertRaises(ValueError):
                 ms.read_players(line)
+        began = time.process_time()
+        ms.read_players("5 a%sb" % (" " * ms.HTTP_BODY_BYTES))
+        self.assertLess(time.process_time() - began, 0.1, "it is read in the loop")
 
     def test_no_connection_is_told_in_the_words_of_the_system(self) -> None:
         """Windows keeps those of its sockets elsewhere."""
