@@ -7187,7 +7187,11 @@ class Loop:
         with self.life:
             if self.thread is None:
                 thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:           # there are too many, or the interpreter ends
+                    self.close()
+                    raise StartError("no thread to serve in: %s" % error) from None
                 self.thread = thread        # only now can a signal handler's stop() wait for it
 
     def stop(self) -> None:
@@ -7215,8 +7219,8 @@ class Loop:
         if connection.events == events:
             return
         if connection.events:
+            connection.events = 0           # first: if Ctrl+C ends this in between, it is closed all the same, with all others
             self.selector.unregister(connection.sock)
-            connection.events = 0
         if events:
             self.selector.register(connection.sock, events, connection.writable if events == selectors.EVENT_WRITE else connection.read)
             connection.events = events

@@ -11681,6 +11681,29 @@ class Embedded(unittest.TestCase):
             self.assertEqual(second.wake_out.fileno(), -1)
             second.stop()
 
+    def test_a_start_without_a_thread_leaves_nothing_open(self) -> None:
+        server = ms.MasterServer(LOOPBACK)
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            self.assertRaisesRegex(ms.StartError, "can't start new thread", server.start)
+        self.assertEqual((server.state, server.wake_out.fileno()), ("closed", -1))
+
+    def test_ctrl_c_while_the_selector_is_told_leaves_nothing_open(self) -> None:
+        server = master(http__ports="0")
+        server.bind()
+        unregister = server.selector.unregister
+
+        def interrupted(sock: Any) -> Any:
+            server.selector.unregister = unregister  # type: ignore[method-assign]
+            unregister(sock)
+            raise KeyboardInterrupt
+        with socket.create_connection(("127.0.0.1", port_of(server, "http")), 5) as client:
+            while not server.connections:
+                server.round()
+            server.selector.unregister = interrupted  # type: ignore[method-assign]
+            client.shutdown(socket.SHUT_WR)
+            self.assertRaises(KeyboardInterrupt, server.run)
+        self.assertEqual((list(server.connections), server.wake_out.fileno()), ([], -1))
+
     def announce(self, server: ms.MasterServer, count: int = 1) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.settimeout(5)
