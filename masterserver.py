@@ -9355,8 +9355,8 @@ def command_export(arguments: argparse.Namespace) -> int:
 def export_once(host: str, port: int, path: str, upload: Optional[FtpPlace]) -> str:
     """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
     try:
-        entries = hyperbol_list(host, port)
-    except (OSError, UnicodeError) as error:
+        entries = within(ASK_TOTAL_S, lambda: hyperbol_list(host, port))            # no signal interrupts the look-up of its name
+    except (OSError, UnicodeError, RuntimeError) as error:          # the last: no thread can be had
         raise ToolError(EXIT_CONNECTION, "No list from %s: %s" % (endpoint(host, port), reason(error))) from None
     except Malformed as error:
         raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s." % (endpoint(host, port), error)) from None
