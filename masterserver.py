@@ -72,7 +72,6 @@ import threading
 import time
 import types
 import urllib.parse
-import weakref
 import zlib
 from datetime import datetime, timedelta, timezone
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
@@ -115,8 +114,6 @@ MAX_DATAGRAM_BYTES = 2112           # no document has one over 520 bytes; a long
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
 RECV_BYTES = 65536                  # one read from a connection
 SEND_BUFFER_BYTES = 1 << 18         # the system's own choice is megabytes, and shows a slow reader's progress only once a minute
-PAGES_BYTES = 16384                 # from here on copying an answer costs more than having the kernel send its pages …
-PAGES_KEPT = 8                      # … of so many answers, a descriptor each; fewer lists than that are in demand within a second
 LINGER_S = 5.0                      # how long what a peer still sends after our last byte is discarded …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
@@ -746,13 +743,6 @@ class Cookie:
         older = self.previous.copy()
         older.update(message)
         return mac == older.digest()
-
-
-class Lasting(bytes):
-    """An answer that is likely to be given again, as it is. Whoever sends it counts here how often, and may keep another form of it."""
-
-    given = 0
-    kept: Any = None
 
 
 EXEMPT, BLOCKED = -math.inf, math.inf
@@ -1408,8 +1398,7 @@ class Rendered:
     def get(self, now: float) -> Any:
         generation = self.registry.generation
         if generation != self.generation and now - self.made_at >= min(RENDER_S, RENDER_SERVER_S * len(self.registry.games.get(self.game, ()))):
-            made = self.make(self.registry.in_blocks(self.game))
-            self.made = Lasting(made) if isinstance(made, bytes) else made
+            self.made = self.make(self.registry.in_blocks(self.game))
             self.generation, self.made_at = generation, now
         return self.made
 
@@ -5318,7 +5307,7 @@ class Kept:
 
     __slots__ = ("response", "close", "count", "client")
 
-    def __init__(self, response: Lasting, close: bool, count: List[int], client: str) -> None:
+    def __init__(self, response: bytes, close: bool, count: List[int], client: str) -> None:
         """`count`: that of its route and status, in Web.requests. `client`: whose limit pays, "" for whoever is connected."""
         self.response, self.close, self.count, self.client = response, close, count, client
 
@@ -5464,7 +5453,6 @@ class HttpSession(Session):
         count[0] += 1
         self.done = exchange.close_connection
         if answer.etag:
-            response = Lasting(response)
             self.web.remember(request, Kept(response, self.done, count, exchange.client if exchange.client != self.address else ""))
         return response
 
@@ -6484,41 +6472,16 @@ class Datagrams:
         return sent > 0
 
 
-class Pages:
-    """A long answer as a file in memory, of which sendfile(2) sends the pages as they are: copying 37 kB into others takes a tenth longer,
-    copying 370 kB twice as long. For Linux and CPython, which closes the file with its last user."""
-
-    descriptor = -1
-
-    def __init__(self, data: bytes) -> None:
-        """Raises OSError."""
-        self.size = len(data)
-        self.descriptor = os.memfd_create("answer")
-        if os.write(self.descriptor, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-    __del__ = close
-
-
-HAS_PAGES = hasattr(os, "memfd_create") and hasattr(os, "sendfile") and sys.implementation.name == "cpython"
-
-
 class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
 
-    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "pages", "out_since", "progress_at", "placed_at",
+    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "placed_at",
                  "writing", "linger_until", "linger_bytes", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
         self.source = source_key(address)
-        self.out: Union[bytes, memoryview] = b""    # what waits for room …
-        self.pages: Optional[Pages] = None          # … and the same as pages, if it is kept so
+        self.out: Union[bytes, memoryview] = b""    # what waits for room
         self.out_since = self.progress_at = self.placed_at = now
         self.events = 0                     # what the selector watches for
         self.writing = False                # room to write is waited for
@@ -6589,10 +6552,10 @@ class Connection:
             self.loop.wake_at(self.woken_at, self)
         if data:
             if self.out:
-                self.out, self.pages = bytes(self.out) + data, None
+                self.out = bytes(self.out) + data
             else:
                 self.out_since = now
-                self.write(data, (data.kept or self.loop.pages(data)) if type(data) is Lasting else None, now)
+                self.write(data, now)
         elif not self.out and (session.done or (session.held or self.eof) and not self.writing):
             self.settle(now)
 
@@ -6608,17 +6571,13 @@ class Connection:
         if self.sock.fileno() < 0:          # closed, to make room, after the selector had seen it
             return
         if self.out:
-            self.write(self.out, self.pages, now)
+            self.write(self.out, now)
         else:
             self.settle(now)
 
-    def write(self, out: Union[bytes, memoryview], pages: Optional[Pages], now: float) -> None:
-        """`pages`: `out` is the end of them."""
+    def write(self, out: Union[bytes, memoryview], now: float) -> None:
         try:
-            if pages is None:
-                sent = self.sock.send(out)
-            else:
-                sent = os.sendfile(self.sock.fileno(), pages.descriptor, pages.size - len(out), len(out))
+            sent = self.sock.send(out)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
@@ -6628,12 +6587,12 @@ class Connection:
         if sent == len(out):
             self.tally.sent += 1
             if self.out:
-                self.out, self.pages = b"", None
+                self.out = b""
             session = self.session
             if self.writing or session.done or session.held or self.eof:
                 self.settle(now)
             return
-        self.out, self.pages = memoryview(out)[sent:], pages
+        self.out = memoryview(out)[sent:]
         if sent:
             self.progress_at = now
             self.place(now)
@@ -7116,7 +7075,6 @@ class Loop:
     close_all: Callable[[], None]                       # close what open_all() has opened, and every connection
     forget: Callable[[Connection], None]                # the connection is about to be closed
     wake_at: Callable[[float, Connection], None]        # tick the connection's session at this time too
-    pages: Callable[[Lasting], Optional[Pages]]         # a long answer as pages, if it is worth it
 
     def __init__(self) -> None:
         self.state = "new"                  # then binding, bound, running, closed
@@ -7287,7 +7245,6 @@ class MasterServer(Loop):
         self.refused: collections.OrderedDict[Connection, None] = collections.OrderedDict()            # those over a limit
         self.connections_by_source: Dict[str, int] = collections.defaultdict(int)
         self.timers: List[Tuple[float, int, Connection]] = []
-        self.held_pages: weakref.WeakSet[Pages] = weakref.WeakSet()        # whoever keeps them
         super().__init__()
         self.timer_numbers = itertools.count()
         # Separate, as a disk may hang, and as strangers may ask for more searches than one thread can do
@@ -7448,16 +7405,6 @@ class MasterServer(Loop):
         free = max(2, descriptors - len(self.listeners) - DESCRIPTORS_KEPT)
         self.most_refused = min(REFUSED_CONNECTIONS, max(1, free // 8))
         self.most_connections = min(self.settings["limits.connections_total"], free - self.most_refused)
-
-    def pages(self, answer: Lasting) -> Optional[Pages]:
-        if len(answer) < PAGES_BYTES:
-            return None
-        answer.given += 1
-        if answer.given == 2 and HAS_PAGES and len(self.held_pages) < PAGES_KEPT:          # many are given only once
-            with contextlib.suppress(OSError):          # no room
-                answer.kept = Pages(answer)
-                self.held_pages.add(answer.kept)
-        return answer.kept
 
     def placed(self, connection: Connection) -> None:
         if connection in self.connections:
@@ -7682,8 +7629,6 @@ class MasterServer(Loop):
         # Only now: a server that leaves because we do (AIO) is listed again until it has had the time to come back
         for connection in list(self.connections) + list(self.refused):
             connection.close(now)
-        while self.held_pages:
-            self.held_pages.pop().close()
 
     def log_events(self) -> None:
         """Who came and went in this second, one by one unless they are many."""

@@ -4258,7 +4258,6 @@ class AioTest(unittest.TestCase):
         aio = aio_ready()
         for request in (b"\x0c", hexa("01000000 02")):
             lists = [aio.session("185.12.59.68", 0.0).receive(request, 0.0) for _ in range(2)]
-            self.assertIs(type(lists[0]), ms.Lasting)
             self.assertIs(lists[0], lists[1])
 
     def test_published_in_one_dialect_and_listed_in_all(self) -> None:
@@ -7763,70 +7762,6 @@ def stored_servers(database: str) -> int:
             return int(db.execute("SELECT count(*) FROM listed").fetchone()[0])
         except sqlite3.Error:
             return 0
-
-
-@unittest.skipUnless(ms.HAS_PAGES, "this system sends no pages")
-class PagesOfAnswersTest(unittest.TestCase):
-    """Long answers that go out more than once are sent as a file's pages; nobody can tell."""
-
-    def ask(self, server: ms.MasterServer, times: int, piece: int = 1 << 16) -> List[bytes]:
-        answers = []
-        for _ in range(times):
-            with socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.settimeout(5)
-                client.connect(("127.0.0.1", port_of(server, "http")))
-                client.sendall(b"GET /master.json HTTP/1.0\r\n\r\n")
-                answers.append(b"".join(iter(lambda: client.recv(piece), b"")))
-        return answers
-
-    def test_the_same_bytes(self) -> None:
-        really = os.sendfile
-
-        def piece(sock: int, file: int, at: int, size: int) -> int:
-            return really(sock, file, at, min(size, 100_000))
-        with master(http__ports="0") as server, mock.patch.object(os, "sendfile", side_effect=piece) as sendfile, \
-                mock.patch.object(ms, "RENDER_S", 60.0), mock.patch.object(ms, "TICK_S", 60.0):
-            for port in range(1, 10):
-                server.registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 1e9, {"name": "x" * 400_000}, known=True)
-            first, second, third = self.ask(server, 3, 10_000)
-            self.assertGreater(len(first), 3_600_000)
-            self.assertEqual((first == second, second == third), (True, True))
-            self.assertGreater(len(sendfile.call_args_list), 2 * 36)
-            descriptors = [call[0][1] for call in sendfile.call_args_list]
-            self.assertEqual(len(set(descriptors)), 1, "one file for both")
-            next(protocol for protocol in server.protocols if isinstance(protocol, ms.Web)).memo.clear()        # as with the next edition
-            server.wake()           # a Python without its lock leaves what a thread has made to that thread
-            eventually(lambda: not server.connections and not server.timers)
-            self.assertRaises(OSError, os.fstat, descriptors[0])
-
-    def test_a_system_that_has_no_room(self) -> None:
-        with master(http__ports="0") as server, mock.patch.object(os, "memfd_create", side_effect=OSError(errno.EMFILE, "")), \
-                mock.patch.object(ms, "PAGES_BYTES", 1):
-            self.assertEqual(len(set(self.ask(server, 4))), 1)
-        with master(http__ports="0") as server, mock.patch.object(os, "write", return_value=5), mock.patch.object(ms, "PAGES_BYTES", 1):
-            self.assertEqual(len(set(self.ask(server, 4))), 1)
-
-    def test_no_more_than_it_keeps(self) -> None:
-        with master(http__ports="0") as server, mock.patch.object(server, "tick", lambda now: None):
-            short = ms.Lasting(bytes(ms.PAGES_BYTES - 1))
-            self.assertEqual([server.pages(short) for _ in range(3)], [None] * 3, "to copy it costs less")
-            answers = [ms.Lasting(bytes(ms.PAGES_BYTES)) for _ in range(3 * ms.PAGES_KEPT)]
-            for number, answer in enumerate(answers):
-                self.assertIsNone(server.pages(answer), "it may never be sent again")
-                self.assertEqual(server.pages(answer) is not None, number < ms.PAGES_KEPT)
-            slow_reader = server.pages(answers[0])
-            del answer
-            answers.clear()
-            self.assertEqual(list(server.held_pages), [slow_reader])
-            another = ms.Lasting(bytes(ms.PAGES_BYTES))
-            self.assertIsNone(server.pages(another))
-            self.assertIsNotNone(server.pages(another))
-            files = [pages.descriptor for pages in server.held_pages]
-            self.assertEqual(len(files), 2)
-        self.assertEqual(len(server.held_pages), 0)
-        for file in files:
-            self.assertRaises(OSError, os.fstat, file)          # they end with the server
 
 
 class DatagramsTest(unittest.TestCase):
