@@ -7028,39 +7028,6 @@ def restored_servers(rows: Sequence[ListedRow], now: float, wall: float) -> Iter
 
 # --- The loop, and the running program -------------------------------------------------------------------------------
 
-class EpollSelector(selectors.BaseSelector):
-    """epoll(7) for sockets that are each watched for one kind of event. The module's own allows for more; without that an answer that
-    is remembered costs 4 % less, and a Hyperbol list 5 %."""
-
-    def __init__(self) -> None:
-        self.epoll = select.epoll()
-        self.watched: Dict[int, Tuple[selectors.SelectorKey, int]] = {}         # as select() gives them
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        key = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)
-        self.epoll.register(key.fd, select.EPOLLIN if events == selectors.EVENT_READ else select.EPOLLOUT)
-        self.watched[key.fd] = key, events
-        return key
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        key, _ = self.watched.pop(fileobj.fileno())
-        try:
-            self.epoll.unregister(key.fd)
-        except OSError:             # closed already, and so forgotten
-            pass
-        return key
-
-    def select(self, timeout: Optional[float] = None) -> List[Tuple[selectors.SelectorKey, int]]:
-        watched = self.watched
-        return [watched[fd] for fd, _ in self.epoll.poll(-1.0 if timeout is None else max(0.0, timeout), max(1, len(watched)))]
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return {key.fileobj: key for key, _ in self.watched.values()}
-
-    def close(self) -> None:
-        self.epoll.close()
-
-
 class Loop:
     """A life between start and stop: `run()` in this thread or `start()` in one of its own, in both cases until `stop()`.
 
@@ -7081,7 +7048,7 @@ class Loop:
         self.life = threading.RLock()       # for the changes of state, and while it binds; a signal handler may interrupt one and stop()
         self.stopping = False
         self.thread: Optional[threading.Thread] = None
-        self.selector: selectors.BaseSelector = EpollSelector() if hasattr(select, "epoll") else selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self.wake_in, self.wake_out = socket.socketpair()
         self.wake_in.setblocking(False)
         self.wake_out.setblocking(False)

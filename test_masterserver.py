@@ -9049,47 +9049,6 @@ class SourceLimitsTest(unittest.TestCase):
 
 
 @unittest.skipUnless(hasattr(select, "epoll"), "this system has no epoll")
-class SelectorTest(unittest.TestCase):
-    """Ours and the one of the standard library say the same, step by step."""
-
-    def test_beside_the_standard_one(self) -> None:
-        near, far = socket.socketpair()
-        near.setblocking(False)
-        ours, theirs = ms.EpollSelector(), selectors.DefaultSelector()
-        self.addCleanup(lambda: [thing.close() for thing in (near, far, ours, theirs)])
-
-        def fill() -> None:
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    near.send(bytes(65536))
-
-        def drain() -> None:
-            far.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    far.recv(1 << 20)
-        read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
-        for step in (lambda s: s.register(near, read, "reads"), lambda s: far.send(b"x"), lambda s: near.recv(10) if s is theirs else None,
-                     lambda s: s.modify(near, write, "writes"), lambda s: fill(), lambda s: drain(), lambda s: s.modify(near, read, "reads"),
-                     lambda s: s.get_key(near), lambda s: s.unregister(near), lambda s: s.register(near, write), lambda s: far.close()):
-            told = [step(selector) for selector in (ours, theirs)]
-            if isinstance(told[0], selectors.SelectorKey):
-                self.assertEqual(*told)
-            self.assertEqual(ours.select(0), theirs.select(0))
-            self.assertEqual(*([*selector.get_map().values()] for selector in (ours, theirs)))
-        self.assertEqual([key.fileobj for key, _ in ours.select()], [near])
-        ours.unregister(near)
-        with socket.socket() as closed:
-            for selector in (ours, theirs):
-                selector.register(closed, read)
-            os.close(closed.fileno())
-            self.assertEqual(ours.unregister(closed), theirs.unregister(closed))
-            self.assertEqual(len(ours.get_map()), 0)
-            closed.detach()
-        self.assertEqual(ours.select(0.01), [])
-        self.assertRaises(KeyError, ours.unregister, near)
-
-
 class SlowPeersTest(unittest.TestCase):
     def held_back(self, session: ms.Session) -> Tuple[ms.Connection, socket.socket, Callable[[float], None]]:
         """A connection that waits until it can write, its peer, and what the selector calls as it can."""
