@@ -9048,7 +9048,6 @@ class SourceLimitsTest(unittest.TestCase):
             self.assertEqual((body.count(b"<h3>Banned"), body.count(b" from <code>"), b"floods" in body), (1, 0, False))
 
 
-@unittest.skipUnless(hasattr(select, "epoll"), "this system has no epoll")
 class SlowPeersTest(unittest.TestCase):
     def held_back(self, session: ms.Session) -> Tuple[ms.Connection, socket.socket, Callable[[float], None]]:
         """A connection that waits until it can write, its peer, and what the selector calls as it can."""
