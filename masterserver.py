@@ -7474,10 +7474,10 @@ class MasterServer(Loop):
         for connection in list(self.connections) + list(self.refused):
             self.guarded(connection.tick, now)
         self.guarded(self.bound_output, now)
-        if self.keeper:
-            self.guarded(self.keeper.tick, now, now + epoch)
-        else:
+        if not self.keeper:
             self.registry.left.clear()
+        elif now > self.held_up_at or not self.keeper.busy:         # a batch that was under way when the program was stopped had no time either
+            self.guarded(self.keeper.tick, now, now + epoch)
         if now - self.ini_looked_at >= RELOAD_LOOK_S:
             self.ini_looked_at = now
             if self.ini_trouble or self.stamp() != self.ini_stamp:          # what the ini names and is missing may have come

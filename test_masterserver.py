@@ -8010,6 +8010,20 @@ class LoopTest(unittest.TestCase):
                               stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60)
         self.assertEqual((done.returncode, b"Traceback" in done.stderr), (0, False), done.stderr)
 
+    def test_a_batch_under_way_when_the_program_was_stopped_is_no_trouble(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            server = master(http__ports="0", server__database=os.path.join(folder, "db"))
+            self.addCleanup(server.stop)
+            server.bind()
+            assert server.keeper is not None
+            server.keeper.busy, server.keeper.saved_at = True, time.monotonic()
+            for seconds, health in (600.0, []), (601.5, ["database"]), (1200.0, ["database"]):           # but a second later it is
+                with mock.patch.object(ms, "time", mock.Mock(wraps=time, monotonic=lambda: time.monotonic() + seconds)), mock.patch.object(ms, "log"):
+                    server.round(0.0)
+                self.assertEqual((list(server.health), server.keeper.busy), (health, True))
+                server.keeper.busy = seconds < 601.0            # and stopped again and again it saves
+            server.stop()
+
     def test_a_port_in_use_says_which_and_what_to_change(self) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
             other.bind(("127.0.0.1", 0))
