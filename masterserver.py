@@ -8896,7 +8896,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     announce.add_argument("--max-players", type=int, help="how many there may be")
     announce.add_argument("--map", help="the map being played")
     announce.add_argument("--mode", help="the game mode")
-    announce.add_argument("--version", help="of the game; for Iceball the default of [iceball] version")
+    announce.add_argument("--version", help="of the game; if left out, Iceball's is the default of [iceball] version")
     announce.add_argument("--description", help="a sentence or two (SubSpace, AIO, HTTP)")
     announce.add_argument("--dialect", choices=("text", "framed"), default="", help="of AIO; text if there is a name, which framed does not carry")
     announce.add_argument("--players-from", metavar="FILE|-", default="",
