@@ -9376,15 +9376,18 @@ class FtpPlace:
         return "anonymous", ""
 
     def store(self, data: bytes) -> None:
-        user, password = self.login()
-        try:
+        login = self.login()
+
+        def upload() -> None:
             with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
                 ftp.connect(self.host, self.port)
-                ftp.login(user, password)
+                ftp.login(*login)
                 if self.folder:
                     ftp.cwd(self.folder)
                 ftp.storbinary("STOR " + self.name, io.BytesIO(data))
-        except (ftplib.Error, OSError, EOFError, ValueError) as error:      # ValueError: a line break in a name
+        try:
+            within(ASK_TOTAL_S, upload)             # as for the list
+        except (ftplib.Error, OSError, EOFError, ValueError, RuntimeError) as error:            # ValueError: a line break in a name
             raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (
                 endpoint(self.host, self.port), clean(str(error), TEXT_CHARACTERS))) from None
 

@@ -10523,19 +10523,21 @@ class ExportTest(unittest.TestCase):
                 process.terminate()
                 self.assertEqual((process.communicate(timeout=20), process.returncode), ((b"", b""), 0))
 
-    def test_a_signal_while_the_name_of_the_master_is_looked_up(self) -> None:
+    def test_a_signal_while_the_name_of_the_master_or_the_ftp_server_is_looked_up(self) -> None:
         """Which a handler does not interrupt: with name servers that are silent that took longer than a container's engine waits."""
-        script = ("import os, sys, time, masterserver as ms\n"
-                  "def lookup(*arguments, **named):\n    os.write(1, b'.')\n    until = time.monotonic() + 60\n    while time.monotonic() < until:\n"
-                  "        try: time.sleep(0.1)\n        except KeyboardInterrupt: pass\n"
-                  "ms.socket.getaddrinfo = lookup; sys.exit(ms.main())")
-        with subprocess.Popen([*PYTHON, "-c", script, "export", "--every", "300", "--output", self.output, "master.example"],
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            self.addCleanup(process.kill)
-            assert process.stdout is not None
-            self.assertEqual(process.stdout.read(1), b".")
-            process.terminate()
-            self.assertEqual((process.communicate(timeout=20), process.returncode), ((b"", b""), 0))
+        script = ("import os, sys, time, masterserver as ms\ndots = [b'.']\n"
+                  "def lookup(*arguments, **named):\n    until = time.monotonic() + 60\n    while time.monotonic() < until:\n"
+                  "        try: os.write(1, dots.pop() if dots else b''); time.sleep(0.1)\n        except KeyboardInterrupt: pass\n"
+                  "ms.socket.getaddrinfo = lookup; %ssys.exit(ms.main())")
+        listed = "ms.hyperbol_list = lambda host, port: [('192.0.2.1', 1, 0)]; ms.query_hyperbol_servers = lambda entries: []; "
+        for before in "", listed:
+            with subprocess.Popen([*PYTHON, "-c", script % before, "export", "--every", "300", "--output", self.output,
+                                   "--ftp", "ftp://ftp.example/", "master.example"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+                self.addCleanup(process.kill)
+                assert process.stdout is not None
+                self.assertEqual(process.stdout.read(1), b".")
+                process.terminate()
+                self.assertEqual((process.communicate(timeout=20), process.returncode), ((b"", b""), 0))
 
     def upload(self, command: Sequence[str], port: int, cases: Sequence[Tuple[str, str, int]]) -> None:
         """Start an FTP server, export to each URL with each password, and compare the exit status."""
