@@ -898,14 +898,7 @@ Rank = Tuple[int, bool, int, str, str, int, str]
 NO_DETAILS: Dict[str, str] = {}
 
 
-class Heard:
-    """A base class's slots come first: so `last_seen`, which every announcement writes, shares a cache line with the object's head,
-    which it touches anyway. Among 100,000 servers an announcement costs 4 % less."""
-
-    __slots__ = ("last_seen",)
-
-
-class Server(Heard):
+class Server:
     """One listed server. Identity is (game, address, port); the rest is what it told last.
 
     verified     how it is known to be there: handshake, query, connection, or self-reported
@@ -918,7 +911,7 @@ class Server(Heard):
 
     __slots__ = ("game", "address", "port", "name", "mode", "map", "version", "players", "max_players", "playing", "description",
                  "official", "priority", "flavor", "verified", "unconfirmed", "responding", "ping_ms", "details", "named",
-                 "mapped", "source", "first_seen", "lifetime", "rank", "parts", "packet", "batch")
+                 "mapped", "source", "first_seen", "last_seen", "lifetime", "rank", "parts", "packet", "batch")
 
     def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float, name: str = "", mode: str = "",
                  map: str = "", version: str = "", players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
