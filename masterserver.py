@@ -917,10 +917,8 @@ class Server:
                  description: str = "", playing: Optional[int] = None, flavor: int = 0, responding: bool = True,
                  ping_ms: Optional[float] = None, details: Dict[str, str] = NO_DETAILS, named: bool = False, mapped: Optional[bool] = None,
                  packet: Any = b"") -> None:
-        self.game, self.address, self.port = game, address, port           # in twos and threes, as more would make a tuple each time
-        self.source, self.verified = source, verified
-        self.name, self.description = name, description
-        self.mode, self.map, self.version = mode, map, version
+        self.game, self.address, self.port, self.source, self.verified = game, address, port, source, verified
+        self.name, self.description, self.mode, self.map, self.version = name, description, mode, map, version
         self.players, self.max_players = players, max_players
         self.playing = playing                              # in ships, on the field; None: the protocol does not say
         self.flavor, self.details = flavor, details
