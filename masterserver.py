@@ -1189,18 +1189,14 @@ class Registry:
 
     def count_in(self, server: Server) -> None:
         """Count its players from now on, limited to what is possible; a server that the ini names and that does not respond counts for nothing."""
-        players, most, playing = server.players, server.max_players or PLAYERS_MAX, server.playing
-        if not 0 <= players <= most:
-            players = server.players = clamp(players, most)
-        if playing is None:
-            playing = players
-        elif not 0 <= playing <= players:
-            playing = server.playing = clamp(playing, players)
+        server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
+        if server.playing is not None:
+            server.playing = clamp(server.playing, server.players)
         if server.responding:
             census = self.census[server.game]
             census[0] += 1
-            census[1] += players
-            census[2] += playing
+            census[1] += server.players
+            census[2] += server.players if server.playing is None else server.playing
 
     def count_out(self, server: Server) -> None:
         if server.responding:
