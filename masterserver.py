@@ -774,8 +774,6 @@ class Limiter:
     def allow(self, address: str, now: float, tokens: float = 1) -> bool:
         table = self.table
         full_at = table.get(address)
-        if full_at == EXEMPT:
-            return True
         if full_at is None:
             full_at = self.verdict(address)
             if not full_at and ":" in address:          # a verdict may be about less than the /64 that shares a bucket
@@ -785,8 +783,8 @@ class Limiter:
                 if len(table) >= LIMITER_SOURCES:
                     table.popitem(last=False)
                 table[address] = full_at
-            if full_at == EXEMPT:
-                return True
+        if full_at == EXEMPT:
+            return True
         table.move_to_end(address)
         full_at = (full_at if full_at > now else now) + self.cost_s * tokens
         if full_at - now > self.depth_s:
