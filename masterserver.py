@@ -3846,7 +3846,7 @@ class AioSession(Session):
                 break
             out.append(answer)
             self.since = now
-        return out[0] if len(out) == 1 else b"".join(out)
+        return b"".join(out)
 
     def publish(self, name: bytes, description: bytes, claim: bytes, port: int, now: float) -> bool:
         """List what a text or binary server tells of itself; these dialects have no words for a refusal."""
@@ -5345,7 +5345,7 @@ class HttpSession(Session):
             if piece is None:
                 break
             out.append(piece)
-        return out[0] if len(out) == 1 else b"".join(out)
+        return b"".join(out)
 
     def step(self, now: float) -> Optional[bytes]:
         """Read one request and answer it; None: it is not whole yet, or its answer comes later."""
