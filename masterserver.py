@@ -5821,12 +5821,10 @@ class Web(TcpProtocol):
 
     def servers_json_frame(self, blocks: Blocks, now: float) -> bytes:
         epoch = self.epoch
-        # Once for all servers of the same second: x // 1, in two thirds of int(x)'s time
-        end = functools.lru_cache(maxsize=None)(lambda second: b"%d},\n" % second)
 
         def make(servers: List[Server]) -> bytes:
             made = parts(servers, "servers.json", lambda server: server_json(server, self.epoch))       # not `epoch`: tick() may have come since
-            return b"".join([piece for server, part in zip(servers, made) for piece in (part, end((server.last_seen + epoch) // 1))])
+            return b"".join([piece for server, part in zip(servers, made) for piece in (part, b"%d},\n" % (server.last_seen + epoch))])
         rows = [block.part("servers.json", make, now // RENDER_TIMES_S) for block in blocks]
         if rows:
             rows[-1] = rows[-1][:-2]        # no comma after the last
@@ -5919,14 +5917,14 @@ class Web(TcpProtocol):
         epoch = self.epoch
         wall = now + epoch
         counts = {id: len(listed) for id, listed in list(self.registry.games.items()) if listed}
-        seen = functools.lru_cache(maxsize=None)(lambda second: seen_cell(second, wall))           # as in servers_json_frame
+        seen = functools.lru_cache(maxsize=None)(lambda second: seen_cell(second, wall))           # once for all of a second
 
         def make(servers: List[Server]) -> bytes:
             # As of now, as these are kept: a reload or another hour may have come since the page was begun
             made = parts(servers, "row", lambda server: server_row(
                 server, sparkline(self.core.recent().get(server.key, ())), self.titles.get(server.game, server.game)))
             return b"".join([piece for server, (before, after) in zip(servers, made)
-                             for piece in (before, seen((server.last_seen + epoch) // 1), after)])
+                             for piece in (before, seen(int(server.last_seen + epoch)), after)])
         total = sum(len(block.servers) for block in rows)
         shown: List[bytes] = []
         room = PAGE_ROWS
