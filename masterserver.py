@@ -5276,14 +5276,13 @@ class Asked(NamedTuple):
     players_min: int = 0
 
 
-class Kept:
+class Kept(NamedTuple):
     """A response that is given again to the same request bytes."""
 
-    __slots__ = ("response", "close", "count", "client")
-
-    def __init__(self, response: bytes, close: bool, count: List[int], client: str) -> None:
-        """`count`: that of its route and status, in Web.requests. `client`: whose limit pays, "" for whoever is connected."""
-        self.response, self.close, self.count, self.client = response, close, count, client
+    response: bytes
+    close: bool
+    counter: List[int]              # that of its route and status, in Web.requests
+    client: str                     # whose limit pays, "" for whoever is connected
 
 
 PROXIED = b"\0"                     # stands before what came through a proxy: without one, the same bytes may be somebody else's
@@ -5317,7 +5316,7 @@ class HttpSession(Session):
                 web.turn(now)
             kept = web.memo.get(PROXIED + data if self.proxied else data)
             if kept is not None and not self.limited and web.rules.requests.allow(self.proxied and kept.client or self.address, now):
-                kept.count[0] += 1
+                kept.counter[0] += 1
                 self.deadline = now + HTTP_IDLE_S
                 self.done = kept.close
                 return kept.response
@@ -5419,7 +5418,7 @@ class HttpSession(Session):
             request += answer.etag.encode()
         kept = self.web.memo.get(request) if answer.etag else None
         if kept is not None:                # many may have waited for the same long list
-            kept.count[0] += 1
+            kept.counter[0] += 1
             self.done = kept.close
             return kept.response
         response = exchange.response(answer)
