@@ -991,8 +991,6 @@ class Block:
     """Some servers that follow each other in a list. It is never changed once others have seen it: where a server changes, another block
     takes its place. So what was made of it stays valid, whichever thread made it."""
 
-    __slots__ = ("servers", "ranks", "made")
-
     def __init__(self, servers: List[Server]) -> None:
         self.servers = servers
         self.ranks = list(map(rank_of, servers))
@@ -6442,9 +6440,6 @@ class Datagrams:
 
 class Connection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and never ended by a reset."""
-
-    __slots__ = ("loop", "sock", "address", "session", "tally", "name", "out", "out_since", "progress_at", "placed_at",
-                 "writing", "linger_until", "linger_bytes", "working", "eof", "source", "woken_at", "events")
 
     def __init__(self, loop: Loop, sock: socket.socket, address: str, session: Session, tally: Tally, name: str, now: float) -> None:
         self.loop, self.sock, self.address, self.session, self.tally, self.name = loop, sock, address, session, tally, name
