@@ -7381,10 +7381,7 @@ class MasterServer(Loop):
         events = self.selector.select(max(0.0, due - time.monotonic()))
         now = turn = began = time.monotonic()
         for key, _ in events:
-            try:                    # as guarded() does, in half of its time
-                key.data(now)
-            except Exception:
-                self.fault(key.data, now)
+            self.guarded(key.data, now)
             if time.monotonic() - turn >= TURN_S:
                 now = turn = time.monotonic()
                 for datagrams in self.datagrams:
