@@ -6477,11 +6477,7 @@ class Connection:
         tally.bytes_in += len(data)
         if now - self.placed_at >= PLACE_S:
             self.place(now)
-        try:
-            answer = self.session.receive(data, now)
-        except Exception as error:
-            answer = self.failed(error)
-        self.give(answer, now)
+        self.call(self.session.receive, data, now)
 
     def place(self, now: float) -> None:
         self.placed_at = now
