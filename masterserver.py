@@ -5310,8 +5310,7 @@ class HttpSession(Session):
     def receive(self, data: bytes, now: float) -> bytes:
         web = self.web
         if not self.buffer and self.exchange is None and self.job is None and not self.done:
-            if now - web.edition_at >= RENDER_S:
-                web.turn(now)
+            web.turn(now)
             kept = web.memo.get(PROXIED + data if self.proxied else data)
             if kept is not None and not self.limited and web.rules.requests.allow(self.proxied and kept.client or self.address, now):
                 kept.counter[0] += 1
