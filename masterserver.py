@@ -116,13 +116,12 @@ SEND_BUFFER_BYTES = 1 << 18         # the system's own choice is megabytes, and 
 LINGER_S = 5.0                      # how long what a peer still sends after our last byte is discarded …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
-PLACE_S = 0.1                       # how precisely it is known which connection is idlest
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
 STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
-STOP_FRESH_S = 0.3                  # a round trip (and PLACE_S): within it a new connection brings its request, and a body goes on
+STOP_FRESH_S = 0.3                  # a round trip: within it a new connection brings its request, and a body goes on
 STOP_LOOK_S = 0.05                  # how often to look whether all have ended
 STOP_DISK_S = 5.0                   # and for a batch being written, which takes milliseconds; if the disk hangs for longer, what came since is lost
 TURN_S = 0.01                       # work for connections, after which the UDP sockets have their turn: answers are due within 50 ms
@@ -6474,8 +6473,7 @@ class Connection:
         tally = self.tally
         tally.received += 1
         tally.bytes_in += len(data)
-        if now - self.placed_at >= PLACE_S:
-            self.place(now)
+        self.place(now)
         self.call(self.session.receive, data, now)
 
     def place(self, now: float) -> None:

@@ -9033,7 +9033,6 @@ class SourceLimitsTest(unittest.TestCase):
 
     def test_total_closes_the_idlest_and_servers_last(self) -> None:
         with master(aio__port="0", limits__connections_total="8", limits__connections_open="100") as server, contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(ms, "PLACE_S", 0.0))
 
             def connect() -> socket.socket:
                 client = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server, "aio")), 5))
