@@ -6254,7 +6254,6 @@ FREE_RUN_TRIES = 100                # for ports in a row; on a machine with half
 SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.core.rmem_max; Python has no name for it
 # A dead peer is found after two minutes, by the last (in milliseconds) while sent data is unacknowledged: then the others do not count
 KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
-STREAM = int(socket.SOCK_STREAM)
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go: a line costs as much as listing a server
@@ -6636,14 +6635,6 @@ class Acceptor:
     def __init__(self, loop: MasterServer, name: str, sock: socket.socket, protocol: TcpProtocol, tally: Tally) -> None:
         self.loop, self.name, self.sock, self.protocol, self.tally = loop, name, sock, protocol, tally
         self.paused_until = 0.0
-        self.family = int(sock.family)
-
-    def accept(self) -> Tuple[socket.socket, Peer]:
-        """sock.accept() in two thirds of its time: that one looks its family and type up among the enumerations each time."""
-        if not hasattr(self.sock, "_accept"):
-            return self.sock.accept()
-        descriptor, peer = self.sock._accept()
-        return socket.socket(self.family, STREAM, 0, descriptor), peer
 
     def ready(self, now: float) -> None:
         for _ in range(DRAIN_ACCEPTS):          # those who have asked already are answered at once
@@ -6653,7 +6644,7 @@ class Acceptor:
     def take(self, now: float) -> bool:
         """The next connection; False if there is none."""
         try:
-            sock, peer = self.accept()
+            sock, peer = self.sock.accept()
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:

@@ -9372,7 +9372,7 @@ class DescriptorsTest(unittest.TestCase):
         with master(http__ports="0") as server:
             acceptor = server.acceptors[0]
             ours, theirs = socket.socketpair()
-            with ours, theirs, mock.patch.object(acceptor, "accept", return_value=(ours, None)):
+            with ours, theirs, mock.patch.object(socket.socket, "accept", return_value=(ours, None)):
                 self.assertTrue(acceptor.take(0.0), "there may be others behind him")
                 self.assertEqual(ours.fileno(), -1)
 
@@ -9454,7 +9454,7 @@ class DescriptorsTest(unittest.TestCase):
         self.addCleanup(server.stop)
         server.bind()
         acceptor = server.acceptors[0]
-        full = mock.patch.object(acceptor, "accept", side_effect=OSError(errno.EMFILE, "Too many open files"))
+        full = mock.patch.object(socket.socket, "accept", side_effect=OSError(errno.EMFILE, "Too many open files"))
         with self.assertLogs("masterserver", "INFO") as logged, socket.create_connection(("127.0.0.1", port_of(server, "http")), 5):
             with full:
                 acceptor.ready(0.0)
@@ -11905,7 +11905,7 @@ class Embedded(unittest.TestCase):
         """Accepting rests already, and is tried once more."""
         server = self.leaving()
         acceptor = server.acceptors[0]
-        with mock.patch.object(acceptor, "accept", side_effect=OSError(errno.EMFILE, "Too many open files")):
+        with mock.patch.object(socket.socket, "accept", side_effect=OSError(errno.EMFILE, "Too many open files")):
             with self.assertLogs("masterserver") as logs:
                 acceptor.ready(time.monotonic())
                 server.leave()
