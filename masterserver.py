@@ -115,7 +115,6 @@ RECV_BYTES = 65536                  # one read from a connection
 SEND_BUFFER_BYTES = 1 << 18         # the system's own choice is megabytes, and shows a slow reader's progress only once a minute
 LINGER_S = 5.0                      # how long what a peer still sends after our last byte is discarded …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
-LINGER_LOOK_S = 0.002               # a peer near by (a proxy) has closed by then, and costs the selector nothing; a longer wait misses caches
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
 OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest
@@ -6588,16 +6587,12 @@ class Connection:
             self.close(now)
             return
         self.linger_until = now + LINGER_S
-        self.loop.linger(self, now)
+        self.loop.watch(self, selectors.EVENT_READ)
 
     def tick(self, now: float) -> None:
         if self.linger_until:
             if now >= self.linger_until:
                 self.close(now)
-            elif not self.events:
-                self.read(now)
-                if self.sock.fileno() >= 0:
-                    self.loop.watch(self, selectors.EVENT_READ)
         elif self.out:
             if now - max(self.progress_at, self.out_since) >= OUTPUT_STALL_S or now - self.out_since >= OUTPUT_TOTAL_S:
                 self.close(now)
@@ -7097,10 +7092,6 @@ class Loop:
             self.selector.register(connection.sock, events, connection.writable if events == selectors.EVENT_WRITE else connection.read)
             connection.events = events
 
-    def linger(self, connection: Connection, now: float) -> None:
-        """The connection waits for its peer to close."""
-        self.watch(connection, selectors.EVENT_READ)
-
     def wake(self) -> None:
         """Make select() return; from any thread."""
         with contextlib.suppress(OSError):
@@ -7303,12 +7294,6 @@ class MasterServer(Loop):
         except BaseException:
             connection.close(now)
             raise
-
-    def linger(self, connection: Connection, now: float) -> None:
-        if connection.events:
-            super().linger(connection, now)
-        else:                   # over at once, as often happens: if the peer has closed by then, the selector need not know of it at all
-            self.wake_at(now + LINGER_LOOK_S, connection)
 
     def wake_at(self, at: float, connection: Connection) -> None:
         heapq.heappush(self.timers, (at, next(self.timer_numbers), connection))
