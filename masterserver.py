@@ -1799,6 +1799,11 @@ class UdpProtocol:
     datagram_bytes = MAX_DATAGRAM_BYTES     # of a longer one the rest is lost
     by_socket = False               # True: one per socket, as what it sends later must leave from the socket that the peer first wrote to
 
+    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
+        """For each datagram its answer if a listed server only repeats itself; None: datagram() is to read it. Repetitions are treated as
+        if they had come before the others, as datagrams may."""
+        return [None] * len(data)
+
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         raise NotImplementedError
 
@@ -2291,11 +2296,17 @@ class Iceball(UdpProtocol):
         self.known.clear()                          # each is checked once against the new settings
         self.draft.guesses.set_rate(DRAFT_GUESSES)          # who was exempt may no longer be
 
+    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer], now: float) -> Sequence[Optional[bytes]]:
+        # Among 100,000 servers each look-up waits for memory three times. Done one right after the other, those of a batch wait together,
+        # and an announcement costs 1.10 to 1.12 times that among 100 servers instead of 1.11 to 1.14: the bar is 1.15
+        fingerprints = list(map(fingerprint, zip(data, [peer[0] for peer in peers])))
+        servers = list(map(self.known.get, fingerprints))
+        for server in servers:
+            if server is not None:
+                server.last_seen = now
+        return [None if server is None else self.thanks for server in servers]
+
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
-        server = self.known.get(fingerprint((data, peer[0])))
-        if server is not None:              # it only repeats itself
-            server.last_seen = now
-            return [(self.thanks, peer)]
         head = data[:4]
         if head == b"1CEB":
             return self.announcement(data, peer, now)
@@ -6390,7 +6401,10 @@ class Datagrams:
             tally.limited += allowed.count(False)
             data, peers, names = (list(itertools.compress(column, allowed)) for column in (data, peers, names))
         answers: Answers = []
-        for packet, peer, name in zip(data, peers, names):
+        for packet, peer, name, answer in zip(data, peers, names, self.protocol.repeated(data, peers, now)):
+            if answer is not None:
+                answers.append((answer, name))
+                continue
             try:
                 for reply, to in handle(packet, peer, now):
                     answers.append((reply, name if to is peer else vector.name(to) if vector else to))

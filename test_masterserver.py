@@ -1866,18 +1866,15 @@ class IceballTest(unittest.TestCase):
         self.iceball = ms.Iceball(self.core)
 
     def send(self, data: bytes, now: float = 0.0, peer: Optional[Tuple[str, int]] = None) -> List[bytes]:
+        answer, = self.repeated([data], now, peer)
+        if answer is not None:
+            return [answer]
         replies = self.iceball.datagram(data, peer or self.peer, now)
         self.assertTrue(all(to == (peer or self.peer) for _, to in replies))
         return [reply for reply, _ in replies]
 
     def repeated(self, data: Sequence[bytes], now: float, peer: Optional[Tuple[str, int]] = None) -> List[Optional[bytes]]:
-        """The answer to each that is a repetition; None: it is not, and nothing becomes of it."""
-        def answer(packet: bytes) -> Optional[bytes]:
-            with contextlib.suppress(ms.Malformed):
-                return next((reply for reply, _ in self.iceball.datagram(packet, peer or self.peer, now)), None)
-            return None
-        with mock.patch.object(self.iceball, "announcement", return_value=[]):
-            return list(map(answer, data))
+        return list(self.iceball.repeated(data, [peer or self.peer] * len(data), now))
 
     def shake(self, data: bytes, now: float = 0.0, peer: Optional[Tuple[str, int]] = None) -> ms.Server:
         msok, = self.send(data, now, peer)
