@@ -6927,7 +6927,7 @@ class Keeper:
 def expiry(server: Server, epoch: float, wall: float) -> float:
     lifetime = NAMED_S if server.named else LASTING_S if server.lasting else server.lifetime
     ends = server.last_seen + lifetime + epoch
-    return ends if ends > wall else wall + lifetime         # it is listed all the same: a flood keeps it from being heard
+    return ends if ends > wall else wall + lifetime         # it is listed all the same: a flood, or a stop of the program, kept it from being heard
 
 
 def stored_row(server: Server, epoch: float, wall: float) -> ListedRow:
