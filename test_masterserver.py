@@ -10523,6 +10523,7 @@ class ExportTest(unittest.TestCase):
                 process.terminate()
                 self.assertEqual((process.communicate(timeout=20), process.returncode), ((b"", b""), 0))
 
+    @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_a_signal_while_the_name_of_the_master_or_the_ftp_server_is_looked_up(self) -> None:
         """Which a handler does not interrupt: with name servers that are silent that took longer than a container's engine waits."""
         script = ("import os, sys, time, masterserver as ms\ndots = [b'.']\n"
