@@ -927,7 +927,7 @@ class Server:
         self.rank: Optional[Rank] = None                    # as rank_of made it last; None after a change
         self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as rendered last
         self.packet = packet                                # the announcement heard last, or its fingerprint, as the protocol needs it
-        self.batch = 0                                      # the registry's at its last change: storage writes those of its own batch
+        self.batch = sys.maxsize        # the registry's at its last change, once insert() has ended: storage writes those of its own batch or later
 
     @property
     def key(self) -> Key:

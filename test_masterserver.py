@@ -7380,6 +7380,20 @@ class KeeperTest(unittest.TestCase):
         keeper.tick(13.0, T0 + 13)
         self.assertEqual([row[1] for row in keeper.storage.load(T0 + 14)], ["203.0.113.9"])
 
+    def test_who_is_listed_while_a_batch_is_written_was_taken_out_by_nobody(self) -> None:
+        """The worker's thread may see a server that is on the list and not yet in every index."""
+        registry, keeper = self.start(0.0, T0)
+        keeper.tick(2.0, T0 + 2)
+        count_in = registry.count_in
+
+        def written_meanwhile(server: ms.Server) -> None:
+            keeper.tick(11.0, T0 + 11)
+            count_in(server)
+        with mock.patch.object(registry, "count_in", written_meanwhile):
+            registry.hear("iceball", "127.0.0.1", 1, "127.0.0.1", 11.0, 1e6, {"name": "S"})
+        self.assertFalse(keeper.shared)
+        self.assertEqual([row[2] for row in keeper.storage.load(T0 + 12)], [1])
+
     def test_another_program_takes_servers_out_of_the_database(self) -> None:
         registry, keeper = self.start(0.0, T0)
         for port in 1, 2:
