@@ -3391,6 +3391,8 @@ class SubSpaceList(UdpProtocol):
         elif link is None:
             if data == b"\0\7":             # often sent twice
                 return []
+            if len(data) > ZONE_ANNOUNCEMENT.size:
+                self.registry.note(peer[0], "subspace", 0, "bad packet", now, "on the port of the list; zones announce themselves on the next port")
             raise Malformed("a packet outside an exchange")
         link.heard_bytes += len(data)
         link.balance += UDP_HEADER_BYTES + len(data)
@@ -6016,7 +6018,7 @@ class Web(TcpProtocol):
     def checked(self, address: str, port: int, addresses: Set[str], now: float, listed: List[Server]) -> Answer:
         """The page, once it is known who is listed."""
         # Not every packet of a listed server is noted
-        heard = [(server.source, server.game, server.port, server.last_seen, "listed", "")
+        heard = [(server.source, server.game, server.port, server.last_seen, "private" if server.address in LOCAL else "listed", "")
                  for server in listed if server.responding and not server.unconfirmed]
         known = {(game, port) for _, game, port, *_ in heard}
         ban = self.rules.ban(*addresses)
@@ -6131,7 +6133,8 @@ OUTCOMES = {
     "waiting": ("It has to wait",
                 "It answers, but many others are waiting to be queried. It gets its turn when it announces itself again, within a minute."),
     "version": ("Wrong version", "This master does not list %s. Update the game server."),
-    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or fix what announces it."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or fix what announces it, if "
+                                                   "the port is the one for its game."),
     "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),
     "banned": ("Banned", "The operator of this master has excluded this address: %s. If that is a mistake, ask its operator."),
     "limit": ("Over the limit", "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
@@ -6140,6 +6143,8 @@ OUTCOMES = {
     "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
     "stopped": ("Signed off", "The game server said that it was stopping."),
     "listed": ("Listed", "All is well."),
+    "private": ("Listed under a private address", "Players elsewhere cannot reach it. This master's operator gives its public address with "
+                                                  "[server] public_address or [address_map]."),
     "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself "
                                  "here?"),
 }

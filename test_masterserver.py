@@ -6213,6 +6213,20 @@ class WebTest(unittest.TestCase):
         self.registry.servers()[0].unconfirmed = True
         self.assertNotIn(b"<h3>Listed", self.get("/check?address=203.0.113.9", now=4.0)[2])
 
+    def test_check_does_not_praise_a_private_address(self) -> None:
+        for address in "127.0.0.1", "192.168.1.5", "fd00::5":
+            self.registry.hear("mygame", address, 1, address, 0.0, 120.0, {"name": "x"})
+            page = self.get("/check?address=" + address, now=1.0)[2].decode()
+            self.assertEqual(re.findall("<h3>(.*?)</h3>", page), ["Listed under a private address"])
+            self.assertIn("public_address", page)
+
+    def test_check_finds_an_announcement_on_the_wrong_port(self) -> None:
+        """As two games' announcements come to each other's port, and a zone's to the port of the list."""
+        for protocol, sent in ((ms.SubSpacePing, CAPTURED), (ms.Iceball, ANNOUNCEMENT), (ms.SubSpaceList, ANNOUNCEMENT)):
+            self.registry.heard.clear()
+            self.assertRaises(ms.Malformed, protocol(self.core).datagram, sent, ("203.0.113.9", 40000), 0.0)
+            self.assertIn(b"the port is the one for its game", self.get("/check?address=203.0.113.9", now=1.0)[2], protocol)
+
     @unittest.skipIf(SLOW, "it measures CPython's regular expressions")
     @timing
     def test_a_head_that_comes_byte_by_byte(self) -> None:
