@@ -508,7 +508,8 @@ class Settings:
         try:
             found = parser.read(path, encoding="utf-8-sig")
         except configparser.Error as error:
-            raise SettingsError("%s: %s" % (path, " ".join(str(error).split()))) from None
+            hint = "; expected [section], then key = value, longer ones with indented lines" if isinstance(error, configparser.ParsingError) else ""
+            raise SettingsError("%s: %s%s" % (path, " ".join(str(error).split()), hint)) from None
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text (%s); save it as UTF-8" % (path, error)) from None
         if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading

@@ -252,7 +252,9 @@ class SettingsTest(unittest.TestCase):
         self.wrong("[server]\nbind =\n", "an address")
         self.wrong("[DEFAULT]\nport = 1\n", "no section [DEFAULT]")
         self.wrong("[limits]\ndatagrams = 0/10\n", "a number")
-        self.wrong("port = 1\n", "no section headers")
+        self.wrong("port = 1\n", "no section headers", "expected [section]")
+        self.wrong("[bans]\n192.0.2.1\n", "key = value")
+        self.wrong("[subspace]\nzones =\n192.0.2.1:5\n", "indented")
         self.wrong("[iceball]\nport = 1\nport = 2\n", "[iceball] port appears twice")
         for ini in ("[bans]\n192.0.2.1 = spam\n  192.0.2.2 = floods\n", "[games]\na = A\n\tb = B\n",
                     "[http]\ntitle = T\n\n  [limits]\n  servers = 5\n", "[server]\nlog_file = a\n  log_level = debug\n"):
