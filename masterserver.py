@@ -8063,7 +8063,7 @@ class HttpAnnouncer(TcpAnnouncer):
 
     def tick(self, now: float) -> bytes:
         if now >= self.began + RESPONSE_S:
-            self.failed("no answer within %d s" % RESPONSE_S, now)
+            self.failed("no answer within %d s; is that the port of the master's page?" % RESPONSE_S, now)
         return b""
 
     def closed(self, now: float) -> None:
@@ -8080,7 +8080,7 @@ class HttpAnnouncer(TcpAnnouncer):
             response.begin()
             body = response.read(HTTP_BODY_BYTES)
         except (http.client.HTTPException, ValueError) as error:
-            self.failed("the answer cannot be read: %s" % ascii(error_text(error))[:TEXT_CHARACTERS], now)
+            self.failed("the answer cannot be read; is that the port of the master's page? %s" % ascii(error_text(error))[:TEXT_CHARACTERS], now)
             return
         self.answered(response.status, body, now)
 

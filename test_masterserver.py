@@ -11024,7 +11024,7 @@ class HttpAnnouncing(unittest.TestCase):
     def test_what_is_no_master_writes_no_lines_of_its_own_into_the_log(self) -> None:
         for response in b"SSH-2.0-\x1b[31mred\r\n", b"\r\n" * 9, b"\x07" * 9000, b"HTTP/1.1 \x1b[2J\r\n\r\n":
             self.answered(0.0, response)
-            self.assertRegex(self.announcer.state, "^the answer cannot be read: [ -~]{3,512}$")
+            self.assertRegex(self.announcer.state, "^the answer cannot be read; is that the port of the master's page[?] [ -~]{3,512}$")
 
     def test_no_answer(self) -> None:
         self.announcer.opened(0.0)
