@@ -5512,7 +5512,8 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
     type = exchange.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if exchange.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise HttpError(415, "An announcement must not be compressed.")
-    if type == "application/json":
+    form_type = type in ("application/x-www-form-urlencoded", "")
+    if type == "application/json" or form_type and body[:1] == b"{":        # curl -d calls all that it sends a form
         try:
             fields = json.loads(body.decode("utf-8"))
         except (ValueError, RecursionError):
@@ -5520,7 +5521,7 @@ def announced_fields(exchange: Exchange, body: bytes) -> Dict[str, Any]:
         if not isinstance(fields, dict):
             raise Refused("bad packet", 'the body is not a JSON object such as {"game": "hyperbol", "port": 27888}')
         return {name: value for name, value in fields.items() if value is not None}
-    if type in ("application/x-www-form-urlencoded", ""):
+    if form_type:
         try:
             # Bytes kept as Latin-1: curl under Windows sends the console's encoding, which is not always UTF-8
             form = urllib.parse.parse_qsl(body.decode("latin-1"), keep_blank_values=True, encoding="latin-1", max_num_fields=50)

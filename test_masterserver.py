@@ -6916,6 +6916,11 @@ class AnnounceTest(unittest.TestCase):
         self.post({"game": "mygame", "port": 4000}, address="2001:db8::1", now=220.0)
         self.assertEqual(self.registry.servers("mygame")[0].name, "[2001:db8::1]:4000")
 
+    def test_json_that_curl_calls_a_form(self) -> None:
+        for type in "", "application/x-www-form-urlencoded":
+            self.assertEqual(self.post(b'{"game":"mygame","port":4000,"name":"N"}', type), (200, {"listed": True, "ttl": 120}))
+        self.assertEqual(self.registry.servers("mygame")[0].name, "N")
+
     def test_a_form_from_windows(self) -> None:
         """Its curl sends a name as the console has it."""
         for sent, name in ((b"K\xf6ln \x80", "Köln €"), (b"K%F6ln", "Köln"), ("Köln €".encode(), "Köln €"), (b"K%C3%B6ln", "Köln"),
