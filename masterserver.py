@@ -508,8 +508,8 @@ class Settings:
         try:
             found = parser.read(path, encoding="utf-8-sig")
         except configparser.Error as error:
-            hint = "; expected [section], then key = value, longer ones with indented lines" if isinstance(error, configparser.ParsingError) else ""
-            raise SettingsError("%s: %s%s" % (path, " ".join(str(error).split()), hint)) from None
+            expected = "; expected [section], key = value, or an indented line that continues the one above"
+            raise SettingsError("%s: %s%s" % (path, " ".join(str(error).split()), expected * isinstance(error, configparser.ParsingError))) from None
         except UnicodeDecodeError as error:
             raise SettingsError("%s: not UTF-8 text (%s); save it as UTF-8" % (path, error)) from None
         if not found and (not missing_ok or os.path.lexists(path)):        # the parser does not say what kept it from reading
@@ -6135,8 +6135,8 @@ OUTCOMES = {
     "waiting": ("It has to wait",
                 "It answers, but many others are waiting to be queried. It gets its turn when it announces itself again, within a minute."),
     "version": ("Wrong version", "This master does not list %s. Update the game server."),
-    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. Update the game server, or fix what announces it, if "
-                                                   "the port is the one for its game."),
+    "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. If the port is the one for this game, update the game "
+                                                   "server, or fix what announces it."),
     "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),
     "banned": ("Banned", "The operator of this master has excluded this address: %s. If that is a mistake, ask its operator."),
     "limit": ("Over the limit", "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
@@ -6145,8 +6145,8 @@ OUTCOMES = {
     "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
     "stopped": ("Signed off", "The game server said that it was stopping."),
     "listed": ("Listed", "All is well."),
-    "private": ("Listed under a private address", "Players elsewhere cannot reach it. This master's operator gives its public address with "
-                                                  "[server] public_address or [address_map]."),
+    "private": ("Listed under a private address", "Players elsewhere cannot reach it. This master's operator can name its public address "
+                                                  "in [server] public_address or [address_map]."),
     "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself "
                                  "here?"),
 }

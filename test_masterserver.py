@@ -6227,7 +6227,7 @@ class WebTest(unittest.TestCase):
         for protocol, sent in ((ms.SubSpacePing, CAPTURED), (ms.Iceball, ANNOUNCEMENT), (ms.SubSpaceList, ANNOUNCEMENT)):
             self.registry.heard.clear()
             self.assertRaises(ms.Malformed, protocol(self.core).datagram, sent, ("203.0.113.9", 40000), 0.0)
-            self.assertIn(b"the port is the one for its game", self.get("/check?address=203.0.113.9", now=1.0)[2], protocol)
+            self.assertIn(b"the port is the one for this game", self.get("/check?address=203.0.113.9", now=1.0)[2], protocol)
 
     @unittest.skipIf(SLOW, "it measures CPython's regular expressions")
     @timing
@@ -6371,7 +6371,7 @@ class WebTest(unittest.TestCase):
         for outcome, detail, todo in (("limit", "32 servers of one address are listed at the most", "Stop one of the others"),
                                       ("name", "names matching x are not listed here", "Give the server another name"),
                                       ("banned", "fake players", "ask its operator"), ("silent", "no answer from UDP port 9", "Open that UDP port"),
-                                      ("bad packet", "length: 85 bytes instead of 86", "Update the game server")):
+                                      ("bad packet", "length: 85 bytes instead of 86", "update the game server")):
             title, advice = ms.outcome_words(outcome, detail)
             self.assertIn(detail, advice)
             self.assertIn(todo, advice)
