@@ -1895,7 +1895,7 @@ class Target:
     """One game server to be queried. `step` and `scratch` belong to its querier."""
 
     __slots__ = ("querier", "key", "address", "port", "server_port", "known", "announced", "phase", "asked_at", "nonce",
-                 "attempt", "step", "missed", "ping_ms", "scratch")
+                 "attempt", "step", "missed", "ping_ms", "wrong", "scratch")
 
     def __init__(self, querier: Querier, address: str, server_port: int, phase: float) -> None:
         self.querier, self.address, self.port, self.server_port = querier, address, server_port + querier.offset, server_port
@@ -1907,12 +1907,14 @@ class Target:
         self.nonce = 0
         self.attempt = self.step = self.missed = 0
         self.ping_ms = 0.0                              # round trip of the answer at hand
+        self.wrong = ""                                 # with what came in this poll and was no answer
         self.scratch: Any = None
 
 
 class Querier:
     """A protocol whose game servers answer queries. The poller sends them; the querier knows the bytes."""
 
+    registry: Registry
     game = ""                       # as in the registry
     offset = 0                      # from a server's port to the one that answers queries
     attempts = POLL_ATTEMPTS
@@ -1939,6 +1941,11 @@ class Querier:
     def missed(self, target: Target, now: float) -> bool:
         """A poll went unanswered, the `target.missed`th in a row. True: stop querying it."""
         raise NotImplementedError
+
+    def unanswered(self, target: Target, now: float, why: str) -> None:
+        """For /check: nothing came, which is `why`, or something that is no answer."""
+        outcome, why = ("bad packet", "its answer from UDP port %d: %s" % (target.port, target.wrong)) if target.wrong else ("silent", why)
+        self.registry.note(target.address, self.game, target.server_port, outcome, now, why)
 
     def removed(self, target: Target) -> None:
         """It is no longer queried, for whatever reason."""
@@ -2031,7 +2038,7 @@ class Poller(UdpProtocol):
             try:
                 complete = querier.answer(target, data, now)
             except Malformed as error:              # perhaps it is the answer to another game's query
-                wrong = str(error)
+                wrong = target.wrong = str(error)
                 continue
             if complete:
                 target.missed = 0
@@ -2094,7 +2101,7 @@ class Poller(UdpProtocol):
     def rest(self, target: Target, now: float) -> None:
         """The poll is over; the next one comes at the target's place in the interval, whenever this one came."""
         self.open.pop(target, None)
-        target.attempt = target.step = 0
+        target.attempt, target.step, target.wrong = 0, 0, ""
         self.wait(target, now + ((target.phase * self.interval - now) % self.interval or self.interval))
 
     def wait(self, target: Target, due: float) -> None:
@@ -2486,6 +2493,7 @@ class IceballDraft:
         if len(data) < 3:
             raise Malformed("a request without a version")
         if data[1:3] != DRAFT_HBVERSION:
+            self.registry.note(peer[0], "iceball", 0, "version", now, "heartbeat version %d in the first draft's form" % (data[1] | data[2] << 8))
             return [(b"\7" + DRAFT_HBVERSION, peer)]
         if len(data) < 6 or data[-1] or b"\0" in data[5:-1]:
             raise Malformed("address: expected one text with a NUL at its end")
@@ -2663,7 +2671,7 @@ class Hyperbol(TcpProtocol, Querier):
         server = self.registry.get(self.game, address, port)
         gone = target.missed >= POLL_MISSED
         if gone or server is None:
-            self.registry.note(target.address, self.game, port, "silent", now, "no answer from UDP port %d" % port)
+            self.unanswered(target, now, "no answer from UDP port %d" % port)
         ours = server if server is not None and server.source == target.address else None          # or it comes from another address
         if not target.known:
             if ours is not None and (gone or not ours.responding):
@@ -3098,9 +3106,11 @@ class SubSpacePing(UdpProtocol, Querier):
             self.take(target, now)
             return False
         server = self.zone(source, port)
-        if (server is not None or target.known) and target.missed < POLL_MISSED:
+        gone = target.missed >= POLL_MISSED
+        if gone or server is None:
+            self.unanswered(target, now, "no answer to a ping on UDP port %d" % target.port)
+        if not gone and (server is not None or target.known):
             return False
-        self.registry.note(source, self.game, port, "silent", now, "no answer to a ping on UDP port %d" % target.port)
         if target.known:
             self.take(target, now)
             return False
@@ -3988,7 +3998,7 @@ class Aio(TcpProtocol, Querier):
             server = self.registry.hear(self.game, address, port, session.address, now, math.inf,
                                         {**fields, "name": name, "verified": "connection", "mapped": not self.claim(session)})
         except Refused as refused:
-            self.registry.note(session.address, self.game, clamp(port), refused.outcome, now, str(refused))
+            self.registry.note(session.address, self.game, port if port <= 65535 else 0, refused.outcome, now, str(refused))
             if session.server is not None:
                 session.told = told                 # which is listed
             return str(refused)
@@ -4052,8 +4062,7 @@ class Aio(TcpProtocol, Querier):
         return True
 
     def missed(self, target: Target, now: float) -> bool:
-        server: Server = target.scratch
-        self.registry.note(server.source, self.game, server.port, "silent", now, "no answer from UDP port %d, so its name is not known" % target.port)
+        self.unanswered(target, now, "no answer from UDP port %d, so its name is not known" % target.port)
         return False
 
 

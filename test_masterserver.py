@@ -3195,6 +3195,12 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.run(60)
         self.assertEqual(len(world.registry.servers()), 40)
 
+    def test_check_is_told_of_a_silent_zone_of_the_ini_at_once(self) -> None:
+        """Not after three polls, for which it would ask whether the zone knows this master."""
+        world = SubSpaceWorld(subspace__zones="203.0.113.9:25000")
+        world.run(12)
+        self.assertEqual((world.outcome(), world.registry.servers()), (("silent", "no answer to a ping on UDP port 25001"), []))
+
     def test_a_silent_zone_of_the_ini_has_no_ping_and_no_arenas(self) -> None:
         world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
         world.run(40)
@@ -4392,6 +4398,8 @@ class AioTest(unittest.TestCase):
         self.assertEqual(text.receive(b"13#Casino royale#D#27010#%", 0.0), b"")
         self.assertEqual(text.receive(b"13#N#D#27010#%", 0.0), b"%SUCCESS#13#%")
         self.assertEqual(aio.session("198.51.100.9", 0.0).receive(b"13#N#D#27011#%", 0.0), b"")
+        self.assertEqual(aio.session("198.51.100.9", 0.0).receive(b"13#N#D#99999#%", 0.0), b"")
+        self.assertEqual([port for source, _, port in aio.registry.heard if source == "198.51.100.9"], [27010, 27011, 0])
         self.assertRaises(ms.Malformed, text.receive, b"13#N#D#port#%", 0.0)
         self.assertEqual(sorted((key[0], heard[1]) for key, heard in aio.registry.heard.items()),
                          [("198.51.100.9", "bad packet"), ("198.51.100.9", "limit"), ("198.51.100.9", "listed"), ("203.0.113.9", "banned")])
@@ -6255,6 +6263,27 @@ class WebTest(unittest.TestCase):
             self.assertEqual(out.count(b"HTTP/1.1 429"), 1 if last == b"close" else 10)
             self.assertIn(b"Connection: %s\r\n" % last, out[out.index(b"HTTP/1.1 429"):])
             self.assertEqual(session.done, last == b"close")
+
+    def test_check_tells_an_answer_that_cannot_be_read_from_none(self) -> None:
+        """Who answers a query with what is no answer need not look at the firewall; in the next poll it may be silent."""
+        poller, now = self.core.poller, 0.0
+        for title in "A packet that cannot be read", "It does not answer queries":
+            for number, querier in enumerate((ms.Hyperbol(self.core), ms.SubSpacePing(self.core), ms.Aio(self.core))):
+                address = "203.0.113.%d" % number
+                poller.add(querier, address, 5000)
+                for _ in range(50):
+                    now += 1.0
+                    for _, peer in poller.tick(now):
+                        if "read" in title:
+                            self.assertRaises(ms.Malformed, poller.datagram, b"junk", peer, now)
+                page = self.get("/check?address=" + address, now=now)[2].decode()
+                self.assertEqual(re.findall("<h3>(.*?)</h3>", page), [title], querier.game)
+                self.assertIn("UDP port %d" % (5000 + querier.offset), page)
+
+    def test_check_is_told_of_another_version_of_the_first_draft(self) -> None:
+        peer = ("203.0.113.9", 40000)
+        self.assertEqual(ms.Iceball(self.core).datagram(hexa("01 0301 0151 00"), peer, 0.0), [(hexa("07 0100"), peer)])
+        self.assertIn(b"does not list heartbeat version 259 in", self.get("/check?address=203.0.113.9")[2])
 
     def test_check_shows_the_latest(self) -> None:
         """Of thousands that somebody may have sent so that each page takes long."""
