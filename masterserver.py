@@ -881,7 +881,7 @@ class Rules:
         if not self.bans:
             return ""
         found = [self.bans.find(address_number(address)) for address in addresses]
-        return next((reason or "no reason given" for reason in found if reason is not None), "")
+        return next((reason or "banned, no reason given" for reason in found if reason is not None), "")
 
     def marks(self, place: Tuple[str, int]) -> Tuple[bool, int]:
         return self.official.get(place, False), self.priority.get(place, 0)
@@ -2356,9 +2356,9 @@ class Iceball(UdpProtocol):
         hbversion, version = struct.unpack_from("<HI", data, 4)
         outcome, packet = "version", b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version)
         if hbversion != ICEBALL_HBVERSION:
-            why = "heartbeat version %d" % hbversion
+            why = "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
         elif self.accepted and version not in self.accepted and version & ~ICEBALL_BUILD not in self.accepted:
-            why = "Iceball version %s" % iceball_version_text(version)
+            why = "Iceball version %s, only %s" % (iceball_version_text(version), ", ".join(map(iceball_version_text, self.accepted)))
         elif len(data) != ICEBALL_ANNOUNCEMENT_BYTES:
             outcome, packet = "bad packet", b"BADF"
             why = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
@@ -2493,7 +2493,7 @@ class IceballDraft:
         if len(data) < 3:
             raise Malformed("a request without a version")
         if data[1:3] != DRAFT_HBVERSION:
-            self.registry.note(peer[0], "iceball", 0, "version", now, "heartbeat version %d in the first draft's form" % (data[1] | data[2] << 8))
+            self.registry.note(peer[0], "iceball", 0, "version", now, "heartbeat version %d in the form of version 1" % (data[1] | data[2] << 8))
             return [(b"\7" + DRAFT_HBVERSION, peer)]
         if len(data) < 6 or data[-1] or b"\0" in data[5:-1]:
             raise Malformed("address: expected one text with a NUL at its end")
@@ -3058,7 +3058,7 @@ class SubSpacePing(UdpProtocol, Querier):
                     raise Refused("name", "the name %s belongs to another zone, with another password, for as long as that is listed" % name)
             elif owner is not None and claim.lifetime != math.inf:          # HTTP has no password, but proves the address
                 if now - announced_at < ZONE_LIFETIME_S:
-                    raise Refused("name", "the name %s is announced with another password; a new one is accepted "
+                    raise Refused("password", "the name %s is announced with another password; a new one is accepted "
                                           "once that has not been heard for %d s" % (name, ZONE_LIFETIME_S))
                 self.owners[key] = None, servers, announced_at
 
@@ -5004,7 +5004,9 @@ def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findin
         listed=Html('<ul class="servers">\n%s</ul>\n' % servers) if listed else "",
         findings=Html('<ol class="findings">\n%s</ol>\n' % what) if what else fill(string.Template(
             "<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of the game "
-            "server, and does its firewall let packets out?</p>\n"), whom=whom)))
+            "server, and does its firewall let packets out?$more</p>\n"), whom=whom, more=(
+                " Without the port, this page tells what came from any." if port else "") + (
+                " Most game servers announce themselves by IPv4; look up that address as well." if ":" in address else ""))))
 
 
 def error_page(status: int, reason: str, hint: str, look: Look) -> Html:
@@ -6029,9 +6031,10 @@ class Web(TcpProtocol):
     def checked(self, address: str, port: int, addresses: Set[str], now: float, listed: List[Server]) -> Answer:
         """The page, once it is known who is listed."""
         # Not every packet of a listed server is noted
-        heard = [(server.source, server.game, server.port, server.last_seen, "private" if server.address in LOCAL else "listed", "")
-                 for server in listed if server.responding and not server.unconfirmed]
-        known = {(game, port) for _, game, port, *_ in heard}
+        heard = [(server.source if server.source == address else server.address, server.game, server.port, server.last_seen,
+                  "unconfirmed" if server.unconfirmed else "private" if server.address in LOCAL else
+                  "ipv6" if ":" in server.address and server.game in IPV4_LISTS else "listed", "") for server in listed if server.responding]
+        known = {(game, port) for _, game, port, _, outcome, _ in heard if outcome != "unconfirmed"}
         ban = self.rules.ban(*addresses)
         for (source, protocol, announced), (at, outcome, detail) in self.registry.heard.items():
             if (source in addresses or self.rules.listed_address(source) == address) and (not port or announced in (0, port)):
@@ -6143,7 +6146,7 @@ OUTCOMES = {
                   "server and here lets packets out but not in: open UDP, or forward the game's port."),
     "waiting": ("It has to wait",
                 "It answers, but many others are waiting to be queried. It gets its turn when it announces itself again, within a minute."),
-    "version": ("Wrong version", "This master does not list %s. Update the game server."),
+    "version": ("Wrong version", "This master does not list %s. Another version of the game server is needed."),
     "bad packet": ("A packet that cannot be read", "What is wrong with it: %s. If the port is the one for this game, update the game "
                                                    "server, or fix what announces it."),
     "silent": ("It does not answer queries", "There was %s. Open that UDP port in the firewall and forward it in the router."),
@@ -6151,14 +6154,20 @@ OUTCOMES = {
     "limit": ("Over the limit", "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
     "flood": ("Too many packets", "More than %s packets per second come from this address, and the rest are not read. Does a game server "
                                   "announce itself in a loop? If many share the address, ask this master's operator for more."),
-    "name": ("The name is refused", "It is not listed: %s. Give the server another name."),
+    "name": ("The name is refused", "Not under this name: %s. Give the server another name."),
+    "password": ("Another password", "It is not accepted: %s. Wait, or set the former password again."),
     "stopped": ("Signed off", "The game server said that it was stopping."),
     "listed": ("Listed", "All is well."),
     "private": ("Listed under a private address", "Players elsewhere cannot reach it. This master's operator can name its public address "
                                                   "in [server] public_address or [address_map]."),
-    "gone": ("No longer listed", "It was listed then, and has since fallen silent. Is the game server running, and does it still announce itself "
-                                 "here?"),
+    "ipv6": ("Listed under an IPv6 address", "The page shows it, but the list that this game's players get has room for IPv4 addresses only. "
+                                             "Let the game server announce itself by IPv4."),
+    "unconfirmed": ("Not heard since a restart", "It was listed before this master was restarted, and stays for a while. Is the game server "
+                                                 "running, and does it still announce itself here?"),
+    "gone": ("No longer listed", "It was listed then, and has since fallen silent, or this master's settings no longer allow it. Is the game "
+                                 "server running, and does it still announce itself here?"),
 }
+IPV4_LISTS = "subspace", "hyperbol"         # games whose own lists have room for no other address
 
 
 def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:

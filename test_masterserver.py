@@ -1893,7 +1893,7 @@ class IceballTest(unittest.TestCase):
 
     def test_a_reload_is_heeded_by_servers_that_are_listed(self) -> None:
         self.shake(CAPTURED)
-        self.core.settings.values["iceball.accept_versions"] = ("0.3",)
+        self.core.settings.values["iceball.accept_versions"] = (ms.read_iceball_version("0.3"), 0)
         self.iceball.read(self.core.settings)
         with self.assertRaisesRegex(ms.Malformed, "version"):
             self.send(CAPTURED, 1.0)
@@ -3257,7 +3257,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.1")
         world.run(2)
         world.announce(zone_announcement(name=b"Chaos", password=b"cane"), "203.0.113.1")
-        self.assertEqual(world.outcome("203.0.113.1")[0], "name")
+        self.assertEqual(world.outcome("203.0.113.1")[0], "password")
         world.ping.announced("203.0.113.1", 25000, {"name": "Chaos", "description": "by HTTP"}, world.now)
         self.assertEqual(world.zone("203.0.113.1").description, "by HTTP")          # type: ignore[union-attr]
         for password in (b"cane", b""):
@@ -3265,7 +3265,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             self.assertEqual(world.outcome("203.0.113.2")[0], "name")
         world.run(100)
         world.announce(zone_announcement(name=b"Chaos", password=b"secret"), "203.0.113.1")
-        for age, outcome in ((179, "name"), (1, "listed")):             # the zone's own word counts again, whoever had the last one
+        for age, outcome in ((179, "password"), (1, "listed")):             # the zone's own word counts again, whoever had the last one
             world.ping.announced("203.0.113.1", 25000, {"name": "Chaos"}, world.now)
             world.run(age)
             world.announce(zone_announcement(name=b"Chaos", password=b"other"), "203.0.113.1")
@@ -3282,7 +3282,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.announce(zone_announcement(name=b"Mine", password=b"secret"), "203.0.113.1")
         world.run(2)
         world.announce(zone_announcement(name=b"Forged", password=b"cane"), "203.0.113.1")
-        self.assertEqual(world.outcome("203.0.113.1")[0], "name")
+        self.assertEqual(world.outcome("203.0.113.1")[0], "password")
         world.announce(zone_announcement(name=b"Mine", password=b"thief"), "203.0.113.2")
         world.run(2)
         self.assertEqual([s.name for s in world.registry.servers()], ["Mine"])
@@ -3373,7 +3373,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.run(40)
         reload(world.core, world.ping, subspace__zones="192.168.1.5:25000", **{"address_map.192.168.1.5": "203.0.113.7"})
         world.announce(zone_announcement(name=b"Mine", password=b"thief"), "192.168.1.5")
-        self.assertEqual(world.outcome("192.168.1.5")[0], "name")
+        self.assertEqual(world.outcome("192.168.1.5")[0], "password")
         reload(world.core, world.ping, **{"address_map.192.168.1.5": "203.0.113.7"})
         self.assertEqual([(s.address, s.named) for s in world.registry.servers()], [("203.0.113.7", False)])
 
@@ -3562,7 +3562,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.ping.announced("203.0.113.1", 25000, {"name": "Mine"}, world.now)
             world.run(60)
         world.announce(zone_announcement(name=b"Mine", password=b"evil"), "203.0.113.1")
-        self.assertEqual(world.outcome("203.0.113.1")[0], "name")
+        self.assertEqual(world.outcome("203.0.113.1")[0], "password")
         world.announce(zone_announcement(name=b"Mine"), "203.0.113.2")
         world.run(2)
         self.assertEqual([s.name for s in world.registry.servers()], ["Mine", "Mine"])
@@ -6220,8 +6220,34 @@ class WebTest(unittest.TestCase):
             page = self.get("/check?address=" + address, now=4.0)[2].decode()
             self.assertEqual(re.findall("<h3>(.*?)</h3>", page), ["Announced, but the answer did not come back", "Listed"])
             self.assertEqual("10.0.0.5" in page, address == "10.0.0.5", "which one is behind a public address is not told")
-        self.registry.servers()[0].unconfirmed = True
-        self.assertNotIn(b"<h3>Listed", self.get("/check?address=203.0.113.9", now=4.0)[2])
+
+    def test_check_does_not_tell_a_neighbour_s_address(self) -> None:
+        """Of servers of a network that are listed at one public address, each by the operator's settings or by its own word."""
+        self.registry.rules.address_map = {"10.0.0.5": "203.0.113.9", "10.0.0.6": "203.0.113.9"}
+        for port, source in enumerate(("10.0.0.5", "10.0.0.6", "10.0.0.7"), 1):
+            self.registry.hear("iceball", "203.0.113.9", port, source, 0.0, 120.0, {"name": "x"})
+        for address, told in (("203.0.113.9", set()), ("10.0.0.5", {"10.0.0.5"}), ("10.0.0.7", {"10.0.0.7"})):
+            page = self.get("/check?address=" + address, now=1.0)[2].decode()
+            self.assertEqual((set(re.findall(r"10\.0\.0\.\d", page)), "203.0.113.9:1<" in page), (told, address != "10.0.0.7"))
+
+    def test_check_of_who_is_listed_and_not_well(self) -> None:
+        """After a restart, or at an address for which the game's own list has no room."""
+        querier = ms.SubSpacePing(self.core)
+        for game, address, title in (("iceball", "203.0.113.9", "Listed"), ("aio", "2001:db8::9", "Listed"),
+                                     ("hyperbol", "2001:db8::8", "Listed under an IPv6 address"),
+                                     (querier.game, "2001:db8::7", "Listed under an IPv6 address")):
+            server = self.registry.hear(game, address, 1, address, 0.0, 120.0, {"name": "x"})
+            self.registry.note(address, game, 1, "announced", 0.0)
+            for unconfirmed, titles in ((False, [title]), (True, ["Not heard since a restart", "Announced, but the answer did not come back"])):
+                server.unconfirmed = unconfirmed
+                page = self.get("/check?address=" + address, now=1.0)[2].decode()
+                self.assertEqual(re.findall("<h3>(.*?)</h3>", page), titles, game)
+
+    def test_check_of_nothing_says_where_else_to_look(self) -> None:
+        for path, port, ipv4 in (("203.0.113.9", False, False), ("203.0.113.9&port=5", True, False), ("2001:db8::9", False, True)):
+            page = self.get("/check?address=" + path)[2]
+            self.assertIn(b"Nothing has arrived", page)
+            self.assertEqual((b"Without the port" in page, b"by IPv4" in page), (port, ipv4))
 
     def test_check_does_not_praise_a_private_address(self) -> None:
         for address in "127.0.0.1", "192.168.1.5", "fd00::5":
@@ -6284,6 +6310,13 @@ class WebTest(unittest.TestCase):
         peer = ("203.0.113.9", 40000)
         self.assertEqual(ms.Iceball(self.core).datagram(hexa("01 0301 0151 00"), peer, 0.0), [(hexa("07 0100"), peer)])
         self.assertIn(b"does not list heartbeat version 259 in", self.get("/check?address=203.0.113.9")[2])
+
+    def test_check_tells_which_versions_are_listed(self) -> None:
+        iceball = ms.Iceball(make_core(iceball__accept_versions="0.2, 0.2.1-37")._replace(registry=self.registry))
+        for sent, words in ((announcement(version=ms.read_iceball_version("0.3")), b"Iceball version 0.3, only 0.2, 0.2.1-37."),
+                            (announcement(hbversion=3), b"heartbeat version 3, only 2.")):
+            iceball.datagram(sent, ("203.0.113.9", 40000), 0.0)
+            self.assertIn(words, self.get("/check?address=203.0.113.9")[2])
 
     def test_check_shows_the_latest(self) -> None:
         """Of thousands that somebody may have sent so that each page takes long."""
@@ -6400,6 +6433,7 @@ class WebTest(unittest.TestCase):
         for outcome, detail, todo in (("limit", "32 servers of one address are listed at the most", "Stop one of the others"),
                                       ("name", "names matching x are not listed here", "Give the server another name"),
                                       ("banned", "fake players", "ask its operator"), ("silent", "no answer from UDP port 9", "Open that UDP port"),
+                                      ("password", "the name x is announced with another", "Wait"),
                                       ("bad packet", "length: 85 bytes instead of 86", "update the game server")):
             title, advice = ms.outcome_words(outcome, detail)
             self.assertIn(detail, advice)
