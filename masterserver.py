@@ -5886,6 +5886,7 @@ class Web(TcpProtocol):
             if action not in ("", "announce"):
                 raise Refused("bad packet", "action: expected stop, or nothing")
             querier = self.core.announcers.get(game)
+            before = self.registry.heard.get((source, game, port))
             if querier is not None:
                 querier.announced(source, port, fields, now)
             else:
@@ -5898,6 +5899,8 @@ class Web(TcpProtocol):
             return Answer(to_json({"listed": True, "ttl": ANNOUNCED_TTL_S}), JSON_TYPE)
         asked = port if querier is None else port + querier.offset
         reason = "waiting for its answer to a query on UDP port %d" % asked
+        if before is not None and before[2]:            # who has only this answer would wait for ever
+            reason += "; the last time: " + before[2]
         return Answer(to_json({"listed": False, "ttl": ANNOUNCED_TTL_S, "reason": reason}), JSON_TYPE)
 
     def announce_own(self, game: str, source: str, port: int, fields: Dict[str, Any], now: float) -> None:

@@ -7074,6 +7074,20 @@ class AnnounceTest(unittest.TestCase):
         self.assertEqual(self.registry.servers(), [])
         self.assertEqual(self.registry.heard["203.0.113.9", "mygame", 1][1], "bad packet")
 
+    def test_who_waits_is_told_why_it_was_not_listed_the_last_time(self) -> None:
+        """As its answer had a refused name, or there was none."""
+        self.registry.rules.refuse_names = (ms.read_pattern("Fun"),)
+        announced, now = {"game": "hyperbol", "port": 27888}, 0.0
+        for answers, words in ((True, "27888"), (False, "; the last time: names matching Fun are not listed here"),
+                               (True, "; the last time: no answer from UDP port 27888")):
+            reason = self.post(announced)[1]["reason"]
+            self.assertTrue(reason.startswith("waiting for") and reason.endswith(words), reason)
+            for _ in range(20):
+                now += 1.0
+                for query, peer in self.core.poller.tick(now):
+                    if answers:
+                        self.core.poller.datagram(hyperbol_reply(o1=query[1:]), peer, now)
+
     def test_refused_with_the_right_status(self) -> None:
         network = ms.read_network("198.51.100.0/24")
         self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
