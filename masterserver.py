@@ -3919,6 +3919,8 @@ class AioSession(Session):
         return b""
 
     def closed(self, now: float) -> None:
+        if self.buffer and not self.held:           # as a text without its #%
+            self.aio.registry.note(self.address, "aio", 0, "bad packet", now, "a message without its end")
         self.aio.registry.remove(self.server)
 
 

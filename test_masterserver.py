@@ -6311,6 +6311,20 @@ class WebTest(unittest.TestCase):
         self.assertEqual(ms.Iceball(self.core).datagram(hexa("01 0301 0151 00"), peer, 0.0), [(hexa("07 0100"), peer)])
         self.assertIn(b"does not list heartbeat version 259 in", self.get("/check?address=203.0.113.9")[2])
 
+    def test_check_is_told_of_a_message_without_its_end(self) -> None:
+        aio = ms.Aio(self.core)
+        for number, (sent, titles) in enumerate((
+                (b"13#N#D#27010", ["A packet that cannot be read"]), (b"KEEPALIVE#%\n" * 100, []), (b"12#%", []), (b"", []))):
+            address = "203.0.113.%d" % number
+            session = aio.session(address, 0.0)
+            session.opened(0.0)
+            session.receive(sent, 0.0)
+            if number == 2:
+                session.ended(0.0)
+            session.closed(1.0)
+            page = self.get("/check?address=" + address, now=1.0)[2].decode()
+            self.assertEqual(re.findall("<h3>(.*?)</h3>", page), titles)
+
     def test_check_tells_which_versions_are_listed(self) -> None:
         iceball = ms.Iceball(make_core(iceball__accept_versions="0.2, 0.2.1-37")._replace(registry=self.registry))
         for sent, words in ((announcement(version=ms.read_iceball_version("0.3")), b"Iceball version 0.3, only 0.2, 0.2.1-37."),
