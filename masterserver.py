@@ -143,6 +143,7 @@ ANSWERS_RATE = 1e6, 1e6             # no real limit: a flood in a server's name 
 KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and those here for longest. As many departures may wait for the disk
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB, with the longest reasons 8 …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
+HEARD_BACK_S = 120.0                # /check says so if they do not reach back so far: servers announce themselves once a minute
 
 HTTP_LINE_BYTES = 4096              # the longest request line; a /check address needs 60
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
@@ -4987,10 +4988,10 @@ def server_page(server: Any, known: Any, series: Any, span: str, wall: float, lo
 
 
 def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findings: Iterable[tuple], listed: Sequence[Any], wall: float,
-               look: Look) -> Html:
+               look: Look, lately: str = "lately") -> Html:
     """What became of what an address sent. port: 0 for any; state: (what holds for the address, what to do); findings: (when, protocol,
     address, port, outcome, what to do), the latest first; listed: the servers of this address that are listed now; wall: 0.0 if none of it
-    changes with time."""
+    changes with time; lately: how far the findings go back."""
     item = string.Template('<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>\n')
     servers = "".join(fill(
         item, link=server_link(server), name=server.name or endpoint(server.address, server.port), badges=badges(server),
@@ -5005,8 +5006,8 @@ def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findin
         verdict="Listed now: " + plural(len(listed), "server") if listed else "Nothing at %s is listed now" % whom,
         listed=Html('<ul class="servers">\n%s</ul>\n' % servers) if listed else "",
         findings=Html('<ol class="findings">\n%s</ol>\n' % what) if what else fill(string.Template(
-            "<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of the game "
-            "server, and does its firewall let packets out?$more</p>\n"), whom=whom, more=(
+            "<p>Nothing has arrived from $whom $lately. Is the address of this master right in the settings of the game "
+            "server, and does its firewall let packets out?$more</p>\n"), whom=whom, lately=lately, more=(
                 " Without the port, this page tells what came from any." if port else "") + (
                 " Most game servers announce themselves by IPv4; look up that address as well." if ":" in address else ""))))
 
@@ -6054,8 +6055,11 @@ class Web(TcpProtocol):
         state = [outcome_words("banned", ban)] if ban else []
         if any(self.rules.datagrams.spent(source, now) for source in addresses):
             state.append(outcome_words("flood", "%g" % self.settings["limits.datagrams"][0]))
+        notes = self.registry.heard
+        back = now - next(iter(notes.values()))[0] if len(notes) >= HEARD_SOURCES else math.inf
+        lately = "in the last %d s, and more arrives just now than this page can tell of" % back if back < HEARD_BACK_S else "lately"
         return Answer(check_page(address, port, state, findings, [as_shown(server, epoch) for server in listed], now + epoch,
-                                 self.look()).encode("utf-8"), HTML_TYPE)
+                                 self.look(), lately).encode("utf-8"), HTML_TYPE)
 
     def healthz(self, request: Request) -> Answer:
         """200 as long as it serves; `trouble` says what does not work."""

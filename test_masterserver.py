@@ -6325,6 +6325,14 @@ class WebTest(unittest.TestCase):
             page = self.get("/check?address=" + address, now=1.0)[2].decode()
             self.assertEqual(re.findall("<h3>(.*?)</h3>", page), titles)
 
+    def test_check_says_how_far_back_it_can_look(self) -> None:
+        """A flood displaces what came from others."""
+        self.registry.note("203.0.113.9", "iceball", 1, "announced", 0.0)
+        for number in range(ms.HEARD_SOURCES):
+            self.registry.note("198.51.100.1", "iceball", number, "announced", 10.0 + number / 400)
+        for now, words in ((25.0, b"203.0.113.9 in the last 15 s, and more"), (1000.0, b"203.0.113.9 lately.")):
+            self.assertIn(b"Nothing has arrived from " + words, self.get("/check?address=203.0.113.9", now=now)[2])
+
     def test_check_tells_which_versions_are_listed(self) -> None:
         iceball = ms.Iceball(make_core(iceball__accept_versions="0.2, 0.2.1-37")._replace(registry=self.registry))
         for sent, words in ((announcement(version=ms.read_iceball_version("0.3")), b"Iceball version 0.3, only 0.2, 0.2.1-37."),
