@@ -1108,7 +1108,8 @@ class Registry:
         if self.total >= rules.servers:
             raise Refused("limit", "this master lists at most %d servers" % rules.servers)
         if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.exempts(source):
-            raise Refused("limit", "at most %d servers of one address are listed" % rules.servers_per_source)
+            one = "/64 network" if ":" in source else "address"
+            raise Refused("limit", "at most %d servers of one %s are listed" % (rules.servers_per_source, one))
 
     def admit_source(self, source: str, address: str) -> None:
         ban = self.rules.ban(source, address)

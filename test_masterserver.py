@@ -6333,6 +6333,16 @@ class WebTest(unittest.TestCase):
         for now, words in ((25.0, b"203.0.113.9 in the last 15 s, and more"), (1000.0, b"203.0.113.9 lately.")):
             self.assertIn(b"Nothing has arrived from " + words, self.get("/check?address=203.0.113.9", now=now)[2])
 
+    def test_check_tells_that_a_neighbour_counts(self) -> None:
+        """On IPv6 the one who is over the limit may have no other server at its address."""
+        self.registry.rules.servers_per_source = 1
+        self.registry.hear("mygame", "2001:db8::1", 1, "2001:db8::1", 0.0, 120.0, {"name": "x"})
+        for address, words in (("2001:db8::2", "of one /64 network are"), ("203.0.113.9", "of one address are")):
+            aio = ms.Aio(self.core)
+            for port in 1, 2:
+                aio.session(address, 0.0).receive(b"13#N#D#%d#%%" % port, 0.0)
+            self.assertIn(words, self.get("/check?address=" + address)[2].decode())
+
     def test_check_tells_which_versions_are_listed(self) -> None:
         iceball = ms.Iceball(make_core(iceball__accept_versions="0.2, 0.2.1-37")._replace(registry=self.registry))
         for sent, words in ((announcement(version=ms.read_iceball_version("0.3")), b"Iceball version 0.3, only 0.2, 0.2.1-37."),
