@@ -6058,7 +6058,7 @@ class Web(TcpProtocol):
             state.append(outcome_words("flood", "%g" % self.settings["limits.datagrams"][0]))
         notes = self.registry.heard
         back = now - next(iter(notes.values()))[0] if len(notes) >= HEARD_SOURCES else math.inf
-        lately = "in the last %d s, and more arrives just now than this page can tell of" % back if back < HEARD_BACK_S else "lately"
+        lately = "in the last %d s (so much arrives now that this page looks back no further)" % back if back < HEARD_BACK_S else "lately"
         return Answer(check_page(address, port, state, findings, [as_shown(server, epoch) for server in listed], now + epoch,
                                  self.look(), lately).encode("utf-8"), HTML_TYPE)
 
