@@ -1261,6 +1261,7 @@ class Registry:
             games[server.game][moving[server][1:]] = server
         self.games.update(games)            # at once, as other threads may look, and none may be missing
         for before, server in arrived:
+            server.batch = self.batch       # first: under its new key it is not on disk
             server.move(moving[server][1])
             server.official, server.priority = self.rules.marks((server.address, server.port))
             self.left.add(before.key)

@@ -7524,6 +7524,26 @@ class KeeperTest(unittest.TestCase):
         self.assertFalse(keeper.shared)
         self.assertEqual([row[2] for row in keeper.storage.load(T0 + 12)], [1])
 
+    def test_who_is_half_moved_while_a_batch_is_written_was_taken_out_by_nobody(self) -> None:
+        """The worker's thread may look for a row under the new address before the server counts as changed."""
+        registry, keeper = self.start(0.0, T0)
+        server = registry.hear("iceball", "127.0.0.1", 1, "127.0.0.1", 0.0, 1e6, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+        registry.refresh(server, 10.0)
+        with mock.patch.object(keeper.worker, "submit") as submit:
+            keeper.tick(11.0, T0 + 11)
+        job, done = submit.call_args[0]
+        move = ms.Server.move
+
+        def written_meanwhile(server: ms.Server, address: str) -> None:
+            move(server, address)
+            done(job(), 11.0)
+        with mock.patch.object(ms.Server, "move", written_meanwhile):
+            registry.apply_rules(ms.Settings({"server.public_address": "203.0.113.9"}))
+        self.assertFalse(keeper.shared)
+        keeper.tick(13.0, T0 + 13)
+        self.assertEqual([row[1] for row in keeper.storage.load(T0 + 14)], ["203.0.113.9"])
+
     def test_another_program_takes_servers_out_of_the_database(self) -> None:
         registry, keeper = self.start(0.0, T0)
         for port in 1, 2:
