@@ -6928,8 +6928,8 @@ class Keeper:
         self.list_again(now, now + self.epoch, left)
         failed = isinstance(result, Exception)
         trouble = error_text(result) if failed else self.storage.trouble       # which an empty batch does not end
-        self.whole = bool(trouble) or self.storage.renewed != self.renewed
-        self.renewed = self.storage.renewed
+        before, self.renewed = self.renewed, self.storage.renewed           # looked at once: the worker may open the file for a server's page
+        self.whole = bool(trouble) or self.renewed != before
         if failed:
             self.minute = 0.0               # the failed batch may have been the minute's count
             newer, self.registry.left = self.registry.left, {key for key in left if self.registry.get(*key) is None}

@@ -7544,6 +7544,25 @@ class KeeperTest(unittest.TestCase):
         keeper.tick(13.0, T0 + 13)
         self.assertEqual([row[1] for row in keeper.storage.load(T0 + 14)], ["203.0.113.9"])
 
+    def test_a_file_that_is_renewed_while_a_result_is_taken_is_written_whole(self) -> None:
+        """The worker's thread reads it for a server's page while the event loop takes the result of the last batch."""
+        registry, keeper = self.start(0.0, T0)
+        registry.hear("aio", "203.0.113.9", 1, "203.0.113.9", 1.0, math.inf, {"name": "S"})
+        keeper.tick(2.0, T0 + 2)
+
+        def read_meanwhile(storage: ms.Storage) -> int:
+            found: int = storage.__dict__["renewed"]
+            if not os.path.exists(self.path):
+                storage.known("aio", "203.0.113.9", 1)
+            return found
+        with mock.patch.object(ms.Storage, "renewed", property(read_meanwhile, lambda self, new: self.__dict__.update(renewed=new)), create=True):
+            keeper.storage.close()
+            os.remove(self.path)
+            keeper.written(set(), None, 3.0)
+        keeper.tick(4.0, T0 + 4)
+        keeper.tick(6.0, T0 + 6)
+        self.assertEqual([row[1] for row in keeper.storage.load(T0 + 7)], ["203.0.113.9"])
+
     def test_another_program_takes_servers_out_of_the_database(self) -> None:
         registry, keeper = self.start(0.0, T0)
         for port in 1, 2:
