@@ -1337,7 +1337,8 @@ class Registry:
         """This part of every server no longer holds: it is made again with the list that it stands in."""
         for listed in self.games.values():
             for server in listed.values():
-                if server.parts:
+                if server.parts is not None:
+                    server.parts = server.parts.copy()          # a worker may be about to put the old one into what it has taken
                     server.parts.pop(name, None)
 
     def note(self, source: str, protocol: str, port: int, outcome: str, now: float, detail: str = "") -> None:
