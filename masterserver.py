@@ -1911,7 +1911,7 @@ class Target:
         self.nonce = 0
         self.attempt = self.step = self.missed = 0
         self.ping_ms = 0.0                              # round trip of the answer at hand
-        self.wrong = ""                                 # with what came in this poll and was no answer
+        self.wrong = ""                                 # why what came in this poll is no answer; "": nothing did, or it was one
         self.scratch: Any = None
 
 
@@ -6039,10 +6039,9 @@ class Web(TcpProtocol):
 
     def checked(self, address: str, port: int, addresses: Set[str], now: float, listed: List[Server]) -> Answer:
         """The page, once it is known who is listed."""
-        # Not every packet of a listed server is noted
+        # Not every packet of a listed server is noted; its source is told only to those who ask by that
         heard = [(server.source if server.source == address else server.address, server.game, server.port, server.last_seen,
-                  "unconfirmed" if server.unconfirmed else "private" if server.address in LOCAL else
-                  "ipv6" if ":" in server.address and server.game in IPV4_LISTS else "listed", "") for server in listed if server.responding]
+                  listed_outcome(server), "") for server in listed if server.responding]
         known = {(game, port) for _, game, port, _, outcome, _ in heard if outcome != "unconfirmed"}
         ban = self.rules.ban(*addresses)
         for (source, protocol, announced), (at, outcome, detail) in self.registry.heard.items():
@@ -6180,6 +6179,15 @@ OUTCOMES = {
                                  "server running, and does it still announce itself here?"),
 }
 IPV4_LISTS = "subspace", "hyperbol"         # games whose own lists have room for no other address
+
+
+def listed_outcome(server: Server) -> str:
+    """Where a listed server stands, as one of OUTCOMES."""
+    if server.unconfirmed:
+        return "unconfirmed"
+    if server.address in LOCAL:
+        return "private"
+    return "ipv6" if ":" in server.address and server.game in IPV4_LISTS else "listed"
 
 
 def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:

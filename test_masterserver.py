@@ -11185,6 +11185,7 @@ class HttpAnnouncing(unittest.TestCase):
         self.assertFalse(self.announcer.done)
         self.announcer.tick(20.0)
         self.assertTrue(self.announcer.done)
+        self.assertIn("is that the port of the master's page?", self.announcer.state)
         self.announcer.closed(20.0)
         self.assertGreater(self.announcer.due, 20.5)
 
