@@ -587,11 +587,12 @@ def c_string(data: bytes) -> bytes:
 # Control sequences such as colours, introduced by one byte or two; control strings, up to their end; other escapes (ECMA-48)
 ANSI = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\\\|\x9c)"
                   "|\x1b[ -/]*[0-~]?")
-BREAKS = re.compile("[\t-\r\x85\u2028\u2029\u2800]+")         # the last is the Braille pattern without dots, which shows as a space
-# Control, soft hyphen, bidirectional, zero-width, interlinear, tag characters, lone surrogates, non-characters
+# Also what shows as a space, or a name could be taken that only looks like another's; the last is the Braille pattern without dots
+BREAKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
+# Control, soft hyphen, bidirectional, zero-width, interlinear, shorthand format, tag characters, lone surrogates, non-characters
 INVISIBLE = re.compile("[\0-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
                        "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
-                       "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]")
+                       "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]")
 # More than three accents on one letter are not writing
 STACKED = re.compile("([\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]{3})"
                      "[\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]+")

@@ -336,6 +336,7 @@ class TextTest(unittest.TestCase):
                 ("\x1b]8;;x\x1b\\link\x1b(B\x1b[m", "link"), ("\x1bcreset", "reset"), ("\x9b31mcsi", "csi"), ("\x90" * 99 + "x\x9cy", "y"),
                 ("a\u202eb\u2066c\u200bd\u200ee\ufefff", "abcdef"),
                 ("x\ud800y", "xy"), ("a" * 500, "a" * 128), ("\u3164\u200b \u2060", ""), ("\u2800 \u2800", ""),
+                ("\U0001bca0\U0001bca3", ""), ("Our\xa0own\u2007 \u3000server", "Our own   server"),
                 ("e" + "\u0301" * 5000, "e" + "\u0301" * 3),
                 ("na\u00efve \u6f22\u5b57 \U0001f600", "na\u00efve \u6f22\u5b57 \U0001f600")):
             self.assertEqual(ms.clean(dirty), wanted, ascii(dirty))
