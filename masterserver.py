@@ -136,6 +136,7 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; deployed servers return it within a second
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: a forger at 100,000 packets a second needs six million years
+SITE_SOURCES = 16                   # an IPv6 /48, which anybody can have with its 65,536 sources, may list as many servers as these together
 LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources together get beyond what they sent, a second / at once, for each use that
                                     # allow_surplus() has: 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses
@@ -437,7 +438,8 @@ SETTINGS = (
     Setting("limits", "connections_open", "64", read_number(1, 100000), "Open connections of one source.", live=True),
     Setting("limits", "connections_total", "2000", read_number(8, 100000),
             "Open connections in all; above that the one idle for longest is closed.", live=True),
-    Setting("limits", "servers_per_source", "32", read_number(1, 1000000), "Listed servers of one source.", live=True),
+    Setting("limits", "servers_per_source", "32", read_number(1, 1000000),
+            "Listed servers of one source; of one IPv6 /48, 16 times as many.", live=True),
     Setting("limits", "servers", "50000", read_number(1, 10000000), "Listed servers in all.", live=True),
 )
 
@@ -689,6 +691,12 @@ def source_key(address: str) -> str:
     return address
 
 
+def source_keys(address: str) -> Tuple[str, ...]:
+    """What servers are counted by: their source, and of IPv6 its /48 as well."""
+    source = source_key(address)
+    return (source, "%s/48" % ipaddress.IPv6Address(int(ipaddress.IPv6Address(source[:-3])) >> 80 << 80)) if ":" in source else (source,)
+
+
 def uncount(counts: Dict[Any, int], key: Any) -> None:
     """One fewer of these; a key with none left is dropped."""
     counts[key] -= 1
@@ -850,6 +858,11 @@ class Rules:
             for limiter in limiters:
                 limiter.set_rate(settings["limits." + name])
         self.answers.set_rate(ANSWERS_RATE)             # the same rate, to clear the table: who is blocked may have changed
+
+    @property
+    def allowances(self) -> Tuple[int, int]:
+        """How many servers each of the source_keys() may have."""
+        return self.servers_per_source, SITE_SOURCES * self.servers_per_source
 
     def believes(self, source: str, claimed: str) -> bool:
         """May a server say that it has this address? Only one that has reached us by loopback or a private network, and never a loopback address."""
@@ -1066,7 +1079,7 @@ class Registry:
         self.rules = rules
         self.games: Dict[str, Dict[Tuple[str, int], Server]] = collections.defaultdict(dict)
         self.census: Dict[str, List[int]] = collections.defaultdict(lambda: [0, 0, 0])     # servers, players, playing
-        self.sources: Dict[str, int] = collections.defaultdict(int)         # servers by source
+        self.sources: Dict[str, int] = collections.defaultdict(int)         # servers by source_keys()
         self.total = 0
         self.generation = 0
         self.watchers: Dict[Tuple[str, str], List[Callable[[str, Server], Any]]] = collections.defaultdict(list)    # by event and game ("": all)
@@ -1108,9 +1121,10 @@ class Registry:
             return
         if self.total >= rules.servers:
             raise Refused("limit", "this master lists at most %d servers" % rules.servers)
-        if self.sources.get(source_key(source), 0) >= rules.servers_per_source and not rules.exempts(source):
-            one = "/64 network" if ":" in source else "address"
-            raise Refused("limit", "at most %d servers of one %s are listed" % (rules.servers_per_source, one))
+        for key, most in zip(source_keys(source), rules.allowances):
+            if self.sources.get(key, 0) >= most and not rules.exempts(source):
+                one = key[-3:] + " network" if ":" in key else "address"
+                raise Refused("limit", "at most %d servers of one %s are listed" % (most, one))
 
     def admit_source(self, source: str, address: str) -> None:
         ban = self.rules.ban(source, address)
@@ -1135,9 +1149,9 @@ class Registry:
             self.admit_name(fields.get("name"), address, port)
             if server.source != source:
                 self.admit_source(source, address)
-                uncount(self.sources, source_key(server.source))
+                self.uncount_source(server)
                 server.source, server.mapped = source, address == self.rules.listed_address(source)
-                self.sources[source_key(source)] += 1
+                self.count_source(server)
                 server.batch = self.batch
             server.lifetime = lifetime
             self.refresh(server, now)
@@ -1151,7 +1165,7 @@ class Registry:
         if server.mapped is None:
             server.mapped = server.address == self.rules.listed_address(server.source)
         self.games[server.game][place] = server
-        self.sources[source_key(server.source)] += 1
+        self.count_source(server)
         self.total += 1
         self.count_in(server)
         self.schedule(server)
@@ -1181,9 +1195,17 @@ class Registry:
             return
         del self.games[server.game][server.address, server.port]
         self.count_out(server)
-        uncount(self.sources, source_key(server.source))
+        self.uncount_source(server)
         self.total -= 1
         self.changed("gone", server)
+
+    def count_source(self, server: Server) -> None:
+        for key in source_keys(server.source):
+            self.sources[key] += 1
+
+    def uncount_source(self, server: Server) -> None:
+        for key in source_keys(server.source):
+            uncount(self.sources, key)
 
     def count_in(self, server: Server) -> None:
         """Count its players from now on, limited to what is possible; a server that the ini names and that does not respond counts for nothing."""
@@ -1996,7 +2018,8 @@ class Poller(UdpProtocol):
         """Would one more that announces itself from here be too many? Silent ones count too, or a liar could have thousands queried; those
         of other games do not, as their address may have been forged. `times`: how many times what the settings allow is too many."""
         return self.sources[game, ""] >= times * max(self.rules.servers, POLL_CROWD) or (
-            self.sources[game, source_key(address)] >= times * self.rules.servers_per_source and not self.rules.exempts(address))
+            any(self.sources[game, key] >= times * most for key, most in zip(source_keys(address), self.rules.allowances))
+            and not self.rules.exempts(address))
 
     def add(self, querier: Querier, address: str, server_port: int, known: bool = False) -> Target:
         """Poll this game server from now on; `known`: the ini names it."""
@@ -2026,8 +2049,8 @@ class Poller(UdpProtocol):
             uncount(self.sources, key)
         target.querier.removed(target)
 
-    def counted(self, target: Target) -> Tuple[Tuple[str, str], ...]:
-        return (target.querier.game, ""), (target.querier.game, source_key(target.address))
+    def counted(self, target: Target) -> List[Tuple[str, str]]:
+        return [(target.querier.game, key) for key in ("", *source_keys(target.address))]
 
     def find(self, querier: Querier, address: str, server_port: int) -> Optional[Target]:
         """The target behind a game server's own port."""

@@ -9101,6 +9101,27 @@ class SourceLimitsTest(unittest.TestCase):
         self.assertTrue(limiter.allow("2001:db8::2", 0.0))
         self.assertFalse(limiter.allow("2001:db8::3", 0.0))
 
+    def test_an_ipv6_48_is_no_endless_supply_of_sources(self) -> None:
+        """One tunnel has 65,536 of what a limit by source counts: they could have all the places in the list, and all the queries."""
+        core = make_core(games__mygame="My Game", limits__servers_per_source="2")
+        ping, web = ms.SubSpacePing(core), ms.Web(core)
+        most = 2 * ms.SITE_SOURCES
+
+        def announced(game: str, address: str) -> bool:
+            body = b"game=%s&port=1" % game.encode()
+            return drive(web.session(address, 0.0), b"POST /announce HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))[9:12] == b"200"
+        for game, room in ("subspace", 2 * most), ("mygame", most):         # half of the queries are for what others may have made up
+            taken = [announced(game, "2001:db8:1:%x::7" % number) for number in range(room + 9)]
+            self.assertEqual(taken, [True] * room + [False] * 9, game)
+            for elsewhere in ("2001:db8:2::7", "203.0.113.9"):
+                self.assertTrue(announced(game, elsewhere), game)
+        self.assertEqual((core.registry.total, len(core.poller.targets)), (most + 2, 2 * most + 2))
+        self.assertIn("at most %d servers of one /48 network" % most, core.registry.heard["2001:db8:1:%x::7" % most, "mygame", 1][2])
+        core.registry.expire(ms.ANNOUNCED_TTL_S)
+        for target in list(core.poller.targets.values()):
+            core.poller.remove(target)
+        self.assertEqual((core.registry.sources, core.poller.sources, ping.claims), ({}, {}, {}))
+
     def test_reload_reaches_every_protocol(self) -> None:
         server = master(subspace__port="0", hyperbol__port="0", aio__port="0", http__ports="0")
         self.addCleanup(server.stop)
