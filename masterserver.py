@@ -6335,7 +6335,8 @@ SO_RCVBUFFORCE = 33                 # Linux, for a privileged process: past net.
 KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news
-LOGGED_EVENTS = 20                  # lines a second for servers that come and go: a line costs as much as listing a server
+LOGGED_EVENTS = 20                  # lines a second for servers that come and go: a line costs as much as listing a server …
+LOGGED_EVENTS_RATE = 2, 1200        # … and in the long run, a second / at once: one that comes and goes all the time must not fill the disk either
 LOOP_DELAY_FADES = 0.99             # a second: the longest delay is remembered for some minutes
 RELOAD_LOOK_S = 3.0                 # how often the ini is looked at
 
@@ -7242,6 +7243,7 @@ class MasterServer(Loop):
         # Separate, as a disk may hang, and as strangers may ask for more searches than one thread can do
         self.workers = {name: Worker(name, self.wake) for name in ("disk", "lists", "searches")}
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
+        self.event_lines = Limiter(LOGGED_EVENTS_RATE)
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
         self.keeper = Keeper(self.storage, self.registry, self.poller, self.workers["disk"], self.health) if self.storage else None
         if on_event is not None:
@@ -7482,7 +7484,7 @@ class MasterServer(Loop):
                 protocol.epoch = epoch
         # Of what came while it was stopped the system has kept what it had room for, often no more than 500 announcements
         self.guarded(self.registry.expire, now, self.held_up_s if now < self.held_up_at + HELD_UP_FOR_S else 0.0)
-        self.log_events()
+        self.log_events(now)
         if self.watchdog_s and now >= self.watchdog_at:
             self.watchdog_at = now + self.watchdog_s
             self.tell("WATCHDOG=1")
@@ -7599,7 +7601,7 @@ class MasterServer(Loop):
 
     def close_all(self) -> None:
         now = time.monotonic()
-        self.log_events()
+        self.log_events(now)
         for sock in [datagrams.sock for datagrams in self.datagrams] + [acceptor.sock for acceptor in self.acceptors]:
             sock.close()
         until = now + STOP_DISK_S           # for all together, the disk first: ten seconds after the signal a container is killed
@@ -7616,12 +7618,13 @@ class MasterServer(Loop):
         for connection in list(self.connections) + list(self.refused):
             connection.close(now)
 
-    def log_events(self) -> None:
-        """Who came and went in this second, one by one unless they are many."""
-        for event, server in self.events[:LOGGED_EVENTS]:
+    def log_events(self, now: float) -> None:
+        """Who came and went in this second, one by one unless they are many, or have been for long."""
+        told = [seen for seen in self.events[:LOGGED_EVENTS] if self.event_lines.allow("", now)]
+        for event, server in told:
             log.info("%s %s %s %s", endpoint(server.address, server.port), server.game, event, ascii(server.name))
-        if len(self.events) > LOGGED_EVENTS:
-            log.info("and %d more listed or gone in this second", len(self.events) - LOGGED_EVENTS)
+        if len(self.events) > len(told):
+            log.info("and %d more listed or gone in this second", len(self.events) - len(told))
         self.events.clear()
 
 

@@ -8518,9 +8518,25 @@ class EventLogTest(unittest.TestCase):
         server.bind()
         server.registry.hear("iceball", "203.0.113.9", 20737, "203.0.113.9", 0.0, 120.0, {"name": "S"})
         with self.assertLogs("masterserver", "INFO") as logged:
-            server.log_events()
-            server.log_events()
+            server.log_events(0.0)
+            server.log_events(1.0)
         self.assertEqual([record.getMessage() for record in logged.records], ["203.0.113.9:20737 iceball listed 'S'"])
+
+    def test_many_lines_are_few_in_the_long_run(self) -> None:
+        """One AIO connection that publishes another port with each message: 26 kB a second, the whole rotated log in half an hour."""
+        server = ms.MasterServer({**{row.setting: "" for row in ms.PROTOCOLS if row.setting}, "server.bind": "127.0.0.1"})
+        self.addCleanup(server.stop)
+        server.bind()
+        gone = "gone", ms.Server("aio", "203.0.113.9", 1, "203.0.113.9", 0.0, 1.0, "S")
+        counts = []
+        for second in range(3600):
+            server.events += [gone] * 100
+            with self.assertLogs("masterserver", "INFO") as logged:
+                server.log_events(float(second))
+            counts.append(len(logged.records) - 1)
+            self.assertEqual(logged.records[-1].getMessage(), "and %d more listed or gone in this second" % (100 - counts[-1]))
+        self.assertEqual((counts[0], counts[-1]), (ms.LOGGED_EVENTS, ms.LOGGED_EVENTS_RATE[0]))
+        self.assertLessEqual(sum(counts), ms.LOGGED_EVENTS_RATE[1] + 3600 * ms.LOGGED_EVENTS_RATE[0])
 
 
 class ServiceManagerTest(unittest.TestCase):
