@@ -9076,7 +9076,9 @@ def write_file(path: str, data: bytes) -> None:
         return
     path = os.path.realpath(path)
     try:
-        with open(path + ".new", "wb") as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path + ".new")            # of a crash, or a link that another user has laid in a folder such as /tmp
+        with open(path + ".new", "xb") as file:
             file.write(data)
         os.replace(path + ".new", path)
     except BaseException:

@@ -12318,6 +12318,19 @@ class WritingFiles(unittest.TestCase):
         self.assertEqual(command("--ready-file", pipe, "--set", "http.portz=1")[0], 2)          # nor is it taken for an earlier start's
         self.assertEqual(sorted(os.listdir(self.folder)), ["file", "link", "pipe"])
 
+    @unittest.skipIf(ms.WINDOWS, "links need privileges there")
+    def test_a_link_in_the_way_leads_nowhere(self) -> None:
+        """In a folder such as /tmp anybody can put one where the new file is to be: what it leads to would be overwritten."""
+        other = os.path.join(self.folder, "other")
+        ms.write_file(other, b"another file")
+        os.symlink(other, self.path + ".new")
+        ms.write_file(self.path, b"one")
+        self.assertEqual((self.read(self.path), self.read(other), os.path.islink(self.path)), (b"one", b"another file", False))
+        with open(self.path + ".new", "wb"):            # of a crash
+            pass
+        ms.write_file(self.path, b"two")
+        self.assertEqual((self.read(self.path), sorted(os.listdir(self.folder))), (b"two", ["file", "other"]))
+
     def test_a_start_that_fails_leaves_no_ready_file(self) -> None:
         for more in (["--set", "server.bind=203.0.113.77"], ["--set", "http.portz=1"]):
             ms.write_file(self.path, b"{}")
