@@ -377,7 +377,8 @@ SETTINGS = (
             "What survives a restart: the list and the history of player counts (SQLite). A path relative to the ini's folder; "
             "empty: nothing is kept."),
     Setting("server", "refuse_names", "", read_list(read_pattern, "\n"),
-            "Names that are not listed: regular expressions, one per line, matched anywhere in the name, upper or lower case.", live=True),
+            "Names that are not listed: regular expressions, one per line, matched anywhere in the name, upper or lower case. "
+            "One with repetitions of repetitions, such as (a+)+, may take for ever.", live=True),
     Setting("server", "log_level", "info", read_choice("debug", "info", "warning", "error"),
             "How much is logged; debug reports every bad packet.", live=True),
     Setting("server", "log_file", "", read_path, "A file for the log, relative to the ini's folder, rotated at 10 MB; empty: standard error."),
