@@ -8964,6 +8964,18 @@ class AmplificationTest(unittest.TestCase):
                     talk.extend((reply, receiver, to) for reply, to in places[receiver].datagram(data, sender, now) if to in places)
             self.assertEqual(talk, collections.deque(), (name, source, place))
 
+    def test_queries_to_an_announced_server_are_bounded_in_all(self) -> None:
+        """The longest answer has 900 bytes for one; a flood of made-up queries keeps no master from getting its own."""
+        server = ms.Server("aio", "", 5000, "", 0.0, 1e6, "N" * 100, description="".join(map(chr, range(0x4e00, 0x4e00 + 512))))
+        announcers = [ms.AioAnnouncer(server, framed=True) for _ in range(2)]
+        announcers[1].master = "198.51.100.7", 27011
+        game, size = ms.GamePort(*announcers), 0
+        for number in range(40000):
+            size += sum(len(data) for data, _ in game.datagram(b"\0", ("60.%d.%d.1" % divmod(number % 10000, 250), 5000), number / 4000))
+        self.assertLessEqual(size, ms.SURPLUS_BYTES[1] + 10 * ms.SURPLUS_BYTES[0] + 5000)
+        self.assertGreater(size, ms.SURPLUS_BYTES[1], "the limit was reached")
+        self.assertEqual(len(game.datagram(b"\0", ("198.51.100.7", 40000), 10.0)), 1)
+
     def test_exceptions_are_bounded_by_source(self) -> None:
         for name, port, packets in self.requests():
             if name in self.EXCEPTIONS:
