@@ -5123,13 +5123,13 @@ def chart(series: Any, wall: float) -> Html:
     marks.append('<text class="label latest%s%s" x="%s" y="%s" dx="6" dy="5">%s</text>' % (
         " long" if len(latest) > 2 else "", " high" if level > ticks[-1] / 2 else "", x(last), y(level), latest))
     moment = "%Y-%m-%d %H:%M"
-    words = "Peak %s at %s. Latest %s, %s." % (
-        peak_words, utc(start + peak_at * series.step).strftime(moment),
-        latest, ago(max(0, wall - start - (last + 1) * series.step)))
+    words = "Peak %s at %s. Latest %s, " % (peak_words, utc(start + peak_at * series.step).strftime(moment), latest)
+    latest_at = min(wall, start + (last + 1) * series.step)
     return Html('<figure>\n<svg class="chart" role="img" aria-labelledby="chart-title chart-desc">'
-                '<title id="chart-title">Players from %s to %s</title><desc id="chart-desc">%s</desc>\n%s\n</svg>\n'
-                '<figcaption>%s Times are UTC.</figcaption>\n</figure>\n' % (
-                    utc(start).strftime(moment), utc(end).strftime(moment), words, "\n".join(marks), words))
+                '<title id="chart-title">Players from %s to %s</title><desc id="chart-desc">%s%s.</desc>\n%s\n</svg>\n'
+                '<figcaption>%s%s. Times are UTC.</figcaption>\n</figure>\n' % (
+                    utc(start).strftime(moment), utc(end).strftime(moment), words, ago(wall - latest_at), "\n".join(marks),
+                    words, time_tag(latest_at, wall)))
 
 
 # =====================================================================================================================

@@ -5299,6 +5299,8 @@ class PagesTest(unittest.TestCase):
         self.assertIn(">peak 7<", text)
         self.assertRegex(text, r'class="label latest"[^>]*>4<')
         self.assertIn("Peak 7 at 2026-11-21 00:54.", text)
+        self.assertIn("%s. Times are UTC." % ms.time_tag(WALL - 60, WALL + 12),         # which the script keeps true while the master is away
+                      ms.chart(SimpleNamespace(start=WALL - 600, step=60, means=[4] * 9, peaks=[4] * 9), WALL + 12))
         year = ms.chart(SimpleNamespace(start=WALL - 8760 * 3600, step=3600, means=[1.5] * 8760, peaks=[2] * 8760),
                            WALL)
         self.assertEqual(re.search(r'class="mean" d="([^"]*)"', year).group(1).count("L"), 364)
