@@ -4292,11 +4292,11 @@ ICON_SVG = """\
 # One set of custom properties, twice. A test computes every pair of text and ground: 4.5:1 at least.
 STYLE_CSS = r""":root {
   color-scheme: light dark;
-  --ground: #fcfbf8; --raised: #f4f1ea; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6; --accent: #8a5700; --glow: #fae7bd; --alert: #a3261b;
+  --ground: #fcfbf8; --raised: #f4f1ea; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6; --accent: #8a5700; --glow: #fae7bd;
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --ground: #131210; --raised: #1d1b18; --ink: #ece8df; --soft: #a8a195; --line: #2d2a26; --accent: #f2b23a; --glow: #43351a; --alert: #ff9484;
+    --ground: #131210; --raised: #1d1b18; --ink: #ece8df; --soft: #a8a195; --line: #2d2a26; --accent: #f2b23a; --glow: #43351a;
   }
 }
 
@@ -4361,7 +4361,7 @@ form.check { margin-top: 1.5rem; }
 /* The board: rows are no table's, so that those out of sight cost no layout and a phone can fold them.
    Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
 #status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
-#status.old { color: var(--alert); }
+#status.old { color: var(--ink); font-weight: 650; }
 #status:first-child:empty { display: none; }
 table, thead, tbody { display: block; }
 tr { display: flex; column-gap: .875rem; align-items: center; border-bottom: 1px solid var(--line); }

@@ -5356,7 +5356,8 @@ class PagesTest(unittest.TestCase):
 
         for scheme in light, dark:
             colours = dict(re.findall(r"--(\w+): (#\w{6});", scheme))
-            for text in "ink", "soft", "accent", "alert":
+            self.assertEqual([*colours], ["ground", "raised", "ink", "soft", "line", "accent", "glow"])          # one accent, whose glow fades
+            for text in "ink", "soft", "accent":
                 for ground in ("ground", "raised", "glow") if text in ("ink", "soft") else ("ground", "raised"):
                     high, low = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
                     self.assertGreaterEqual((high + .05) / (low + .05), 4.5, (text, ground, colours))
@@ -5521,6 +5522,16 @@ class BrowserTest(unittest.TestCase):
         self.refresh()
         until(lambda: self.site.asked)
         self.assertEqual(self.site.asked[0], ("/", 304))
+
+    def test_a_changed_cell_fades_once(self):
+        self.open()
+        self.js("window.faded = []; Element.prototype.animate = function() { faded.push(this.textContent); }; 0")
+        self.site.servers[10].map, self.site.servers[20].last_seen = "elsewhere", WALL - 1
+        for _ in range(2):
+            self.site.asked.clear()
+            self.refresh()
+            until(lambda: self.site.asked and not self.js("asking"))
+        self.assertEqual((self.site.asked[0], self.js("faded")), (("/", 304), ["elsewhere"]))
 
     def test_tabs_come_and_go_with_their_games(self):
         self.site.servers, others = [make_server()], [make_server(game="aio", address="192.0.2.2")]
