@@ -9224,8 +9224,8 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         server.watchdog_s = watchdog_interval()
         server.run()
     except StartError as error:
-        if settings["server.log_file"]:         # standard error is told anyway
-            log.error("%s", error)
+        for line in str(error).split("\n") if settings["server.log_file"] else ():         # standard error is told anyway
+            log.error("%s", line)
         raise
     finally:
         signal.set_wakeup_fd(-1)

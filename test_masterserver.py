@@ -8371,6 +8371,13 @@ class LogTest(unittest.TestCase):
             with open(os.path.join(server.folder.name, "master.log"), encoding="utf-8") as file:
                 eventually(lambda: file.seek(0) == 0 and "the page is at http://" in file.read())
 
+    def test_a_start_that_fails_at_several_ports_is_a_line_for_each(self) -> None:
+        done = run_program("--set", "server.bind=203.0.113.77", "--set", "server.database=", "--set", "server.log_file=" + self.path)
+        self.assertEqual(done.returncode, 1)
+        lines = self.written()
+        self.assertGreater(len(lines), 3)
+        self.assertEqual([line for line in lines if not re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ERROR \w+ cannot listen on ", line)], [])
+
     @mock.patch.object(ms, "LOG_RETRY_S", 0.01)
     def test_who_does_not_read_stops_nothing(self) -> None:
         """Lines for which there is no room are counted where they are missing, and all others arrive."""
