@@ -8,7 +8,7 @@
 
 One file, standard library only, CPython 3.8 or later or PyPy. Read from the top, each section uses only what stands above it:
 
-     1  this text                   7  protocols: Iceball, poller, Hyperbol, SubSpace, AIO
+     1  this text                   7  protocols: poller, Iceball, Hyperbol, SubSpace, AIO
      2  limits                      8  pages: HTML, CSS, JavaScript
      3  settings                    9  web: routes, lists as JSON, XML and pages
      4  wire helpers               10  PROTOCOLS, the table that names them all
@@ -23,8 +23,9 @@ One file, standard library only, CPython 3.8 or later or PyPy. Read from the top
     AIO, three dialects      TCP 27011                                class Aio
     any other game           HTTP POST /announce                      class Web
 
-Sections 3 to 10 do no I/O and read no clock: a protocol takes bytes and the time and gives bytes back, so every one of them is
-tested with recorded packets and a clock that the test moves. To add a game, see PROTOCOLS in section 10.
+Sections 3 to 10 have no socket, no thread and no clock, and but for the ini and the database no file: a protocol takes bytes and the
+time and gives bytes back, so every one of them is tested with recorded packets and a clock that the test moves. To add a game, see
+PROTOCOLS in section 10.
 
 Licence: MIT, see the end of README.md.
 """
@@ -98,8 +99,8 @@ log = logging.getLogger("masterserver")
 # =====================================================================================================================
 # 2  Limits
 #
-# Every number that bounds something, with its reason or its source. What an operator may want to change is a setting
-# (section 3); these are the rest.
+# Numbers that bound something, each with its reason or its source. What an operator may want to change is a setting
+# (section 3); what bounds one protocol, one store or one tool stands with it, in the same form.
 # =====================================================================================================================
 
 TICK_S = 1.0                        # protocols are ticked this often; their documents count in whole seconds
@@ -1436,7 +1437,7 @@ SAMPLE_MAX = 65534         # a sample is 16 bits, little-endian: 0 = away, n + 1
 SPARKLINE_HOURS = 24
 WALL_END = 3e10             # the year 2920: times on disk beyond it, or before 1970, are noise, and Windows has no calendar for them
 
-STORAGE_BUSY_SECONDS = 0.2  # how long SQLite waits for another program's lock; the next batch tries again, and a server's page waits for this thread
+STORAGE_BUSY_S = 0.2        # how long SQLite waits for another program's lock; the next batch tries again, and a server's page waits for this thread
 WAL_BYTES = 4 << 20         # the log is cut back to this after a large write; SQLite's own checkpoint comes at 4 MB
 
 # The hot columns of a listed server are apart from its text: 150 of them share a page, so that a batch of heartbeats
@@ -1769,7 +1770,7 @@ class Storage:
         return status.st_dev, status.st_ino
 
     def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.path, timeout=STORAGE_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        return sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, isolation_level=None, check_same_thread=False)
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
@@ -4523,7 +4524,8 @@ APP_JS = r"""'use strict';
 // Every page is complete without this script. It adds: search as you type, sorting, hiding, copy buttons, and a refresh
 // every five seconds that touches only what has changed.
 
-const REFRESH_MS = 5000, ANSWER_MS = 10000, FADE_MS = 1600, COPIED_MS = 1500, TYPING_MS = 300;
+const REFRESH_MS = 5000, ANSWER_MS = 10000;             // as long as caches keep a page; two of those: packets that were lost have come again
+const FADE_MS = 1600, COPIED_MS = 1500, TYPING_MS = 300;            // to be seen by who looks elsewhere; longer than from key to key
 const PLAYERS_MAX = 65535;                              // as the master counts them
 const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
 const PLAYERS = 4, SEEN = 6, ADDRESS = 7;
@@ -5026,8 +5028,8 @@ def check_page(address: str, port: int, state: Iterable[Tuple[str, str]], findin
         peer=endpoint(server.address, server.port), seen=time_tag(server.last_seen, wall)) for server in listed)
     what = "".join([fill(FINDING, outcome=outcome, todo=todo, arrival="") for outcome, todo in state] + [
         fill(FINDING, outcome=outcome, todo=todo, arrival=fill(
-            ARRIVAL, when=time_tag(when, wall), protocol=protocol, peer=endpoint(peer, peer_port) if peer_port else peer))
-        for when, protocol, peer, peer_port, outcome, todo in findings])
+            ARRIVAL, when=time_tag(when, wall), protocol=protocol, peer=endpoint(source, announced) if announced else source))
+        for when, protocol, source, announced, outcome, todo in findings])
     whom = endpoint(address, port) if port else address
     return page(look, "Is my server listed?", fill(
         CHECK_PAGE, address=address, port=port or "", live=Html(" data-live" if wall else ""),
@@ -5705,9 +5707,8 @@ class Web(TcpProtocol):
         self.edition_at = -math.inf             # what is being made by the old settings is of an edition that is over
         self.registry.forget_parts()                # titles stand in them
 
-    def client(self, exchange: Exchange, peer: str) -> str:
+    def client(self, exchange: Exchange, address: str) -> str:
         """Whose request it is: behind a trusted proxy the last address in X-Forwarded-For, with or without a port, that is not such a proxy."""
-        address = peer
         for text in reversed(exchange.header("X-Forwarded-For").split(",")):
             if address not in self.trusted:
                 break
@@ -6324,8 +6325,9 @@ PROTOCOLS = (
 # =====================================================================================================================
 # 11  Event loop
 #
-# The only place with sockets and a clock. One thread serves every listener and connection; the clock is read once per wake-up. Four more do
-# what takes long: one has the disk, one makes and compresses long lists, one searches them, one resolves names.
+# Sockets, threads and the clock; but for the tools of section 12, which may block, nothing else has them. One thread serves every listener
+# and connection, with one time for all that a wake-up brings, or for 10 ms of it. Four more do what takes long: one has the disk, one makes
+# and compresses long lists, one searches them, one resolves names.
 # =====================================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -7683,7 +7685,7 @@ def descriptor_limit(raise_to: int = 0) -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-class ServiceManager:
+class Systemd:
     """systemd, if it started us: told by datagrams how we are, sd_notify(3)."""
 
     def __init__(self) -> None:
@@ -9190,9 +9192,9 @@ def command_check(settings: Settings) -> int:
 def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     start_log(settings)
     sys.setswitchinterval(SWITCH_S)
-    manager = ServiceManager()
+    systemd = Systemd()
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
-    server.tell = manager.tell
+    server.tell = systemd.tell
     server.descriptors = descriptor_limit
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: setattr(server, "reload_asked", True))
@@ -9232,7 +9234,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         server.stop()
         for sock in held:
             sock.close()
-        manager.close()
+        systemd.close()
     for name, tally in server.tallies.items():
         counts = {field: getattr(tally, field) for field in TALLY_HELP}
         log.info("stopped; %s: %s", name, ", ".join("%s %d" % item for item in counts.items() if item[1]) or "nothing")
@@ -9258,7 +9260,7 @@ EXPORT_LIST_S = 60.0                # … and this is for the whole list, howeve
 EXPORT_LIST_BYTES = 12 * 65536      # 65,536 servers are more than any master has
 EXPORT_ROUND_S = 1.5                # who has not answered is queried once more, and has as long again: the script's 3 s
 EXPORT_BURST = 50                   # queries sent between two looks at the answers, so that no buffer overflows
-EXPORT_FTP_S = 30.0
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, which may have a disk to wake
 
 # The script's own numbers
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8

@@ -849,7 +849,7 @@ class StorageCase(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
         self.path = os.path.join(self.folder, "master.db")
-        for patch in (mock.patch.object(ms, "STORAGE_BUSY_SECONDS", 0.02), mock.patch.object(ms.log, "warning")):
+        for patch in (mock.patch.object(ms, "STORAGE_BUSY_S", 0.02), mock.patch.object(ms.log, "warning")):
             patch.start()
             self.addCleanup(patch.stop)
 
@@ -8561,7 +8561,7 @@ class EventLogTest(unittest.TestCase):
         self.assertLessEqual(sum(counts), ms.LOGGED_EVENTS_RATE[1] + 3600 * ms.LOGGED_EVENTS_RATE[0])
 
 
-class ServiceManagerTest(unittest.TestCase):
+class SystemdTest(unittest.TestCase):
     """systemd's notifications (sd_notify(3)), to a socket that the test holds."""
 
     def setUp(self) -> None:
@@ -8590,9 +8590,9 @@ class ServiceManagerTest(unittest.TestCase):
         self.socket.setblocking(False)
         server.tick(1000.0)
         self.assertRaises(BlockingIOError, self.socket.recv, 100)           # not watched
-        manager = ms.ServiceManager()
-        self.addCleanup(manager.close)
-        server.tell, server.watchdog_s = manager.tell, 15.0
+        systemd = ms.Systemd()
+        self.addCleanup(systemd.close)
+        server.tell, server.watchdog_s = systemd.tell, 15.0
         for now, told in ((1001.0, True), (1002.0, False), (1015.9, False), (1016.0, True), (1017.0, False)):
             server.tick(now)
             if told:
@@ -10048,7 +10048,7 @@ class DiskTest(unittest.TestCase):
     def test_a_restart_while_another_program_has_the_file(self) -> None:
         """What was listed is listed when the file can be read, but for what was heard from since and those who left."""
         path = self.three_listed("master.db")
-        with mock.patch.object(ms, "STORAGE_BUSY_SECONDS", 0.02), contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        with mock.patch.object(ms, "STORAGE_BUSY_S", 0.02), contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("PRAGMA locking_mode = EXCLUSIVE")
             other.execute("UPDATE listed SET last_seen = last_seen + 1")       # into a log; the file alone is old
             with self.assertLogs("masterserver", "WARNING") as logged:
