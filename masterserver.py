@@ -5503,10 +5503,10 @@ class HttpSession(Session):
         """Where the body begins; None: not there yet. Raises HttpError for what cannot become a request."""
         line_end = self.buffer.find(b"\n")
         line = self.buffer if line_end < 0 else self.buffer[:line_end]
-        if len(line) > HTTP_LINE_BYTES:
-            raise HttpError(414, "The request line is longer than %d bytes." % HTTP_LINE_BYTES)
         if not re.match(rb"[A-Za-z]", line):
             raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
+        if len(line) > HTTP_LINE_BYTES:
+            raise HttpError(414, "The request line is longer than %d bytes." % HTTP_LINE_BYTES)
         if line_end >= 0 and len(line.split()) != 3:
             raise HttpError(400, "The request line is not METHOD PATH HTTP/VERSION.")
         match = HEAD_END.search(self.buffer)

@@ -6517,7 +6517,7 @@ class WebTest(unittest.TestCase):
         self.list(name="S")
         post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
         for request in (ICEBALL_REQUEST, b"\r\n" + ICEBALL_REQUEST + ICEBALL_REQUEST, b"GET /nowhere HTTP/1.0\r\n\r\n",
-                        b"HEAD / HTTP/1.1\nHost: x\n\n",
+                        b"HEAD / HTTP/1.1\nHost: x\n\n", b"\x16\x03\1" + bytes(5000),
                         post + ICEBALL_REQUEST):
             wanted = undated(self.exchange(request)[1])
             self.assertTrue(wanted)
