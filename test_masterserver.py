@@ -224,6 +224,9 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual(settings["http.ports"], (27790, 27795))
         self.assertEqual(settings["iceball.version"], 8421413)
 
+    def test_a_percent_sign_is_one(self) -> None:
+        self.assertEqual(self.load("[http]\ntitle = 100 % of %(all)s\n")["http.title"], "100 % of %(all)s")
+
     def test_data_sections(self) -> None:
         settings = self.load("[official]\n203.0.113.7:20737 = yes\n[::1]:5 = no\n[priority]\n203.0.113.7:20737 = -3\n"
                              "[address_map]\n192.168.1.5 = 203.0.113.7\n[bans]\n198.51.100.9/24 = fakes: = and # in it\n")
@@ -4890,8 +4893,7 @@ class AioScenario(unittest.TestCase):
 # --- Pages ----------------------------------------------------------------------------------------------------------
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-POLICY = ("default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
-          "form-action 'self'; base-uri 'none'; frame-ancestors 'none'")
+POLICY = dict(ms.SECURITY_HEADERS)["Content-Security-Policy"]
 WALL = 1_795_222_800.0          # 2026-11-21 01:00 UTC
 TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO"}
 LOOK = SimpleNamespace(title="Open Game Masters",
@@ -5525,6 +5527,32 @@ class BrowserTest(unittest.TestCase):
         until(lambda: self.site.asked)
         self.assertEqual(self.site.asked[0], ("/", 304))
 
+    def test_the_board_looks_like_one(self):
+        """The name first and heaviest, figures in columns, the address last in monospace, full servers dimmed, empty ones lighter."""
+        def css(selector, name):
+            return self.js("getComputedStyle(document.querySelector(%s))[%s]" % (json.dumps(selector), json.dumps(name)))
+
+        self.site.servers = [make_server(name=name, players=players, address="192.0.2.%d" % players)
+                             for name, players in (("Some", 3), ("Full", 32), ("Empty", 0))]
+        self.browser.resize(2560)
+        self.open()
+        self.assertLessEqual(self.js("document.querySelector('#servers').offsetWidth"), 1200, "one column of 70rem or so")
+        some, full, empty = "#servers tbody tr:nth-child(1)", "#servers tr.full", "#servers tr.empty"
+        self.assertEqual(css(some, "fontVariantNumeric"), "tabular-nums")
+        self.assertEqual(css(some + " td:last-child code", "fontFamily").split()[-1], "monospace")
+        self.assertEqual([css(row + " td a", "fontWeight") for row in (some, full, empty)], ["650", "650", "400"])
+        for column in (2, 3, 4, 6, 7, 8):
+            self.assertEqual(css("%s td:nth-child(%d)" % (some, column), "fontWeight"), "400")
+        soft = css("footer", "color")
+        self.assertEqual([css(row + " td:nth-child(%d)" % column, "color") == soft for row in (some, full, empty) for column in (1, 5)],
+                         [False, False, True, True, False, True])
+        self.assertEqual(self.js("[...document.querySelectorAll('meter')].map(bar => [bar.offsetHeight, bar.offsetWidth])"), [[2, 64]] * 3)
+        self.browser.resize(390)
+        self.assertEqual(self.js("""[...document.querySelector('tbody tr').cells].filter(cell => cell.offsetWidth)
+            .map(cell => Math.round((cell.getBoundingClientRect().top - cell.parentNode.getBoundingClientRect().top) / 32))"""),
+            [0, 1, 1, 1, 0, 1], "two lines: name and players, the rest")
+        self.assertEqual(self.js("document.querySelector('tbody tr').offsetHeight"), 64)
+
     def test_a_changed_cell_fades_once(self):
         self.open()
         self.js("window.faded = []; Element.prototype.animate = function() { faded.push(this.textContent); }; 0")
@@ -6014,6 +6042,13 @@ class WebTest(unittest.TestCase):
         self.assertEqual(json.loads(body.decode())["servers"], [
             {"name": "S", "address": "203.0.113.9", "port": 20737, "players_current": 1, "players_max": 8, "mode": "ctf", "map": "m",
              "version": "0.2.1-37", "basedir": "ctf"}])
+
+    def test_no_page_needs_an_exception_from_a_strict_policy(self) -> None:
+        for path in ("/", "/check", "/style.css", "/app.js", "/nowhere"):
+            policy = self.get(path)[1]["Content-Security-Policy"]
+            self.assertEqual(policy, POLICY)
+            self.assertTrue(policy.startswith("default-src 'none'; "))
+            self.assertNotRegex(policy, r"unsafe|\*|https?:")
 
     def test_what_moves_though_the_server_stays_as_it_is(self) -> None:
         """The day's player counts in its row, and the times of a clock that was put right."""
@@ -8022,6 +8057,32 @@ class DatagramsTest(unittest.TestCase):
         for vector in filter(None, (ms.MessageVector.make(), "portable")):
             with self.subTest(way=vector):
                 yield self.make(None if vector == "portable" else vector)
+
+    def test_a_bad_packet_is_counted_and_told_at_debug_alone(self) -> None:
+        for datagrams in self.ways():
+            datagrams.protocol = ms.Hyperbol(make_core()).poller
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game, self.assertLogs("masterserver", "DEBUG") as logged:
+                game.sendto(b"\n\xe2\x80\xa8", datagrams.sock.getsockname())
+                datagrams.ready(0.0)
+                peer = ms.endpoint("127.0.0.1", game.getsockname()[1])
+            self.assertEqual(logged.output, ["DEBUG:masterserver:%s mirror malformed: an answer that nobody asked for: b'\\n\\xe2\\x80\\xa8'" % peer])
+            self.assertEqual((datagrams.tally.malformed, datagrams.tally.errors), (1, 0))
+
+    def test_a_flood_has_an_end_and_a_closed_port_is_none(self) -> None:
+        """Windows tells of the latter where the next datagram is read."""
+        flood = itertools.chain([ConnectionResetError()], itertools.repeat((b"\1", ("203.0.113.9", 1)), 10 * ms.DRAIN_DATAGRAMS))
+        datagrams = self.make(None)
+        datagrams.sock = mock.Mock(recvfrom=mock.Mock(side_effect=flood))
+        self.assertEqual(len(datagrams.receive()[0]), ms.DRAIN_DATAGRAMS - 1)
+
+    def test_windows_gives_no_port_to_two_and_serves_512_sockets(self) -> None:
+        with mock.patch.object(ms, "WINDOWS", True), mock.patch.object(socket, "SO_EXCLUSIVEADDRUSE", -5, create=True), \
+                mock.patch.object(socket, "socket") as made:
+            ms.bound_socket(socket.AF_INET, "tcp", "127.0.0.1", 0)
+            self.assertEqual(ms.descriptor_limit(100_000), 512)
+        options = [call[0][:2] for call in made.return_value.setsockopt.call_args_list]
+        self.assertIn((socket.SOL_SOCKET, -5), options)
+        self.assertNotIn((socket.SOL_SOCKET, socket.SO_REUSEADDR), options)
 
     def test_a_system_that_refuses_a_buffer_larger_than_it_allows(self) -> None:
         """The BSDs do; others grant as much as they allow."""
