@@ -108,7 +108,6 @@ HELD_UP_S = 5.0                     # a tick this late: the program was stopped 
 HELD_UP_FOR_S = 120.0               # for this time after it silence is forgiven: game servers announce themselves once a minute or more often
 CLOCK_STEP_S = 1.0                  # a wall clock that has jumped by more was set; one that is slewed moves half a millisecond a second
 DRAIN_DATAGRAMS = 128               # datagrams read from one socket before the others get their turn: 1 ms
-DRAIN_ACCEPTS = 64                  # the same for new connections
 BACKLOG = 1024                      # connections that wait to be accepted: half a second of 2,000 a second, while the loop is held up
 MAX_DATAGRAM_BYTES = 2048           # no document has one over 520 bytes; a longer one is cut and found malformed
 UDP_BUFFER_BYTES = 8 << 20          # 5,000 announcements (half a second at 10,000/s) cost about 4 MB of kernel memory
@@ -6723,9 +6722,8 @@ class Acceptor:
         self.paused_until = 0.0
 
     def ready(self, now: float) -> None:
-        for _ in range(DRAIN_ACCEPTS):          # those who have asked already are answered at once
-            if not self.take(now) or time.monotonic() - now >= TURN_S:
-                return
+        while self.take(now) and time.monotonic() - now < TURN_S:           # those who have asked already are answered at once
+            pass
 
     def take(self, now: float) -> bool:
         """The next connection; False if there is none."""
