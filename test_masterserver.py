@@ -5301,6 +5301,10 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(path.count("M"), 4)                        # four stretches, three gaps
         self.assertEqual(path.count("L"), 2)                        # of which two are a single sample
         self.assertIn(">peak 7<", text)
+        self.assertEqual(re.findall(r'class="(\w+)"[^>]*/><text class="tick end"[^>]*>(\d+)<', text),
+                         [("axis" if tick == 0 else "grid", "%d" % tick) for tick in ms.value_ticks(7)])
+        self.assertEqual(re.findall(r'<text class="middle[^>]*>([^<]+)<', ms.chart(SimpleNamespace(
+            start=WALL - 86400, step=3600, means=[1] * 24, peaks=[1] * 24), WALL)), "03:00 06:00 09:00 12:00 15:00 18:00 21:00 00:00".split())
         self.assertRegex(text, r'class="label latest"[^>]*>4<')
         self.assertIn("Peak 7 at 2026-11-21 00:54.", text)
         self.assertIn("%s. Times are UTC." % ms.time_tag(WALL - 60, WALL + 12),         # which the script keeps true while the master is away
@@ -5331,6 +5335,10 @@ class PagesTest(unittest.TestCase):
         self.assertIn("No servers yet", render_list([]))
         self.assertNotIn("No servers yet", render_list(make_servers(1)))
         self.assertNotIn("No servers yet", render_list([], {"name": "nobody"}))
+
+    def test_every_badge_is_a_word_with_a_title(self):
+        text = ms.badges(make_server(official=True, unconfirmed=True, responding=False, verified="self-reported"))
+        self.assertEqual(re.findall(r'<i title="([^"]{20,})">([a-z -]+)</i>', text), [(title, word) for word, title, _ in ms.BADGES])
 
     def test_no_badge_is_a_part_of_a_name(self):
         """Where it is read as text."""
