@@ -5546,7 +5546,7 @@ class BrowserTest(unittest.TestCase):
         self.open()
         self.assertLessEqual(self.js("document.querySelector('#servers').offsetWidth"), 1200, "one column of 70rem or so")
         some, full, empty = "#servers tbody tr:nth-child(1)", "#servers tr.full", "#servers tr.empty"
-        self.assertEqual(css(some, "fontVariantNumeric"), "tabular-nums")
+        self.assertEqual((css(some, "fontVariantNumeric"), css("body", "fontFamily").split(",")[0]), ("tabular-nums", "system-ui"))
         self.assertEqual(css(some + " td:last-child code", "fontFamily").split()[-1], "monospace")
         self.assertEqual([css(row + " td a", "fontWeight") for row in (some, full, empty)], ["650", "650", "400"])
         for column in (2, 3, 4, 6, 7, 8):
@@ -5555,7 +5555,9 @@ class BrowserTest(unittest.TestCase):
         self.assertEqual([css(row + " td:nth-child(%d)" % column, "color") == soft for row in (some, full, empty) for column in (1, 5)],
                          [False, False, True, True, False, True])
         self.assertEqual(self.js("[...document.querySelectorAll('meter')].map(bar => [bar.offsetHeight, bar.offsetWidth])"), [[2, 64]] * 3)
-        self.browser.resize(390)
+        self.browser.resize(390, dark=True)
+        self.assertEqual(["%02x%02x%02x" % tuple(map(int, re.findall("[0-9]+", css("body", name)))) for name in ("backgroundColor", "color")],
+                         re.findall("--(?:ground|ink): #(\\w+)", ms.STYLE_CSS)[2:])
         self.assertEqual(self.js("""[...document.querySelector('tbody tr').cells].filter(cell => cell.offsetWidth)
             .map(cell => Math.round((cell.getBoundingClientRect().top - cell.parentNode.getBoundingClientRect().top) / 32))"""),
             [0, 1, 1, 1, 0, 1], "two lines: name and players, the rest")
