@@ -6670,6 +6670,10 @@ class WebTest(unittest.TestCase):
             for number in range(9):
                 self.get("/master.json?x=%d" % number)
                 self.assertLessEqual(self.web.memo_bytes, 3000)
+        with mock.patch.object(ms, "HTTP_MEMO_BYTES", 300):         # one that is longer is remembered alone
+            for number in range(3):
+                self.get("/master.json?x=%d" % number)
+                self.assertEqual(len(self.web.memo), 1)
 
     def test_requests_are_counted_by_what_was_answered(self) -> None:
         for _ in range(3):
@@ -6937,6 +6941,8 @@ class WebTest(unittest.TestCase):
                              ("gzip;q=0", False), ("gzip; q = 0.000", False), ("*;q=0", False), ("*;q=0, gzip", True), ("*, gzip;q=0", False),
                              ("gzip;level=1;q=0", False), ("gzip;level=1;q=0.1", True)):
             self.assertEqual("Content-Encoding" in self.get("/style.css", "Accept-Encoding: " + value)[1], takes, value)
+        head = self.web.session("127.0.0.1", 0.0).receive(b"GET /style.css HTTP/1.1\r\nHost: x\r\n\r\n", 0.0).partition(b"\r\n\r\n")[0]
+        self.assertLess(len(head) + 4 + ms.GZIP_MIN_BYTES, 1220)           # what the smallest packet of IPv6 has room for
 
     def test_scripts_of_other_sites_read_data_and_what_is_wrong_with_the_question(self) -> None:
         for path, status in (("/servers.json", 200), ("/servers.json?name=x", 200), ("/servers.json?players_min=x", 400),
@@ -7220,6 +7226,15 @@ class AnnounceTest(unittest.TestCase):
         self.assertEqual((repr(server.port), repr(server.players), repr(server.max_players)), ("27500", "3", "16"))
         for port in (b"27500.5", b"1e300", b"1e999", b"NaN", b'"27500.0"'):
             self.assertEqual(self.post(b'{"game":"mygame","port":%s}' % port, "application/json")[0], 400)
+
+    def test_every_text_may_be_as_long_as_what_is_kept_of_it(self) -> None:
+        fields: Dict[str, Any] = {"game": "mygame", "port": 4000, "players": 65535, "max_players": 65535}
+        fields["description"] = "\U0001f600" * ms.TEXT_CHARACTERS
+        fields.update(dict.fromkeys(("name", "mode", "map", "version"), "\U0001f600" * ms.NAME_CHARACTERS))
+        for body, type in ((urllib.parse.urlencode(fields), ""), (json.dumps(fields), "application/json")):
+            self.assertEqual((len(body) > 12_000, self.post(body.encode(), type)[0]), (True, 200))
+            server, = self.registry.servers()
+            self.assertEqual({name: getattr(server, name) for name in fields}, fields)
 
     def test_pages_of_other_sites_announce_nothing(self) -> None:
         form = b"game=mygame&port=4000"
