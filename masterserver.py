@@ -117,7 +117,8 @@ LINGER_S = 5.0                      # how long what a peer still sends after our
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed whatever comes
 OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
 OUTPUT_TOTAL_S = 120.0              # and one that takes longer than this for one answer is not reading it
-OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest
+OUTPUT_BYTES = 64 << 20             # what waits for all readers together: three lists of 50,000 servers at their longest …
+OUTPUT_ANSWERS = 3                  # … or so many times the longest that waits: a list of 160,000 would reach nobody
 ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again, so the listener rests
 STOP_S = 2.0                        # at a stop, for answers on their way: a service manager waits for 10 s or more, people for less
 STOP_FRESH_S = 0.3                  # a round trip: within it a new connection brings its request, and a body goes on
@@ -7410,7 +7411,8 @@ class MasterServer(Loop):
         waiting = [(connection, getattr(connection.out, "obj", connection.out)) for connection in self.connections if connection.out]
         held = {id(answer): len(answer) for _, answer in waiting}           # many may wait for the same one
         total = sum(held.values())
-        if total <= OUTPUT_BYTES:
+        most = max(OUTPUT_BYTES, OUTPUT_ANSWERS * max(held.values(), default=0))
+        if total <= most:
             return
         holders = collections.Counter(id(answer) for _, answer in waiting)
         of_source: Dict[str, float] = collections.defaultdict(float)
@@ -7421,7 +7423,7 @@ class MasterServer(Loop):
             total -= 0 if holders[id(answer)] else len(answer)
             connection.tally.limited += 1
             connection.close(now)
-            if total <= OUTPUT_BYTES:
+            if total <= most:
                 break
 
     def forget(self, connection: Connection) -> None:

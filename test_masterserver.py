@@ -9438,6 +9438,11 @@ class SlowPeersTest(unittest.TestCase):
         with mock.patch.object(ms, "OUTPUT_BYTES", 18 << 20):
             server.bound_output(21.0)
         self.assertEqual(len(server.connections), 14)
+        for connection in asked[9:]:
+            connection.close(22.0)          # what is left is one answer, and longer than all together may be: who reads it goes on
+        with mock.patch.object(ms, "OUTPUT_BYTES", 2 << 20):
+            server.bound_output(23.0)
+        self.assertEqual(len(server.connections), 9)
 
     def test_work_for_connections_is_done_in_turns(self) -> None:
         """Who asks as he connects is answered while others wait to be accepted."""
