@@ -142,7 +142,8 @@ LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3
 SURPLUS_BYTES = 100_000, 1_000_000  # what all unproven sources together get beyond what they sent, a second / at once, for each use that
                                     # allow_surplus() has: 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses
 ANSWERS_RATE = 1e6, 1e6             # no real limit: a flood in a server's name must not make it seem silent, and whoever was queried knows the port
-KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and those here for longest. As many departures may wait for the disk
+KNOWN_SERVERS = 60_000              # on disk: the 50,000 that can be listed, and those here for longest; a fifth more than are listed, if [limits]
+                                    # servers allows more. As many departures may wait for the disk
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB, with the longest reasons 8 …
 HEARD_PER_S = 500                   # … and how many of them a second: a flood costs less, and leaves eight seconds to look at
 HEARD_BACK_S = 120.0                # /check says so if they do not reach back so far: servers announce themselves once a minute
@@ -1707,11 +1708,13 @@ class Storage:
         """When there are too many, drop those gone that were here for the shortest time, with their history, so that nobody who lists one
         server after another displaces others' history or fills the disk: 5 % at once, as finding them means sorting all."""
         [(count,)] = db.execute("SELECT count(*) FROM server")
-        if count > KNOWN_SERVERS:
+        [(here,)] = db.execute("SELECT count(*) FROM listed") if count > KNOWN_SERVERS else [(0,)]
+        most = max(KNOWN_SERVERS, here + here // 5)
+        if count > most:
             gone = db.execute("DELETE FROM server WHERE id IN (SELECT id FROM server WHERE address != ''"
                               " AND id NOT IN (SELECT server FROM listed) ORDER BY last_seen - first_seen, last_seen LIMIT ?)",
-                              (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,)).rowcount
-            if gone > KNOWN_SERVERS // 20:          # where fewer went, nearly all are listed: the blocks age away
+                              (count - most + most // 20,)).rowcount
+            if gone > most // 20:          # where fewer went, nearly all are listed: the blocks age away
                 db.execute("DELETE FROM block WHERE server NOT IN (SELECT id FROM server)")
 
     def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str = "BEGIN IMMEDIATE") -> Any:

@@ -948,6 +948,20 @@ class RegistryOnDisk(StorageCase):
         self.assertEqual(keeper.known(*old), ms.Remembered(T0, T0 + ms.DAY, "{}"))
         self.assertLessEqual(self.sql("SELECT count(*) FROM server")[0][0], 100)
 
+    def test_where_more_may_be_listed_than_are_kept_who_leaves_is_still_known(self):
+        keeper = self.storage()
+        with mock.patch.object(ms, "KNOWN_SERVERS", 100):
+            keeper.save([listed(number) for number in range(150)], [], [])
+            keeper.sample(T0, [listed(7)[:3] + (3,)])
+            keeper.save([], [], [listed(7)[:3]])
+            keeper.save([listed(150)], [], [])
+            self.assertIsNotNone(keeper.known(*listed(7)[:3]))
+            self.assertEqual(keeper.history(*listed(7)[:3], "day", T0 + 60).means[-1], 3)
+            for number in range(151, 400):          # and one after another, they do not fill the disk
+                keeper.save([listed(number)], [], [])
+                keeper.save([], [], [listed(number)[:3]])
+        self.assertLessEqual(self.sql("SELECT count(*) FROM server")[0][0], 181)
+
     @timing
     def test_ten_thousand_rows_load_quickly(self):
         keeper = self.storage()
