@@ -9135,6 +9135,22 @@ def writable(path: str) -> bool:
     return os.path.isdir(place) == (place != path) and os.access(place, os.W_OK)
 
 
+def at_odds(settings: Settings, protocols: Sequence[Any]) -> List[str]:
+    """Settings each of which is good, and with which servers cannot be listed, or not for long."""
+    warnings: List[str] = []
+    iceball, aio = (any(isinstance(protocol, kind) for protocol in protocols) for kind in (Iceball, Aio))
+    silence_s = ICEBALL_PERIOD_S - (ICEBALL_BURST - 1) * ICEBALL_GAP_S
+    if iceball and settings["iceball.timeout"] < silence_s:
+        warnings.append("[iceball] timeout: servers are silent for %d s between their bursts, and each is removed then." % silence_s)
+    if iceball and settings["limits.datagrams"][1] < 2:
+        warnings.append("[limits] datagrams: an Iceball server's handshake follows its announcement at once; it needs 2 at once.")
+    if aio and "text" in settings["aio.dialects"] and len(settings["aio.dialects"]) > 1 and settings["aio.text_greeting_after"] < LINK_RESEND_S:
+        warnings.append("[aio] text_greeting_after: peers of the other dialects may be sent the greeting before their first byte is here, and fail.")
+    if aio and settings["limits.connections_open"] < settings["limits.servers_per_source"]:
+        warnings.append("[limits] connections_open: AIO servers keep one each, so fewer of a source are listed than servers_per_source says.")
+    return warnings
+
+
 def check(settings: Settings) -> Tuple[List[str], List[str]]:
     """What keeps the server from starting on this machine, and what is probably wrong even if it starts."""
     errors: List[str] = []
@@ -9167,6 +9183,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         warnings.append("Every port is empty: nothing is served.")
     if any(isinstance(protocol, Iceball) for protocol in server.protocols) and not {27790, 27795} & set(settings["http.ports"]):
         warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")
+    warnings += at_odds(settings, server.protocols)
     public = settings["server.public_address"]
     own = own_address()
     if public and public in LOCAL:
