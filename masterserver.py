@@ -9068,7 +9068,7 @@ def start_log(settings: Settings) -> None:
     except io.UnsupportedOperation:         # as IDLE's window
         handler = logging.StreamHandler()
     except RuntimeError as error:
-        raise StartError("%s: this user or container has as many as it may (ulimit -u, pids.max); five are needed." % error) from None
+        raise StartError("%s: this user or container has as many as it may (ulimit -u, pids.max); six are needed." % error) from None
     except OSError as error:
         raise StartError("the log cannot be written: %s; change [server] log_file." % error) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
