@@ -419,7 +419,8 @@ SETTINGS = (
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server (Hyperbol, SubSpace, AIO).", live=True),
-    Setting("poll", "rate", "500", read_number(4, 100000),          # with fewer, new servers that are silent keep all others from being queried
+    Setting("poll", "rate", "500", read_number(4, 100000),          # a quarter is one: with 1, new servers that are silent would keep all others
+                                                                # from being queried, and with 2 they would never be given up
             "Queries per second at most, to all servers together, not counting the pings that answer a flood of announcements.", live=True),
     Setting("official", "", "", read_flag, "Servers marked as official.", live=True,
             read_key=read_numeric_endpoint, example="203.0.113.7:20737 = yes"),
