@@ -1032,7 +1032,7 @@ def blocks_of(servers: Sequence[Server]) -> Blocks:
 
 class Order:
     """The servers of one list in the master's order, in blocks. One that changes is taken out and put back where it belongs: sorting 10,000
-    servers takes 3 ms even if they are in order, as each of them must be looked at."""
+    servers takes 5 ms, and 1 ms even if they are in order, as each of them must be looked at."""
 
     def __init__(self, servers: List[Server]) -> None:
         """`servers` in order."""
