@@ -7512,8 +7512,8 @@ class MasterServer(Loop):
                 self.guarded(self.reload, self.stamp() != self.ini_stamp)
 
     def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
-        """Once, however many sockets it has; what it sends leaves by the socket with this machine's address on the way to the peer, or by
-        the first that can send it."""
+        """Once, however many sockets it has; what it sends leaves by the socket whose address is nearest to this machine's own on the way
+        to the peer, or by the next one that can send it."""
         if isinstance(protocol, TcpProtocol):
             protocol.tick(now)
             return
@@ -7521,9 +7521,9 @@ class MasterServer(Loop):
         for data, to in protocol.tick(now):
             family = socket.AF_INET6 if ":" in to[0] else socket.AF_INET
             ways = [source for source in sockets if source.sock.family == family]
-            if len(ways) > 1:           # a socket of another network sends as well, and the answer goes astray
-                own = own_address(to[0])
-                ways.sort(key=lambda source: source.sock.getsockname()[0] != own)
+            if len(ways) > 1:           # a socket of another network sends as well, even that of ::1, and the answer goes astray
+                own = address_number(own_address(to[0]) or to[0])           # often not bound: a machine has several IPv6 addresses
+                ways.sort(key=lambda source: address_number(source.sock.getsockname()[0]) ^ own)
             if not any(source.send(data, to) for source in ways) and sockets:
                 sockets[0].tally.unsent += 1
 

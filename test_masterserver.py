@@ -9234,6 +9234,22 @@ class SeveralAddressesTest(unittest.TestCase):
                 server.tick(0.0)
                 self.assertEqual(game.recvfrom(64)[1][0], "127.0.0.1")
 
+    def test_which_address_leads_there_best(self) -> None:
+        """On Linux the socket of ::1 sends to anybody, and nothing arrives."""
+        server = ms.MasterServer({})
+        self.addCleanup(server.stop)
+        for bound, own, peer, wanted in (
+                (["::1", "fd00::7", "2001:db8:a::7"], "2001:db8:a::6", "2001:db8:b::1", "2001:db8:a::7"),      # ::6 is not served, or for a day
+                (["2001:db8:a::7", "::1"], "::1", "::1", "::1"), (["::1", "fe80::7%v0", "2001:db8:a::7"], "", "2001:db8:b::1", "2001:db8:a::7"),
+                (["127.0.0.1", "10.0.0.7", "203.0.113.7"], "203.0.113.6", "198.51.100.1", "203.0.113.7")):
+            sockets = [mock.Mock(family=socket.AF_INET6 if ":" in address else socket.AF_INET, getsockname=mock.Mock(return_value=(address, 1)),
+                                 sendto=mock.Mock(return_value=1)) for address in bound]
+            protocol = mock.Mock(tick=mock.Mock(return_value=[(b"\0", (peer, 5000))]))
+            server.datagrams = [ms.Datagrams("poll", sock, protocol, ms.Tally(), ms.Limiter((1, 1))) for sock in sockets]
+            with mock.patch.object(ms, "own_address", return_value=own):
+                server.tick_protocol(protocol, 0.0)
+            self.assertEqual([address for address, sock in zip(bound, sockets) if sock.sendto.called], [wanted])
+
 
 class SourceLimitsTest(unittest.TestCase):
     def test_ipv6(self) -> None:
