@@ -8207,8 +8207,9 @@ class GamePort(UdpProtocol):
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         answer = self.announcers[0].answer(data)
         surplus, source = len(answer) - len(data), canonical(peer[0])
-        # To an AIO query of one byte a thousand times as much: all whose addresses may be made up share one bucket, as in the master
-        use = source if source in [announcer.master[0] for announcer in self.announcers] else ""
+        # To an AIO query of one byte a thousand times as much: all whose addresses may be made up share one bucket, as in the master. That
+        # asks from whichever of its IPv6 addresses the system takes
+        use = source if source_key(source) in [source_key(announcer.master[0]) for announcer in self.announcers] else ""
         return [(answer, peer)] if (self.surplus.allow(use, now, surplus) if surplus > 0 else self.echoes.allow(source, now)) else []
 
 

@@ -9087,14 +9087,15 @@ class AmplificationTest(unittest.TestCase):
     def test_queries_to_an_announced_server_are_bounded_in_all(self) -> None:
         """The longest answer has 900 bytes for one; a flood of made-up queries keeps no master from getting its own."""
         server = ms.Server("aio", "", 5000, "", 0.0, 1e6, "N" * 100, description="".join(map(chr, range(0x4e00, 0x4e00 + 512))))
-        announcers = [ms.AioAnnouncer(server, framed=True) for _ in range(2)]
-        announcers[1].master = "198.51.100.7", 27011
+        announcers = [ms.AioAnnouncer(server, framed=True) for _ in range(3)]
+        announcers[1].master, announcers[2].master = ("198.51.100.7", 27011), ("2001:db8:a::53", 27011)
         game, size = ms.GamePort(*announcers), 0
         for number in range(40000):
             size += sum(len(data) for data, _ in game.datagram(b"\0", ("60.%d.%d.1" % divmod(number % 10000, 250), 5000), number / 4000))
         self.assertLessEqual(size, ms.SURPLUS_BYTES[1] + 10 * ms.SURPLUS_BYTES[0] + 5000)
         self.assertGreater(size, ms.SURPLUS_BYTES[1], "the limit was reached")
-        self.assertEqual(len(game.datagram(b"\0", ("198.51.100.7", 40000), 10.0)), 1)
+        for master, answers in ("198.51.100.7", 1), ("198.51.100.8", 0), ("2001:db8:a::1", 1), ("2001:db8:a:1::53", 0):
+            self.assertEqual(len(game.datagram(b"\0", (master, 40000), 10.0)), answers)
 
     def test_exceptions_are_bounded_by_source(self) -> None:
         for name, port, packets in self.requests():
