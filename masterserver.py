@@ -2938,6 +2938,11 @@ def zone_announcement(data: bytes) -> Claim:
     return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
 
 
+def alike(name: str) -> str:
+    """What names have in common that look the same on the page, where several spaces show as one."""
+    return " ".join(name.casefold().split())
+
+
 class SubSpacePing(UdpProtocol, Querier):
     """SubSpace's ping port, one above the list: answers pings to this master, hears announcements, pings zones.
 
@@ -3044,7 +3049,7 @@ class SubSpacePing(UdpProtocol, Querier):
         if not server.lasting:
             fields["lifetime"] = claim.lifetime
         self.poller.add(self, source, claim.port)
-        if name and name.casefold() != server.name.casefold():
+        if name and alike(name) != alike(server.name):
             self.disown(server, server.name)
         self.registry.update(server, fields)
         self.registry.refresh(server, now)
@@ -3083,7 +3088,7 @@ class SubSpacePing(UdpProtocol, Querier):
         """Raise Refused if `claim` may not have its name; `server`: the listed server that it is about, if any. Who may not keep its
         present name may not give it up either."""
         for name in ("" if server is None else server.name, claim.fields.get("name", "")):
-            key = name.casefold()
+            key = alike(name)
             owner, servers, announced_at = self.owners.get(key, (claim.password, set(), now))
             if owner == claim.password:
                 continue
@@ -3100,17 +3105,17 @@ class SubSpacePing(UdpProtocol, Querier):
         """`password`: None if it is not known."""
         if server.nameless:
             return
-        before, servers, announced_at = self.owners.get(server.name.casefold(), (None, set(), now))
+        before, servers, announced_at = self.owners.get(alike(server.name), (None, set(), now))
         if server not in servers and not any(other.responding for other in servers):         # listed only because the ini names them, and not there
             before, servers = None, set()
         owner = password if before is None else before
-        self.owners[server.name.casefold()] = owner, servers | {server}, now if password == owner else announced_at
+        self.owners[alike(server.name)] = owner, servers | {server}, now if password == owner else announced_at
 
     def disown(self, server: Server, name: str) -> None:
-        _, servers, _ = self.owners.get(name.casefold(), (None, set(), 0.0))
+        _, servers, _ = self.owners.get(alike(name), (None, set(), 0.0))
         servers.discard(server)
         if not servers:
-            self.owners.pop(name.casefold(), None)
+            self.owners.pop(alike(name), None)
 
     def watch(self, event: str, server: Server) -> None:
         if event == "listed":           # by us, or by storage after a restart
@@ -3176,7 +3181,7 @@ class SubSpacePing(UdpProtocol, Querier):
         if poll.answered and not server.responding:
             self.registry.note(source, self.game, port, "listed", now)
         self.registry.update(server, fields)
-        if poll.answered and server.name.casefold() not in self.owners:         # who had its name while it was silent has left
+        if poll.answered and alike(server.name) not in self.owners:         # who had its name while it was silent has left
             self.own(server, None, now)
 
     def list_zone(self, target: Target, claim: Optional[Claim], fields: Dict[str, Any], now: float) -> None:
@@ -3200,7 +3205,7 @@ class SubSpacePing(UdpProtocol, Querier):
             if before is not None and before.lasting:
                 lifetime = before.lifetime
             server = self.registry.hear(self.game, address, port, source, now, lifetime, dict(told, **fields), target.known)
-            if name.casefold() != server.name.casefold():
+            if alike(name) != alike(server.name):
                 self.disown(server, name)
         except Refused as refused:
             self.registry.note(source, self.game, port, refused.outcome, now, str(refused))

@@ -3271,6 +3271,19 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.run(2)
         self.assertEqual([s.address for s in world.registry.servers()], ["203.0.113.2"])
 
+    def test_names_that_look_the_same_on_the_page_are_the_same(self) -> None:
+        world = SubSpaceWorld("203.0.113.1", "203.0.113.2")
+        for name in b"My zone", b"My  zone", b"my zone":            # its own writing of it is the zone's to choose
+            world.announce(zone_announcement(name=name, password=b"secret"), "203.0.113.1")
+            world.run(2)
+            self.assertEqual([server.name for server in world.registry.servers()], [name.decode()])
+            self.assertEqual(list(world.ping.owners), ["my zone"])
+            for other in b"My zone", b"My  zone", b"My \xa0 zone":
+                world.announce(zone_announcement(name=other, password=b"cane"), "203.0.113.2")
+                self.assertEqual(world.outcome("203.0.113.2")[0], "name")
+        world.registry.remove(world.zone("203.0.113.1"))
+        self.assertEqual(world.ping.owners, {})
+
     def test_nobody_takes_a_name_with_a_zone_s_own_address(self) -> None:
         """A datagram's source can be made up; an announcement by HTTP has no password."""
         world = SubSpaceWorld("203.0.113.1", "203.0.113.2")
