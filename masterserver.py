@@ -9195,6 +9195,10 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     own = own_address()
     if public and public in LOCAL:
         warnings.append("[server] public_address: %s is private; players outside cannot reach what is listed there." % public)
+    left_out = [game for game in IPV4_LISTS if game in server.tallies]
+    if ":" in public and left_out:
+        warnings.append("[server] public_address: %s is IPv6, for which the lists of %s have no room: they leave out game servers on this machine "
+                        "that announce to localhost." % (public, " and ".join(left_out)))
     if not public:
         warnings.append("[server] public_address is empty: game servers on this machine that announce to localhost are listed as 127.0.0.1, "
                         "where no other machine finds them. Set it to the address that players use.")

@@ -12606,6 +12606,9 @@ class Checking(unittest.TestCase):
         self.assertIn("public_address is empty", self.check(server__public_address="")[1])
         self.assertIn("192.168.1.5 is private", self.check(server__public_address="192.168.1.5")[1])
         self.assertIn("10.1.2.3 is private", self.check(server__bind="10.1.2.3")[1])
+        for port, told in ("0", True), ("", False):
+            warnings = self.check(server__public_address="2001:db8::77", subspace__port=port, hyperbol__port="")[1]
+            self.assertEqual("2001:db8::77 is IPv6, for which the lists of subspace have no room" in warnings, told)
         for own, public, words in (("192.168.1.9", "", "address 192.168.1.9 is private"), ("192.168.1.9", "203.0.113.5", ""),
                                    ("203.0.113.9", "203.0.113.5", ""), ("", "203.0.113.5", "no route to the internet")):
             with mock.patch.object(ms, "own_address", return_value=own):
