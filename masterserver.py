@@ -9148,13 +9148,13 @@ def at_odds(settings: Settings, protocols: Sequence[Any]) -> List[str]:
     iceball, aio = (any(isinstance(protocol, kind) for protocol in protocols) for kind in (Iceball, Aio))
     silence_s = ICEBALL_PERIOD_S - (ICEBALL_BURST - 1) * ICEBALL_GAP_S
     if iceball and settings["iceball.timeout"] < silence_s:
-        warnings.append("[iceball] timeout: servers are silent for %d s between their bursts, and each is removed then." % silence_s)
+        warnings.append("[iceball] timeout: it must be longer than the %d s between two bursts, or servers leave the list in each pause." % silence_s)
     if iceball and settings["limits.datagrams"][1] < 2:
-        warnings.append("[limits] datagrams: an Iceball server's handshake follows its announcement at once; it needs 2 at once.")
+        warnings.append("[limits] datagrams: allow 2 at once at least: an Iceball server's handshake follows its announcement within milliseconds.")
     if aio and "text" in settings["aio.dialects"] and len(settings["aio.dialects"]) > 1 and settings["aio.text_greeting_after"] < LINK_RESEND_S:
-        warnings.append("[aio] text_greeting_after: peers of the other dialects may be sent the greeting before their first byte is here, and fail.")
+        warnings.append("[aio] text_greeting_after: it is short: peers of the other dialects that are far away are sent the greeting, and fail.")
     if aio and settings["limits.connections_open"] < settings["limits.servers_per_source"]:
-        warnings.append("[limits] connections_open: AIO servers keep one each, so fewer of a source are listed than servers_per_source says.")
+        warnings.append("[limits] connections_open: AIO servers keep one each; no more of a source are listed, whatever servers_per_source says.")
     return warnings
 
 
