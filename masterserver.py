@@ -7734,9 +7734,9 @@ def own_address(far: str = "192.0.2.1") -> str:
         return ""
 
 
-def resolved(host: str, reached: bool = False) -> str:
-    """The first address of a host, IPv4 if it has one; `reached`: but one with a route to it before others. Raises OSError, also while it
-    cannot be known whether it has IPv4."""
+def addresses(host: str, reached: bool = False) -> List[str]:
+    """The addresses of a host, IPv4 first; `reached`: those with a route to them, if there are any. Raises OSError, also while it cannot be
+    known whether it has IPv4."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     if all(entry[0] != socket.AF_INET for entry in found):
         try:                        # of two queries to name servers one may have failed, which is not told
@@ -7744,7 +7744,14 @@ def resolved(host: str, reached: bool = False) -> str:
         except socket.gaierror as error:
             if error.errno == socket.EAI_AGAIN:
                 raise
-    return canonical(str(min(found, key=lambda entry: (reached and not own_address(str(entry[4][0])), entry[0] != socket.AF_INET))[4][0]))
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    known = list(dict.fromkeys(canonical(str(entry[4][0])) for entry in found))
+    return reached and list(filter(own_address, known)) or known
+
+
+def resolved(host: str, reached: bool = False) -> str:
+    """The first of them."""
+    return addresses(host, reached)[0]
 
 
 def port_holder(transport: str, port: int) -> str:
@@ -8225,6 +8232,8 @@ class Link:
         self.host, self.port, self.announcer = host, port, announcer
         self.resolving = self.unknown = False       # its name is looked up; there is no such name
         self.resolve_at = -math.inf             # host names are looked up anew now and then
+        self.others: List[str] = []             # addresses to try, where a connection does not come about
+        self.by_ipv4 = False                    # one has come about
         self.datagrams: Optional[Datagrams] = None
         self.connecting: Optional[socket.socket] = None
         self.deadline = 0.0
@@ -8430,7 +8439,7 @@ class Announcement(Loop):
         elif announcer.due <= now and not link.lost:
             if now >= link.resolve_at and not link.resolving:
                 link.resolving = True
-                self.names.submit(functools.partial(resolved, link.host, link.datagrams is None), functools.partial(self.found, link))
+                self.names.submit(functools.partial(addresses, link.host, link.datagrams is None), functools.partial(self.found, link))
             elif link.datagrams is not None:
                 for data, to in link.datagrams.protocol.tick(now):
                     if not link.datagrams.send(data, to):
@@ -8444,10 +8453,11 @@ class Announcement(Loop):
 
     def found(self, link: Link, result: Any, now: float) -> None:
         link.resolving = False
-        if isinstance(result, str) and ":" in result and link.datagrams is not None:
+        if isinstance(result, list) and ":" in result[0] and link.datagrams is not None:
             result = OSError("it has no IPv4 address, and this game uses no other")
-        if isinstance(result, str):
-            link.announcer.master, link.unknown = (result, link.port), False
+        if isinstance(result, list):
+            link.announcer.master, link.unknown = (result[0], link.port), False
+            link.others = [address for address in result[1:] if not (link.by_ipv4 and ":" in address)]      # that will lead there again
         elif not link.announcer.master[0]:
             # Not while no name server can be asked: the network may come up after us, and a descriptor or a thread may become free
             link.unknown = isinstance(result, UnicodeError) or getattr(result, "errno", 0) in NO_SUCH_NAME
@@ -8481,6 +8491,7 @@ class Announcement(Loop):
                 windows = getattr(socket, "errorTab", {})           # whose strerror() does not know the numbers of its sockets
                 raise OSError(status, windows.get(status) or os.strerror(status))
             self.server.address = canonical(sock.getsockname()[0])
+            link.by_ipv4 = link.by_ipv4 or sock.family == socket.AF_INET
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             sock.close()
@@ -8493,6 +8504,9 @@ class Announcement(Loop):
         link.connection.call(session.opened, now)
 
     def no_way(self, link: Link, error: OSError, now: float) -> None:
+        if link.others:                             # at once
+            link.announcer.master = link.others.pop(0), link.port
+            return
         link.resolve_at = now                       # perhaps the master has moved
         link.announcer.failed("no connection: %s" % (error.strerror or error), now)
 

@@ -11643,7 +11643,7 @@ class Announcing(unittest.TestCase):
                                 (UnicodeError("label too long"), True)):
             announcement.found(link, error, 0.0)
             self.assertEqual((link.hopeless, link.announcer.due > 0.0), (hopeless, True))
-        announcement.found(link, "203.0.113.1", 1.0)
+        announcement.found(link, ["203.0.113.1"], 1.0)
         self.assertFalse(link.hopeless)
 
     def test_a_refusal_ends_it_only_at_the_beginning(self) -> None:
@@ -11658,7 +11658,7 @@ class Announcing(unittest.TestCase):
     def test_a_master_reached_by_ipv6_is_looked_up_again_soon(self) -> None:
         announcement, link = self.towards_one_master("hyperbol", 1)
         for address, again in (("2001:db8::1", ms.RESOLVE_RETRY_S), ("203.0.113.1", ms.RESOLVE_S)):
-            announcement.found(link, address, 1.0)
+            announcement.found(link, [address], 1.0)
             self.assertEqual((link.announcer.master[0], link.resolve_at), (address, 1.0 + again))
 
     def test_which_address_of_a_name(self) -> None:
@@ -11676,6 +11676,27 @@ class Announcing(unittest.TestCase):
                 self.assertEqual((ms.resolved("master.example"), ms.resolved("master.example", True)), expected)
         with named(six, socket.EAI_AGAIN), self.assertRaises(socket.gaierror):          # its IPv6 address alone was told
             ms.resolved("master.example")
+
+    def test_a_name_with_several_addresses_leads_to_whichever_answers(self) -> None:
+        """As it does in browsers: behind many a home connection IPv4 leads nowhere, though there is an address."""
+        announcement, link = self.towards_one_master("mygame", 27010)
+        refused = OSError(errno.ECONNREFUSED, "Connection refused")
+        found = ["203.0.113.1", "203.0.113.2", "2001:db8::1"]
+        announcement.found(link, found, 1.0)
+        for address in found:
+            self.assertEqual((link.announcer.master[0], link.announcer.failures, link.resolve_at > 2.0), (address, 0, True))
+            announcement.no_way(link, refused, 2.0)
+        self.assertEqual((link.announcer.failures, link.resolve_at), (1, 2.0))
+        with socket.socket() as master:
+            master.bind(("127.0.0.1", 0))
+            master.listen(1)
+            link.announcer.master = master.getsockname()
+            announcement.connect(link, 3.0)
+            announcement.connected(link, 3.0, 0)
+        announcement.found(link, found, 4.0)            # now it does not move to IPv6, which its game may not list
+        for _ in found[:2]:
+            announcement.no_way(link, refused, 5.0)
+        self.assertEqual((link.announcer.master[0], link.announcer.failures, link.resolve_at), ("203.0.113.2", 2, 5.0))
 
     def test_what_cannot_be_sent_is_not_called_announced(self) -> None:
         announcement, link = self.towards_one_master("subspace", 5000)
