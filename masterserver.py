@@ -8122,7 +8122,7 @@ class HttpAnnouncer(TcpAnnouncer):
 
     def leave(self, now: float) -> None:
         self.leaving = True
-        self.due = now if self.listed else math.inf
+        self.due = now if self.taken else math.inf          # its last answer may have been a proxy's
 
     def opened(self, now: float) -> bytes:
         super().opened(now)
@@ -8188,6 +8188,8 @@ class HttpAnnouncer(TcpAnnouncer):
                 self.changed(now)
         elif 400 <= status < 500 and status not in (408, 429):
             self.refuse(reason, now)
+            if self.taken:              # by a proxy while the master starts anew, or for a name that changes again
+                self.due = now + RETRY_MAX_S
         else:
             self.failed("not listed yet: " + reason, now)
 

@@ -11379,6 +11379,16 @@ class HttpAnnouncing(unittest.TestCase):
             self.assertIn(words, self.announcer.state)
             self.assertGreater(self.announcer.due, 0.5)
 
+    def test_who_was_listed_before_a_refusal_asks_again_soon_and_says_goodbye(self) -> None:
+        """A proxy in front may have no master for a moment, and a name that is refused may change."""
+        for before, pause, goodbye in (False, ms.REFUSED_S, math.inf), (True, ms.RETRY_MAX_S, 2.0):
+            self.announcer = ms.HttpAnnouncer(self.server)
+            self.answered(0.0, self.json_answer("200 OK", listed=before, ttl=120))
+            self.answered(1.0, b"HTTP/1.1 404 Not Found\r\n\r\n<html>")
+            self.assertEqual((self.announcer.refused, self.announcer.due), (True, 1.0 + pause))
+            self.announcer.leave(2.0)
+            self.assertEqual(self.announcer.due, goodbye)
+
     def test_what_is_no_master_writes_no_lines_of_its_own_into_the_log(self) -> None:
         for response in b"SSH-2.0-\x1b[31mred\r\n", b"\r\n" * 9, b"\x07" * 9000, b"HTTP/1.1 \x1b[2J\r\n\r\n":
             self.answered(0.0, response)
