@@ -9332,11 +9332,9 @@ def command_export(arguments: argparse.Namespace) -> int:
     stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))         # KeyboardInterrupt
     while True:
         try:
-            done = export_once(host, port, arguments.output, upload)
-        except ToolError as error:
+            say(export_once(host, port, arguments.output, upload))
+        except ToolError as error:          # standard output's as well: the file is what is wanted
             complain(str(error))
-        else:
-            say(done)
         pauses = math.ceil(arguments.every)
         for _ in range(pauses):             # Ctrl+Break interrupts none, and would be heeded at the end of a long one
             time.sleep(arguments.every / pauses)

@@ -10900,6 +10900,21 @@ class ExportTest(unittest.TestCase):
         self.assertIn("1 servers, 0 of them responding", out)
         self.assertIn("No list from", err)
 
+    @unittest.skipUnless(os.path.exists("/dev/full"), "no full device here")
+    def test_every_goes_on_when_its_output_has_no_room(self) -> None:
+        """As where a disk is full, or a program that reads it has ended."""
+        rounds = ("import sys, masterserver as ms\nms.export_once = lambda *arguments: 'done'\nslept = [None] * 3\n"
+                  "def sleep(seconds):\n    if not slept: raise KeyboardInterrupt\n    slept.pop()\n"
+                  "ms.time.sleep = sleep; sys.exit(ms.main())")
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open("/dev/full", "wb") as full, open(writer, "wb") as gone:
+            for file, told in (full, b"No space left"), (gone, b""):
+                done = subprocess.run([*PYTHON, "-c", rounds, "export", "--every", "1", "master.example"], stdout=file, stderr=subprocess.PIPE,
+                                      timeout=20)
+                self.assertEqual((done.returncode, done.stderr.count(b"\n")), (0, 1 if told else 0))
+                self.assertIn(told, done.stderr)
+
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_every_until_a_signal(self) -> None:
         with MasterOf(self.greeting) as master:
