@@ -9455,17 +9455,23 @@ class FtpPlace:
         login = self.login()
 
         def upload() -> None:
-            with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
+            with contextlib.closing(ftplib.FTP(timeout=EXPORT_FTP_S)) as ftp:
+                ftp.encoding = "latin-1"        # of its answers, in which any byte may be …
                 ftp.connect(self.host, self.port)
+                ftp.encoding = "utf-8"          # … and of names
                 ftp.login(*login)
                 if self.folder:
                     ftp.cwd(self.folder)
                 ftp.storbinary("STOR " + self.name, io.BytesIO(data))
+                with contextlib.suppress(*ftplib.all_errors):           # the file is there
+                    ftp.quit()
         try:
             within(ASK_TOTAL_S, upload)             # as for the list
         except (ftplib.Error, OSError, EOFError, ValueError, RuntimeError) as error:            # ValueError: a line break in a name
-            raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (
-                endpoint(self.host, self.port), clean(str(error), TEXT_CHARACTERS))) from None
+            words = clean(str(error), TEXT_CHARACTERS) or "it has closed the connection"        # EOFError has none
+            with contextlib.suppress(UnicodeEncodeError):
+                words = decode_legacy(words.encode("latin-1"), TEXT_CHARACTERS)
+            raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (endpoint(self.host, self.port), words)) from None
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -10965,6 +10965,40 @@ class ExportTest(unittest.TestCase):
         with open(os.path.join(self.folder, "ftp", "lists", "servers.xml"), "rb") as file:
             self.assertIn(b'<server ip="127.0.0.1" port="70000" responding="0"/>', file.read())
 
+    def test_upload_to_a_server_with_words_of_its_own(self) -> None:
+        """Old ones greet in Latin-1; what follows the file's arrival does not undo it; and who hangs up says nothing at all."""
+        def serve(listener: socket.socket, answers: Dict[bytes, bytes]) -> None:
+            with listener.accept()[0] as sock, sock.makefile("rb") as lines:
+                for line in itertools.chain([b"CONNECT "], lines):
+                    command = line.split()[0]
+                    if command == b"PASV":
+                        data = socket.create_server(("127.0.0.1", 0))
+                        sock.sendall(b"227 (127,0,0,1,%d,%d)\r\n" % divmod(data.getsockname()[1], 256))
+                    elif command == b"STOR":
+                        sock.sendall(b"150 now\r\n")
+                        with data, data.accept()[0] as file:
+                            stored.append((line, file.makefile("rb").read()))
+                        sock.sendall(b"226 done\r\n")
+                    elif answers.get(command) == b"":
+                        return
+                    else:
+                        sock.sendall(answers.get(command, b"230 f\xfcr alle") + b"\r\n")
+        stored: List[Tuple[bytes, bytes]] = []
+        for answers, failure in (({}, ""), ({b"QUIT": b"421 too late"}, ""), ({b"CWD": b"550 f\xfcr niemand"}, "550 für niemand."),
+                                 ({b"CWD": "550 für niemand".encode()}, "550 für niemand."), ({b"CONNECT": b""}, "it has closed the connection."),
+                                 ({b"USER": b""}, "it has closed the connection.")):
+            stored.clear()
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                thread = threading.Thread(target=serve, args=(listener, answers))
+                thread.start()
+                place = ms.FtpPlace("ftp://127.0.0.1:%d/a/%%C3%%BC.xml" % listener.getsockname()[1], "")
+                with mock.patch.object(place, "login", lambda: ("user", "secret")), contextlib.ExitStack() as stack:
+                    if failure:
+                        stack.enter_context(self.assertRaisesRegex(ms.ToolError, " failed: " + re.escape(failure)))
+                    place.store(b"<servers/>")
+                thread.join(10)
+            self.assertEqual(stored, [] if failure else [("STOR ü.xml\r\n".encode(), b"<servers/>")])
+
     def ftp_folder(self) -> Tuple[str, int]:
         """A folder for an FTP server to serve, and a port that is free."""
         root = os.path.join(self.folder, "ftp")
