@@ -7856,6 +7856,7 @@ CONNECT_S = 10.0                    # for a connection to come about
 RESPONSE_S = 20.0                   # for an HTTP answer
 UPDATE_S = 5.0                      # announced by HTTP again after a change, but at most this often
 GOODBYE_S = 3.0                     # what stop() grants a master that does not answer
+UNREADABLE_RATE = 1 / 600, 20       # lines in the log a second / at once: a script may write an error in the place of players each second
 ANSWER_RATE = 20, 100               # queries from one source answered: a second, at once; a master sends one every 30 s
 
 
@@ -8310,7 +8311,7 @@ class Announcement(Loop):
         self.updates: Dict[str, Any] = {}           # not announced yet
         self.sockets: List[Datagrams] = []
         self.tally = Tally()
-        self.limiter = Limiter(ANSWER_RATE)
+        self.limiter, self.unreadable = Limiter(ANSWER_RATE), Limiter(UNREADABLE_RATE)
         self.next_tick = -math.inf
         super().__init__()
 
@@ -8346,7 +8347,7 @@ class Announcement(Loop):
         return changed
 
     def read_file(self) -> None:
-        """Take the last line over when the file has changed, or say once what is wrong with it."""
+        """Take the last line over when the file has changed, or say what is wrong with it."""
         stamp = file_stamp(self.players_from)
         if stamp == self.players_read:
             return
@@ -8360,8 +8361,20 @@ class Announcement(Loop):
             coding = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(mark, "utf-8")        # Windows' echo 5 >FILE
             lines = [line for line in raw.decode(coding, "replace").lstrip("\ufeff").split("\n") if line.strip()]
             if lines:                   # a file that is being written anew may be empty for a moment
-                self.update(**read_players(lines[-1]))
+                self.read_line(lines[-1])
         except (OSError, ValueError) as error:
+            self.unknown(error)
+
+    def read_line(self, line: str) -> None:
+        """Announce what it says, or say what is wrong with it; from any thread."""
+        try:
+            self.update(**read_players(line))
+        except ValueError as error:
+            self.unknown(error)
+
+    def unknown(self, error: Exception) -> None:
+        """Why the players cannot be read."""
+        if self.unreadable.allow("", time.monotonic()):
             log.warning("the players are not known: %s", error)
 
     # Running
@@ -8553,10 +8566,7 @@ def command_announce(arguments: argparse.Namespace) -> int:
 
     def take(line: str) -> None:
         if line.strip():
-            try:
-                announcement.update(**read_players(line))
-            except ValueError as error:
-                log.warning("standard input: %s", error)
+            announcement.read_line(line)
     stop_on_signals(announcement.stop)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:        # as nohup leaves it
         signal.signal(signal.SIGHUP, lambda number, frame: announcement.stop())

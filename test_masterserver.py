@@ -11798,6 +11798,21 @@ class Announcing(unittest.TestCase):
         self.addCleanup(announcement.stop)
         self.assertEqual([(link.host, link.port) for link in announcement.links], [("master.example", 65535)])
 
+    def test_players_that_cannot_be_read_fill_no_disk(self) -> None:
+        """A script writes an error in their place, each second; a game its own log to standard input, with each frame."""
+        with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver", "WARNING") as logs:
+            path = os.path.join(folder, "players")
+            announcement = ms.Announcement("iceball", 21737, "127.0.0.1:1", players_from=path)
+            self.addCleanup(announcement.stop)
+            for number in range(100):
+                with open(path, "a", encoding="ascii") as file:
+                    file.write("no server %d\n" % number)
+                announcement.read_file()
+                announcement.read_line("frame %d" % number)
+            announcement.read_line("5/16 castle")
+        self.assertEqual(len(logs.output), ms.UNREADABLE_RATE[1])
+        self.assertEqual(announcement.updates, {"players": 5, "max_players": 16, "map": "castle"})
+
     def test_updates_that_nobody_announces_are_no_more_than_the_latest(self) -> None:
         """A game may tell its players with each frame, before it starts to announce itself and after it has stopped."""
         announcement = ms.Announcement("iceball", 21737, "127.0.0.1:1")
