@@ -8009,6 +8009,7 @@ class TcpAnnouncer(Session, Announcer):
     """An announcer that is the session of one connection after another."""
 
     began = 0.0                     # the connection
+    brief = 0                       # connections in a row
     buffer = b""
 
     def opened(self, now: float) -> bytes:
@@ -8017,6 +8018,9 @@ class TcpAnnouncer(Session, Announcer):
 
     def closed(self, now: float) -> None:
         if self.due <= self.began:      # else it is known already when to come again
+            if self.failures == 0:      # a master that takes it and ends each time, under the load of all who come, is given time as well
+                self.brief = self.brief + 1 if now < self.began + CONNECT_S else 0
+                self.failures = max(0, self.brief - 1)
             self.failed("the master has closed the connection", now)
 
 

@@ -11329,6 +11329,19 @@ class AioAnnouncing(unittest.TestCase):
         announcer.closed(now)
         self.assertLessEqual(announcer.due, now + 1)
 
+    def test_a_master_that_takes_it_and_ends_each_time_is_given_time(self) -> None:
+        """One that crashes once its servers are back had them all again a second later; one that was there for a while starts anew soon."""
+        announcer = ms.AioAnnouncer(announced("aio", 27010, name="x"))
+        pauses = []
+        for lasting in [0.1] * 8 + [ms.CONNECT_S, 0.1, 0.1]:
+            announcer.opened(announcer.due)
+            announcer.receive(b"SUCCESS#13#%", announcer.due)
+            ended = announcer.due + lasting
+            announcer.closed(ended)
+            pauses.append(announcer.due - ended)
+        for pause, most in zip(pauses, (1, 2, 4, 8, 16, 32, 60, 60, 1, 1, 2)):
+            self.assertTrue(0.8 * most - 0.001 <= pause <= most + 0.001, pauses)
+
     def test_garbage_leads_to_a_pause_as_well(self) -> None:
         announcer = ms.AioAnnouncer(announced("aio", 27010), framed=True)
         announcer.opened(5.0)
