@@ -8235,8 +8235,9 @@ class GamePort(UdpProtocol):
 class Link:
     """One master of an Announcement, and the way that leads there."""
 
-    def __init__(self, host: str, port: int, announcer: Announcer) -> None:
-        self.host, self.port, self.announcer = host, port, announcer
+    def __init__(self, host: str, port: int, announcer: Announcer, names: Worker) -> None:
+        """`names`: for this one alone. A look-up may take half a minute, each time, and keeps no other master waiting."""
+        self.host, self.port, self.announcer, self.names = host, port, announcer, names
         self.resolving = self.unknown = False       # its name is looked up; there is no such name
         self.resolve_at = -math.inf             # host names are looked up anew now and then
         self.others: List[str] = []             # addresses to try, where a connection does not come about
@@ -8298,7 +8299,7 @@ class Announcement(Loop):
         for text in [masters] if isinstance(masters, str) else masters:
             announcer = make(self.server, time.monotonic())
             host, given = read_place(text)
-            link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer)
+            link = Link(host, (given or announcer.master_port) + announcer.port_offset, announcer, Worker("names", self.wake))
             for number in (port, port + (announcer.asked_at or 0), link.port):
                 if not 0 < number <= 65535:
                     raise ValueError("port %d is needed, and is not a port" % number)
@@ -8458,7 +8459,7 @@ class Announcement(Loop):
         elif announcer.due <= now and not link.lost:
             if now >= link.resolve_at and not link.resolving:
                 link.resolving = True
-                self.names.submit(functools.partial(addresses, link.host, link.datagrams is None), functools.partial(self.found, link))
+                link.names.submit(functools.partial(addresses, link.host, link.datagrams is None), functools.partial(self.found, link))
             elif link.datagrams is not None:
                 for data, to in link.datagrams.protocol.tick(now):
                     if not link.datagrams.send(data, to):
@@ -8469,6 +8470,11 @@ class Announcement(Loop):
             link.told = announcer.state
             log.log(logging.WARNING if announcer.refused or announcer.failures else logging.INFO,
                     "%s: %s", endpoint(link.host, link.port), announcer.state)
+
+    def woken(self, now: float) -> None:
+        super().woken(now)
+        for link in self.links:
+            link.names.deliver(now)
 
     def found(self, link: Link, result: Any, now: float) -> None:
         link.resolving = False
@@ -8537,6 +8543,7 @@ class Announcement(Loop):
 
     def close_all(self) -> None:
         for link in self.links:
+            link.names.stop(0.0)
             if link.connection is not None:
                 link.connection.close(time.monotonic())
             if link.connecting is not None:

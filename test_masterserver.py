@@ -11781,11 +11781,11 @@ class Announcing(unittest.TestCase):
         self.assertLessEqual(link.announcer.due, now + ms.RETRY_S)
 
     def test_a_name_that_is_looked_up_again_holds_no_announcement_up(self) -> None:
-        """A look-up may take half a minute, and those of several masters wait for each other."""
+        """A look-up may take half a minute."""
         announcement, link = self.towards_one_master("iceball", 21737)
         announcement.bind()
         now = link.announcer.due
-        with mock.patch.object(announcement.names, "submit") as submit:
+        with mock.patch.object(link.names, "submit") as submit:
             for address, failures, sent in (("", 0, 0), ("127.0.0.1", 0, 1), ("127.0.0.1", 1, 0)):
                 link.announcer.master, link.announcer.failures, link.announcer.due, link.resolving = (address, 9), failures, now, False
                 announcement.tally.sent = 0
@@ -11793,6 +11793,22 @@ class Announcing(unittest.TestCase):
                     announcement.advance(link, now, False)
                 self.assertEqual((submit.call_count, announcement.tally.sent), (1, sent))
                 submit.reset_mock()
+
+    def test_a_name_that_nobody_answers_for_keeps_no_other_master_waiting(self) -> None:
+        told = threading.Event()
+        self.addCleanup(told.set)
+
+        def addresses(host: str, reached: bool) -> List[str]:
+            if host == "silent.example":
+                told.wait(20)
+            return ["127.0.0.1"]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as master, mock.patch.object(ms, "addresses", addresses):
+            master.bind(("127.0.0.1", 0))
+            master.settimeout(5)
+            with ms.Announcement("iceball", 21737, ["silent.example", "master.example:%d" % master.getsockname()[1]]) as announcement:
+                self.assertEqual(master.recv(1000)[:4], b"1CEB")
+                told.set()
+                eventually(lambda: announcement.links[0].announcer.master[0])
 
     def test_questions_over_ipv6(self) -> None:
         try:
