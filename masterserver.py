@@ -7094,7 +7094,6 @@ class Loop:
         self.wake_in.setblocking(False)
         self.wake_out.setblocking(False)
         self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
-        self.names = Worker("names", self.wake)
 
     def placed(self, connection: Connection) -> None:
         """The connection is not the idlest any more."""
@@ -7140,7 +7139,6 @@ class Loop:
                 return
             self.state = "closed"
         self.close_all()
-        self.names.stop(0.0)
         self.selector.close()
         self.wake_in.close()
         self.wake_out.close()
@@ -7199,7 +7197,6 @@ class Loop:
     def woken(self, now: float) -> None:
         with contextlib.suppress(OSError):
             self.wake_in.recv(4096)
-        self.names.deliver(now)
 
 
 Started = TypeVar("Started", bound=Loop)
@@ -7253,6 +7250,7 @@ class MasterServer(Loop):
         self.timer_numbers = itertools.count()
         # Separate, as a disk may hang, and as strangers may ask for more searches than one thread can do
         self.workers = {name: Worker(name, self.wake) for name in ("disk", "lists", "searches")}
+        self.names = Worker("names", self.wake)             # no stop waits for it
         self.events: List[Tuple[str, Server]] = []          # of this second, to be logged
         self.event_lines = Limiter(LOGGED_EVENTS_RATE)
         self.busy_s = 0.0                   # the longest that one round of the loop took, since the last tick
@@ -7600,7 +7598,7 @@ class MasterServer(Loop):
 
     def woken(self, now: float) -> None:
         super().woken(now)
-        for worker in self.workers.values():
+        for worker in (*self.workers.values(), self.names):
             worker.deliver(now)
         if self.reload_asked:               # by a signal, which wakes
             self.reload_asked = False
@@ -7616,6 +7614,7 @@ class MasterServer(Loop):
         self.log_events(now)
         for sock in [datagrams.sock for datagrams in self.datagrams] + [acceptor.sock for acceptor in self.acceptors]:
             sock.close()
+        self.names.stop(0.0)
         until = now + STOP_DISK_S           # for all together, the disk first: ten seconds after the signal a container is killed
         ended = {name: worker.stop(until - time.monotonic()) for name, worker in self.workers.items()}
         for worker in self.workers.values():
@@ -7750,7 +7749,7 @@ def addresses(host: str, reached: bool = False) -> List[str]:
 
 
 def resolved(host: str, reached: bool = False) -> str:
-    """The first of them."""
+    """The first of its addresses()."""
     return addresses(host, reached)[0]
 
 
@@ -8009,7 +8008,7 @@ class TcpAnnouncer(Session, Announcer):
     """An announcer that is the session of one connection after another."""
 
     began = 0.0                     # the connection
-    brief = 0                       # connections in a row
+    brief = 0                       # short connections in a row
     buffer = b""
 
     def opened(self, now: float) -> bytes:
@@ -8018,7 +8017,7 @@ class TcpAnnouncer(Session, Announcer):
 
     def closed(self, now: float) -> None:
         if self.due <= self.began:      # else it is known already when to come again
-            if self.failures == 0:      # a master that takes it and ends each time, under the load of all who come, is given time as well
+            if self.failures == 0:      # a master that takes a server and closes each time, as all who come are too many for it, is given time
                 self.brief = self.brief + 1 if now < self.began + CONNECT_S else 0
                 self.failures = max(0, self.brief - 1)
             self.failed("the master has closed the connection", now)
@@ -8368,17 +8367,17 @@ class Announcement(Loop):
             if lines:                   # a file that is being written anew may be empty for a moment
                 self.read_line(lines[-1])
         except (OSError, ValueError) as error:
-            self.unknown(error)
+            self.players_unknown(error)
 
     def read_line(self, line: str) -> None:
         """Announce what it says, or say what is wrong with it; from any thread."""
         try:
             self.update(**read_players(line))
         except ValueError as error:
-            self.unknown(error)
+            self.players_unknown(error)
 
-    def unknown(self, error: Exception) -> None:
-        """Why the players cannot be read."""
+    def players_unknown(self, error: Exception) -> None:
+        """Say why, but not for ever."""
         if self.unreadable.allow("", time.monotonic()):
             log.warning("the players are not known: %s", error)
 
