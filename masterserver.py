@@ -2669,9 +2669,10 @@ class Hyperbol(TcpProtocol, Querier):
         address = self.rules.listed_address(source)
         if self.registry.get(self.game, address, port) is None:
             self.registry.admit(self.game, address, port, source)
-            if self.poller.find(self, source, port) is None and self.poller.crowded(self.game, source):
-                raise Refused("limit", "too many servers are already waiting to be queried")
-            self.registry.note(source, self.game, port, "announced", now)
+            if self.poller.find(self, source, port) is None:            # else it is known what became of the last query
+                if self.poller.crowded(self.game, source):
+                    raise Refused("limit", "too many servers are already waiting to be queried")
+                self.registry.note(source, self.game, port, "announced", now)
         self.poller.add(self, source, port)
 
     def query(self, target: Target) -> bytes:

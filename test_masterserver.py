@@ -7212,6 +7212,16 @@ class AnnounceTest(unittest.TestCase):
                     if answers:
                         self.core.poller.datagram(hyperbol_reply(o1=query[1:]), peer, now)
 
+    def test_who_is_queried_anyway_is_told_what_became_of_it(self) -> None:
+        """The ini names it, and its next query may be an hour away: /check has the reason all the while, and so has each answer."""
+        self.registry.rules.refuse_names = (ms.read_pattern("Fun"),)
+        self.core.poller.add(self.core.announcers["hyperbol"], "203.0.113.9", 27888, known=True)
+        (query, peer), = self.core.poller.tick(1.0)
+        self.core.poller.datagram(hyperbol_reply(o1=query[1:]), peer, 1.1)
+        for _ in range(2):
+            self.assertIn("names matching Fun", self.post({"game": "hyperbol", "port": 27888})[1]["reason"])
+            self.assertEqual(self.registry.heard["203.0.113.9", "hyperbol", 27888][1], "name")
+
     def test_refused_with_the_right_status(self) -> None:
         network = ms.read_network("198.51.100.0/24")
         self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
