@@ -9192,6 +9192,9 @@ def at_odds(settings: Settings, protocols: Sequence[Any]) -> List[str]:
         warnings.append("[aio] text_greeting_after: it is short: peers of the other dialects that are far away are sent the greeting, and fail.")
     if aio and settings["limits.connections_open"] < settings["limits.servers_per_source"]:
         warnings.append("[limits] connections_open: AIO servers keep one each; no more of a source are listed, whatever servers_per_source says.")
+    for port, names in (("http.ports", "games"), ("hyperbol.port", "hyperbol.servers"), ("subspace.port", "subspace.zones")):
+        if settings[names] and settings[port] in (None, ()):
+            warnings.append("[%s] %s: it is empty, and nothing that %s names is listed." % (*port.split("."), names))
     return warnings
 
 

@@ -12675,6 +12675,13 @@ class Checking(unittest.TestCase):
             self.assertNotIn(name, self.check(iceball__port="", aio__port="", **{setting: bad})[1])
         self.assertNotIn("[aio]", self.check(aio__port="0", aio__dialects="text", aio__text_greeting_after="0")[1])
 
+    def test_servers_that_the_ini_names_for_a_port_that_is_empty(self) -> None:
+        for port, names in (("hyperbol.port", "hyperbol.servers"), ("subspace.port", "subspace.zones"), ("http.ports", "games.mygame")):
+            for given, opened, told in (("127.0.0.1:5000", "", True), ("127.0.0.1:5000", "0", False), ("", "", False)):
+                if given or names != "games.mygame":
+                    warnings = self.check(**{port.replace(".", "__"): opened, names.replace(".", "__"): given})[1]
+                    self.assertEqual("[%s] %s: it is empty" % tuple(port.split(".")) in warnings, told, (port, given, opened))
+
     def test_other_reasons_why_a_port_cannot_be_had(self) -> None:
         port = str(free_port())
         errors, _ = self.check(http__ports=port, aio__port=port)
