@@ -9216,7 +9216,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
         (errors if "server.database" in settings.given and not has_content(path) else warnings).append(
             "[server] database: %s cannot be written; the list would not survive a restart." % path)
     path = settings.file("server.log_file")
-    if path and not writable(path):
+    if path and not (os.path.basename(path) and writable(path)):           # what ends in a slash is a folder, there or not
         errors.append("[server] log_file: %s cannot be written." % path)
     elif path and not is_special(path) and not writable(os.path.realpath(path) + ".new"):
         warnings.append("[server] log_file: %s cannot be rotated, and would grow; its folder cannot be written." % path)

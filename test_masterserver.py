@@ -12720,7 +12720,7 @@ class Checking(unittest.TestCase):
 
     def test_a_log_that_cannot_be_written(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            for path in (folder, os.path.join(folder, "none", "log")):
+            for path in (folder, os.path.join(folder, "none", "log"), os.path.join(folder, "none", "")):
                 self.assertIn("[server] log_file", self.check(server__log_file=path)[0])
             self.assertEqual(self.check(server__log_file=os.path.join(folder, "log"))[0], "")
             self.assertEqual(os.listdir(folder), [])
