@@ -9168,9 +9168,10 @@ def first_contact(server: MasterServer) -> List[str]:
 
 
 def unserved(server: MasterServer) -> List[str]:
-    """What is switched on but listens nowhere."""
+    """What is switched on but listens nowhere, or only where none of its servers can be queried."""
+    listening = {(l.protocol, ":" in l.host) for l in server.listeners}
     return ["[server] bind: it has no IPv4 address, and %s uses no other; it is not served." % name
-            for name in server.tallies if name not in {l.protocol for l in server.listeners}]
+            for name in server.tallies if (name, False) not in listening and (name in IPV4_LISTS or (name, True) not in listening)]
 
 
 def writable(path: str) -> bool:
