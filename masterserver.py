@@ -8241,7 +8241,7 @@ class Link:
         self.resolving = self.unknown = False       # its name is looked up; there is no such name
         self.resolve_at = -math.inf             # host names are looked up anew now and then
         self.others: List[str] = []             # addresses to try, where a connection does not come about
-        self.by_ipv4 = False                    # one has come about
+        self.by_ipv4 = announcer.server.game in IPV4_LISTS      # one has come about, or no other would be of use
         self.datagrams: Optional[Datagrams] = None
         self.connecting: Optional[socket.socket] = None
         self.deadline = 0.0

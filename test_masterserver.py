@@ -11780,6 +11780,15 @@ class Announcing(unittest.TestCase):
             announcement.no_way(link, refused, 5.0)
         self.assertEqual((link.announcer.master[0], link.announcer.failures, link.resolve_at), ("203.0.113.2", 2, 5.0))
 
+    def test_a_game_whose_list_has_ipv4_alone_waits_for_that(self) -> None:
+        """By IPv6 it would be refused, and end."""
+        announcement, link = self.towards_one_master("hyperbol", 27888)
+        for number, found in enumerate((["203.0.113.1", "2001:db8::1"], ["203.0.113.1", "203.0.113.2", "2001:db8::1"])):
+            announcement.found(link, found, 1.0)
+            for _ in range(number + 1):
+                announcement.no_way(link, OSError(errno.ETIMEDOUT, "timed out"), 2.0)
+            self.assertEqual((link.announcer.master[0], link.announcer.failures, link.resolve_at), (found[number], number + 1, 2.0))
+
     def test_what_cannot_be_sent_is_not_called_announced(self) -> None:
         announcement, link = self.towards_one_master("subspace", 5000)
         announcement.bind()
