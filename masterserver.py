@@ -9493,9 +9493,10 @@ class FtpPlace:
         try:
             within(ASK_TOTAL_S, upload)             # as for the list
         except (ftplib.Error, OSError, EOFError, ValueError, RuntimeError) as error:            # ValueError: a line break in a name
-            words = clean(str(error), TEXT_CHARACTERS) or "it has closed the connection"        # EOFError has none
+            words = str(error)
             with contextlib.suppress(UnicodeEncodeError):
                 words = decode_legacy(words.encode("latin-1"), TEXT_CHARACTERS)
+            words = clean(words, TEXT_CHARACTERS) or "it has closed the connection"             # EOFError has none
             raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (endpoint(self.host, self.port), words)) from None
 
 

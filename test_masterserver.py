@@ -10995,7 +10995,7 @@ class ExportTest(unittest.TestCase):
                         sock.sendall(answers.get(command, b"230 f\xfcr alle") + b"\r\n")
         stored: List[Tuple[bytes, bytes]] = []
         for answers, failure in (({}, ""), ({b"QUIT": b"421 too late"}, ""), ({b"CWD": b"550 f\xfcr niemand"}, "550 für niemand."),
-                                 ({b"CWD": "550 für niemand".encode()}, "550 für niemand."), ({b"CONNECT": b""}, "it has closed the connection."),
+                                 ({b"CWD": "550 keine Größe".encode()}, "550 keine Größe."), ({b"CONNECT": b""}, "it has closed the connection."),
                                  ({b"USER": b""}, "it has closed the connection.")):
             stored.clear()
             with socket.create_server(("127.0.0.1", 0)) as listener:
