@@ -9185,7 +9185,7 @@ def at_odds(settings: Settings, protocols: Sequence[Any]) -> List[str]:
     warnings: List[str] = []
     iceball, aio = (any(isinstance(protocol, kind) for protocol in protocols) for kind in (Iceball, Aio))
     silence_s = ICEBALL_PERIOD_S - (ICEBALL_BURST - 1) * ICEBALL_GAP_S
-    if iceball and settings["iceball.timeout"] < silence_s:
+    if iceball and settings["iceball.timeout"] <= silence_s:
         warnings.append("[iceball] timeout: it must be longer than the %d s between two bursts, or servers leave the list in each pause." % silence_s)
     if iceball and settings["limits.datagrams"][1] < 2:
         warnings.append("[limits] datagrams: allow 2 at once at least: an Iceball server's handshake follows its announcement within milliseconds.")

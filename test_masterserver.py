@@ -12675,7 +12675,7 @@ class Checking(unittest.TestCase):
         self.assertNotIn("27790 or 27795", self.check(iceball__port="")[1])
 
     def test_settings_with_which_servers_cannot_be_listed_or_not_for_long(self) -> None:
-        for setting, good, bad in (("iceball__timeout", ("36", "120"), "35"), ("limits__datagrams", ("1/2", "100/400"), "100/1"),
+        for setting, good, bad in (("iceball__timeout", ("37", "120"), "36"), ("limits__datagrams", ("1/2", "100/400"), "100/1"),
                                    ("aio__text_greeting_after", ("0.5", "1.2"), "0.4"), ("limits__connections_open", ("32", "64"), "31")):
             name = "[%s] %s:" % tuple(setting.split("__"))
             self.assertIn(name, self.check(aio__port="0", **{setting: bad})[1])
