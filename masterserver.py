@@ -419,8 +419,9 @@ SETTINGS = (
             read_key=read_own_game_id, example="mygame = My Game"),
     Setting("poll", "interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server (Hyperbol, SubSpace, AIO).", live=True),
-    Setting("poll", "rate", "500", read_number(4, 100000),          # a quarter is one: with 1, new servers that are silent would keep all others
-                                                                # from being queried, and with 2 they would never be given up
+    # At least one in a second is for new servers, a quarter: with a rate of 1 silent ones would keep all others from being queried, and with 2
+    # they would never be given up
+    Setting("poll", "rate", "500", read_number(4, 100000),
             "Queries per second at most, to all servers together, not counting the pings that answer a flood of announcements.", live=True),
     Setting("official", "", "", read_flag, "Servers marked as official.", live=True,
             read_key=read_numeric_endpoint, example="203.0.113.7:20737 = yes"),
@@ -9168,9 +9169,9 @@ def first_contact(server: MasterServer) -> List[str]:
 
 
 def unserved(server: MasterServer) -> List[str]:
-    """What is switched on but listens nowhere, or only where none of its servers can be queried."""
+    """What is switched on but can list nobody: it listens nowhere, or only where none of its servers can be queried."""
     listening = {(l.protocol, ":" in l.host) for l in server.listeners}
-    return ["[server] bind: it has no IPv4 address, and %s uses no other; it is not served." % name
+    return ["[server] bind: it has no IPv4 address, and %s uses no other; none of its servers can be listed." % name
             for name in server.tallies if (name, False) not in listening and (name in IPV4_LISTS or (name, True) not in listening)]
 
 
@@ -9298,8 +9299,9 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
         server.watchdog_s = watchdog_interval()
         server.run()
     except StartError as error:
-        for line in str(error).split("\n") if settings["server.log_file"] else ():         # standard error is told anyway
-            log.error("%s", line)
+        if settings["server.log_file"]:         # standard error is told anyway
+            for line in str(error).split("\n"):
+                log.error("%s", line)
         raise
     finally:
         signal.set_wakeup_fd(-1)
