@@ -99,7 +99,7 @@ log = logging.getLogger("masterserver")
 # ================================================================================================
 
 TICK_S = 1.0                        # protocols are ticked this often; documents count whole seconds
-LOOK_S = 0.25                       # connections are ticked so often: AIO's greeting comes after 1.2 s
+LOOK_S = 0.25                       # connections are ticked so often: AIO greets after 1.2 s
 TURN_S = 0.01                       # work for connections, after which datagrams have their turn
 # a tick this late: the program was stopped (Ctrl+Z, docker pause)
 HELD_UP_S = 5.0
@@ -145,12 +145,11 @@ ANSWERS_RATE = 1e6, 1e6
 # of silence, while a flood in its name keeps a server's own packets out
 FLOODED_LIFETIMES = 3
 ALTERED_SERVERS = 100_000           # waiting for the disk: all that can be listed, and who has left
-# on disk: the 50,000 that can be listed, and those here for longest
+# on disk: the servers that are listed, and those gone that were here for longest
 KNOWN_SERVERS = 60_000
 HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
 # … and how many a second: a flood leaves eight seconds to look at
 HEARD_PER_S = 500
-HEARD_BACK_S = 120.0                # /check says so if they do not reach back so far
 
 HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese characters need 1,200
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
@@ -160,13 +159,11 @@ HTTP_HEAD_S = 10.0                  # from a request's first byte to the end of 
 HTTP_BODY_S = 10.0                  # and from there to the end of its body
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_MEMO_BYTES = 16 << 20          # answers remembered; /servers.json of 50,000 servers has 20 MB
-HTTP_MEMO_REQUEST_BYTES = 2048      # a longer request is not worth remembering
 GZIP_MIN_BYTES = 600                # a shorter one fits one packet with its head, compressed or not
-GZIP_LEVEL = 6                      # within 6 % of level 9 on lists, in two thirds of its time
+GZIP_LEVEL = 3                      # 10,000 servers, 4 MB, in 10 ms to 266 kB; level 6: 23, 222
 RENDER_S = 1.0                      # a list is rebuilt at most this often, however many ask
 # or, if short, after this long a server: ten times what it takes
 RENDER_SERVER_S = 0.0001
-RENDER_STALE_S = 10.0               # and at least this often, for the times in it
 # how long a cache in front may keep an answer: the page's refresh
 CACHE_S = 5
 PAGE_ROWS = 2000                    # rows on one page; a search finds the others
@@ -1306,6 +1303,7 @@ GONE_SERVERS = " FROM server WHERE address != '' AND id NOT IN (SELECT server FR
 # Game, address, port, expires, first seen, last seen, fields as a JSON list
 ListedRow = Tuple[str, str, int, float, float, float, str]
 Counts = List[Optional[int]]        # of players; None where the server or the master was away
+DISK_ERRORS = sqlite3.Error, OSError        # what any method of Database may raise
 
 
 class Series(NamedTuple):
@@ -2891,7 +2889,8 @@ class SubSpaceLink:
                 if number >= self.expected:             # else our acknowledgement was lost
                     self.early[number] = packet[6:]
                 packets = self.in_order() + packets
-            elif kind == b"\0\4" and self.flights.pop(number, None):
+            elif kind == b"\0\4" and number in self.flights:
+                del self.flights[number]
                 self.proven, self.unanswered = True, 0
             elif kind == b"\0\5":
                 hundredths = int(now * 100) & 0xFFFFFFFF
@@ -3552,8 +3551,9 @@ class Aio(TcpProtocol, Querier):
         self.rules = core.registry.rules
         self.numbers = itertools.count()
         self.owners: Dict[Server, AioSession] = {}
-        self.lists = {make: RenderedList(self.registry, self.game, make) for make in (
-            aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
+        forms = aio_text_list, aio_document_list, aio_binary_list, aio_framed_list
+        self.lists: Dict[AioList, RenderedList] = {
+            make: RenderedList(self.registry, self.game, make) for make in forms}
         self.registry.watch(lambda event, server: self.disown(server), self.game, ["gone"])
         self.read(core.settings)
 
@@ -4931,7 +4931,6 @@ def chart(series: Any, wall: float) -> Html:
 
 GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO"}
 
-GZIP_LEVEL = 3                      # 10,000 servers, 4 MB, in 10 ms to 266 kB; level 6: 23, 222
 SEARCH_SERVERS = 1000               # looked through for what one request costs, some 4 ms
 
 JSON_TYPE = "application/json; charset=utf-8"
@@ -5026,6 +5025,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     body, body_bytes = b"", 0
     address, now = "", 0.0              # the client's, also behind a trusted proxy; when it came
     status = 0                          # what was answered
+    wfile: io.BytesIO  # type: ignore[assignment]
 
     def __init__(self, head: bytes = b"") -> None:
         """`head`: request line and headers, with the empty line; read by parse()."""
@@ -5168,6 +5168,7 @@ class HttpSession(Session):
     def respond(self, make: Callable[[], Union[Answer, DeferredAnswer]], now: float) -> bytes:
         """Answer the request with what `make` gives or raises."""
         request, web = self.request, self.web
+        assert request is not None
         try:
             answer = make()
         except HttpError as error:
@@ -5195,16 +5196,18 @@ class HttpSession(Session):
 
     def resume(self, result: Any, now: float) -> bytes:
         then, self.job, self.then = self.then, None, None
+        if then is None:
+            return b""                  # it has taken too long
 
         def make() -> Answer:
             # The disk's, or too many wait for it; any other exception is a fault of the program
-            if isinstance(result, (OSError, sqlite3.Error, RuntimeError, MemoryError)):
+            if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
                 hint = "The answer cannot be made just now: %s." % error_text(result)
                 raise HttpError(503, hint, RETRY_AFTER)
             if isinstance(result, Exception):
                 raise result
             return then(result)
-        return self.respond(make, now) if then else b""     # it has taken too long
+        return self.respond(make, now)
 
     def tick(self, now: float) -> bytes:
         if now < self.deadline or self.done:
@@ -6685,7 +6688,7 @@ class SavedList:
         try:
             rows = self.database.load(wall)
             self.recent = self.database.recent(wall)
-        except (sqlite3.Error, OSError) as error:
+        except DISK_ERRORS as error:
             if needed:
                 raise
             log.warning("the database %s cannot be used: %s; until it can, the list will not"
@@ -7210,7 +7213,7 @@ class MasterServer(EventLoop):
             try:
                 needed = "server.database" in self.settings.given
                 self.saved.restore(time.monotonic(), time.time(), needed)
-            except sqlite3.Error as error:
+            except DISK_ERRORS as error:
                 raise StartError("the database %s cannot be created: %s. Change [server] database, "
                                  "or leave it empty." % (self.saved.database.path, error)) from None
         self.event_log.lines.clear()        # not of those restored
@@ -7519,9 +7522,8 @@ class AioAnnouncer(Announcer):
         if server.players or server.max_players:
             name += " [%d/%d]" % (server.players, server.max_players)
         # A % at the beginning would end the message
-        name, description = [text.replace("#", "<num>").lstrip("%").encode("utf-8")
-                             for text in (name, server.description)]
-        return b"13#%s#%s#%d#%%\n" % (name, description, server.port)
+        texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
+        return ("13#%s#%s#%d#%%\n" % (texts[0], texts[1], server.port)).encode("utf-8")
 
     def receive(self, data: bytes, now: float) -> bytes:
         self.heard_at = now
@@ -7821,7 +7823,7 @@ class Announcement:
             if type(value) is int and not 0 <= value <= PLAYERS_MAX:
                 raise ValueError("%s: expected a number from 0 to %d" % (name, PLAYERS_MAX))
             if name == "version" and value and self.server.game == "iceball":
-                read_iceball_version(value)
+                read_iceball_version(str(value))
         for name, value in fields.items():
             value = clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value
             if value != getattr(self.server, name):
@@ -8316,7 +8318,8 @@ class LogQueue(logging.handlers.QueueHandler):
     that hangs, keeps nobody else waiting. Lines for which there is no room are lost and counted."""
 
     def __init__(self, writer: logging.Handler) -> None:
-        super().__init__(queue.SimpleQueue())       # type: ignore[arg-type,unused-ignore]
+        self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        super().__init__(self.waiting)              # type: ignore[arg-type,unused-ignore]
         self.lost = 0
         self.faults = Limiter(FAULT_RATE)
         self.writer = writer
@@ -8326,7 +8329,7 @@ class LogQueue(logging.handlers.QueueHandler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and not self.faults.allow("", time.monotonic()):
             return
-        if self.queue.qsize() >= LOG_LINES:
+        if self.waiting.qsize() >= LOG_LINES:
             self.lost += 1
             return
         lost, self.lost = self.lost, 0
