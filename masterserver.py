@@ -1634,6 +1634,7 @@ class Session:
     """One TCP connection. What a method returns is written, each return in one piece."""
 
     done = False                    # True: write what is out, then close gracefully
+    buffer = b""                    # what came and is not answered yet
     kept = False                    # True: a publishing server, closed last when room must be made
     job: Optional[Callable[[], Any]] = None     # for the disk thread; its result goes to resume()
 
@@ -1641,8 +1642,8 @@ class Session:
         return b""
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """Answer one message at most and keep the rest: once the answer is written, this is called
-        again with b"", until it gives b"". Any split of the input gives the same answers."""
+        """Answer one message at most and keep the rest in `buffer`: once the answer is written,
+        this is called again with b"". Any split of the input gives the same answers."""
         return b""
 
     def ended(self, now: float) -> bytes:
@@ -5184,7 +5185,7 @@ class HttpSession(Session):
         if "ETag" in answer.fields and not (self.proxied or request.body):
             web.remember(request.head, CachedResponse(response, request.close_connection, counted))
         self.request, self.done = None, request.close_connection
-        self.deadline = now + HTTP_HEAD_S           # for the next one, if it has begun
+        self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)
         return response
 
     def refuse(self, error: HttpError, now: float) -> bytes:
@@ -6279,7 +6280,7 @@ class TcpConnection:
         session, now = self.session, arguments[-1]
         try:
             data = method(*arguments)
-            while data and self.write(data, now) and not session.done:
+            while data and self.write(data, now) and session.buffer and not session.done:
                 data = session.receive(b"", now)
         except Exception as error:
             failed(error, self.tally, self.address, self.name)
@@ -6319,6 +6320,9 @@ class TcpConnection:
     def settle(self, now: float) -> None:
         """See to what the session has asked for, and to the end once everything is written."""
         session = self.session
+        if self.events == selectors.EVENT_READ and not (
+                self.out or session.done or session.job or self.eof or self.linger_until):
+            return                          # the usual case
         if self.sock.fileno() < 0:
             return
         if session.job is not None and not self.waiting:
@@ -6821,6 +6825,8 @@ class EventLoop:
 
     def run(self) -> None:
         """Serve until stop(); opens what bind() has not."""
+        if self.thread not in (None, threading.current_thread()):
+            raise StartError("It is running already.")
         self.serving = threading.current_thread()
         try:
             if not self.stopping.is_set():
@@ -7055,19 +7061,17 @@ class EventLog:
     """Who comes and goes, told to the log once a second: one by one unless they are many."""
 
     def __init__(self, registry: Registry) -> None:
-        self.lines: List[str] = []          # of this second
-        registry.watch(self.watch, events=("listed", "gone"))
-
-    def watch(self, event: str, server: Server) -> None:
-        place = endpoint(server.address, server.port)
-        self.lines.append("%s %s %s %s" % (place, server.game, event, ascii(server.name)))
+        self.seen: List[Tuple[str, Server]] = []            # in this second
+        registry.watch(lambda event, server: self.seen.append((event, server)),
+                       events=("listed", "gone"))
 
     def tell(self) -> None:
-        for line in self.lines[:LOGGED_EVENTS]:
-            log.info("%s", line)
-        if len(self.lines) > LOGGED_EVENTS:
-            log.info("and %d more listed or gone in this second", len(self.lines) - LOGGED_EVENTS)
-        self.lines.clear()
+        for event, server in self.seen[:LOGGED_EVENTS]:
+            place = endpoint(server.address, server.port)
+            log.info("%s %s %s %s", place, server.game, event, ascii(server.name))
+        if len(self.seen) > LOGGED_EVENTS:
+            log.info("and %d more listed or gone in this second", len(self.seen) - LOGGED_EVENTS)
+        self.seen.clear()
 
 
 class SettingsFiles:
@@ -7139,9 +7143,9 @@ class MasterServer(EventLoop):
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
-        super().__init__()
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
+        super().__init__()
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings, self.rules)
@@ -7216,7 +7220,7 @@ class MasterServer(EventLoop):
             except DISK_ERRORS as error:
                 raise StartError("the database %s cannot be created: %s. Change [server] database, "
                                  "or leave it empty." % (self.saved.database.path, error)) from None
-        self.event_log.lines.clear()        # not of those restored
+        self.event_log.seen.clear()        # not of those restored
 
     def look(self, now: float) -> None:
         for connection in list(self.connections.all):
