@@ -6825,7 +6825,8 @@ class EventLoop:
 
     def run(self) -> None:
         """Serve until stop(); opens what bind() has not."""
-        if self.thread not in (None, threading.current_thread()):
+        there = self.thread not in (None, threading.current_thread())
+        if there and not self.stopping.is_set():
             raise StartError("It is running already.")
         self.serving = threading.current_thread()
         try:
