@@ -2668,7 +2668,6 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     game = "subspace"
     offset = 1
-    attempts = len(PING_FORMS)
     nonce = staticmethod(ping_nonce)
 
     def __init__(self, core: Core) -> None:
@@ -2752,7 +2751,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
         if server is None:
             address = self.rules.listed_address(source)
             self.registry.admit(self.game, address, claim.port, source, name)
-        keeps = server is not None and alike(server.name) == alike(name)
+        wanted = alike(name)
+        keeps = server is not None and alike(server.name) == wanted
         for zone in self.registry.games[self.game].values():
             known = bool(zone.packet)           # after a restart it is not for a minute
             if known and zone.packet.password == claim.password:
@@ -2760,7 +2760,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
             if known and zone is server:
                 raise Refused("password", "this zone is listed with another one; a new one is "
                                           "taken once it was silent for %d s" % ZONE_LIFETIME_S)
-            if not keeps and zone.responding and alike(zone.name) == alike(name):
+            if not keeps and zone.responding and alike(zone.name) == wanted:
                 raise Refused("name", "the name %s belongs to another zone, with another password, "
                                       "for as long as that is listed" % zone.name)
 
@@ -2769,7 +2769,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         claim, server = self.claims.pop((source, port), None), self.zone(source, port)
         if claim is None:                       # it answered twice, or too late
             return
-        address, target = self.rules.listed_address(source), self.poller.find(self, source, port)
+        address = self.rules.listed_address(source)
         name, lifetime = endpoint(address, port), claim.lifetime
         if server is not None:
             name, lifetime = server.name, max(server.lifetime, lifetime)
@@ -2777,8 +2777,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
                   "players": clamp(players), "verified": "query"}
         try:
             self.admit(source, claim)
-            server = self.registry.hear(self.game, address, port, source, now, lifetime, fields,
-                                        target is not None and target.pinned)
+            server = self.registry.hear(self.game, address, port, source, now, lifetime, fields)
         except Refused as refused:
             self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
             return
@@ -2889,7 +2888,9 @@ class SubSpaceLink:
                 out.append(b"\0\4" + packet[2:6])
                 if number >= self.expected:             # else our acknowledgement was lost
                     self.early[number] = packet[6:]
-                packets = self.in_order() + packets
+                while self.expected in self.early:
+                    packets.append(self.early.pop(self.expected))
+                    self.expected += 1
             elif kind == b"\0\4" and number in self.flights:
                 del self.flights[number]
                 self.proven, self.unanswered = True, 0
@@ -2897,14 +2898,6 @@ class SubSpaceLink:
                 hundredths = int(now * 100) & 0xFFFFFFFF
                 out.append(b"\0\6" + packet[2:6] + struct.pack("<I", hundredths))
         return out[:LINK_ANSWERS] + self.send(now)
-
-    def in_order(self) -> List[bytes]:
-        """The packets whose turn has come."""
-        packets = []
-        while self.expected in self.early:
-            packets.append(self.early.pop(self.expected))
-            self.expected += 1
-        return packets
 
     def tick(self, now: float) -> List[bytes]:
         if now - self.heard_at > LINK_IDLE_S:
@@ -5771,10 +5764,6 @@ OUTCOMES = {
         "This master answered and is waiting for the game server's reply. If that does not change, "
         "a firewall or router between the game server and here lets packets out but not in: open "
         "UDP, or forward the game's port."),
-    "waiting": (
-        "It has to wait",
-        "It answers, but many others are waiting to be queried. It gets its turn when it announces "
-        "itself again, within a minute."),
     "version": (
         "Wrong version",
         "This master does not list %s. Another version of the game server is needed."),

@@ -15,7 +15,6 @@ import errno
 import glob
 import functools
 import gzip
-import heapq
 import html.parser
 import http.client
 import http.server
@@ -2370,7 +2369,7 @@ class SubSpaceWorld:
 
     def deliver(self, questions: ms.Replies, to: Callable[..., ms.Replies]) -> None:
         """To the zones, and what they answer, 20 ms later, to the master."""
-        now = self.now
+        now, questions = self.now, list(questions)
         while questions:
             question, place = questions.pop(0)
             self.asked.append((question, place))
@@ -2531,19 +2530,6 @@ class SubSpacePolls(unittest.TestCase):
         self.assertGreater(len(nonces), 1990)           # which nobody guesses
         self.assertIs(ms.SubSpacePing.nonce, ms.ping_nonce)
 
-    def test_fuzz(self) -> None:
-        rng = random.Random(4)
-        for _ in range(2000):
-            data = bytearray(BOTH)
-            for _ in range(rng.randrange(6)):
-                data[rng.randrange(4, len(data))] = rng.choice((0, 1, 255, rng.randrange(256)))
-            poll = ms.ZonePoll()
-            with contextlib.suppress(ms.Malformed):
-                poll.answer(SHORT, PING_NONCE)
-                poll.answer(bytes(data[:rng.randrange(len(data) + 1)]), PING_NONCE)
-            self.assertLessEqual(poll.fields()["players"], 65535)
-            self.assertEqual(poll.arenas_text(), ms.clean(poll.arenas_text(), 9999))
-
 
 class SubSpaceAnnouncements(unittest.TestCase):
 
@@ -2569,19 +2555,17 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual([len(question) for question, _ in world.asked][:4],
                          [4, 4, 4, 8])
 
-    def test_the_shortest_and_the_longest(self) -> None:
+    def test_texts_and_scores(self) -> None:
         """Of the scores only the low byte tells."""
-        for size, scores, kept in (95, 0x0100, "no"), (480, 0x0301, "yes"):
-            packet = zone_packet(scores=scores, description=b"d" * (size - 94))
+        for packet, name, description, scores in (
+                (zone_packet(b"Caf\xe9", description="Żółw\0".encode()), "Café", "Żółw", "yes"),
+                (zone_packet(b"n" * 32, scores=0x0100, description=b"d"), "n" * 32, "d", "no"),
+                (zone_packet(b"a\x1b[1mb\0junk", scores=0x0301, description=b"d" * 386), "ab",
+                 "d" * 386, "yes")):
             fields = ms.zone_announcement(packet).fields
-            self.assertEqual((fields["description"], fields["details"]),
-                             ("d" * (size - 94), {"scores": kept}))
-
-    def test_texts(self) -> None:
-        for raw, text in ((b"Caf\xe9", "Café"), ("Żółw".encode(), "Żółw"), (b"n" * 32, "n" * 32),
-                          (b"a\x1b[1mb\0junk", "ab")):
-            fields = ms.zone_announcement(zone_packet(raw, description=raw + b"\0")).fields
-            self.assertEqual((fields["name"], fields["description"]), (text, text))
+            self.assertEqual(
+                (fields["name"], fields["description"], fields["details"]["scores"]),
+                (name, description, scores))
 
     def test_what_cannot_be_read(self) -> None:
         world = SubSpaceWorld(ZONE[0])
@@ -2664,6 +2648,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.run(60)
         zone = world.zone()
         self.assertEqual((zone.players, zone.playing, zone.details), (6, None, {"scores": "yes"}))
+        world.zones.clear()
+        world.run(50)
+        self.assertEqual(len(world.names()), 1)     # no poll was missed before these
 
     def test_several_zones_of_one_source_port(self) -> None:
         world = SubSpaceWorld()
@@ -2683,14 +2670,15 @@ class SubSpaceAnnouncements(unittest.TestCase):
             (first, b"Chaos", b"other", "password"), (first, b"Forged", b"cane", "password"),
             (first, b"Order", b"secret", "listed"), (second, b"Chaos", b"cane", "name"),
             (third, b"Peace", b"secret", "listed"), (second, b"Chaos", b"cane", "listed"),
-            (third, b"Chaos", b"secret", "name"))
+            (third, b"Chaos", b"secret", "name"),
+            (first, b"My  Order", b"secret", "listed"), (second, b"my order", b"cane", "name"))
         world = SubSpaceWorld(*sources)
         for number, (source, name, password, outcome) in enumerate(steps):
             world.announce(zone_packet(name, password), source)
             self.assertEqual(world.outcome(source)[0], outcome, (number, name))
             if number == 1:
                 self.assertTrue(world.outcome(source)[1].startswith(taken))
-        self.assertEqual(world.names(), ["Chaos", "Order", "Peace"])
+        self.assertEqual(world.names(), ["Chaos", "My  Order", "Peace"])
 
     def test_a_name_is_free_when_its_zone_has_gone(self) -> None:
         world = SubSpaceWorld(ZONE[0], "203.0.113.2")
@@ -2741,11 +2729,12 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.by_http(name="Web Zone", players=50, description="d")
         self.assertEqual((world.names(), world.outcome()[0]), ([], "silent"))
         world.run(1)
-        self.assertEqual(([len(question) for question, _ in world.asked][:1], world.names()),
-                         ([4], ["Web Zone"]))
-        world.run(31)
-        for fields, name in (({"name": "Other", "players": 9}, "Other"), ({}, "Other")):
-            world.by_http(**fields)
+        self.assertEqual((world.names(), world.ping.tick(1.0)), (["Web Zone"], []))
+        for announce, name in (
+                (lambda: world.by_http(name="Other", players=9), "Other"),
+                (lambda: world.by_http(), "Other"), (lambda: world.announce(ZONE_PACKET),
+                                                     "Loopback Test Zone")):
+            announce()
             world.run(600)
             zone = world.zone()
             self.assertEqual((zone.name, zone.players, zone.lifetime), (name, 6, math.inf))
@@ -2760,18 +2749,6 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.zones[ZONE[0], 25001] = asss
         world.run(1)
         self.assertEqual(world.names(), ["203.0.113.9:25000"])
-
-    def test_by_http_and_by_udp(self) -> None:
-        for ways, stays in ("U", False), ("H", True), ("UH", True), ("HU", True):
-            world = SubSpaceWorld(ZONE[0])
-            for way in ways:
-                if way == "H":
-                    world.by_http(name="Mine")
-                else:
-                    world.announce(zone_packet(b"Mine"))
-                world.run(5)
-            world.run(600)
-            self.assertEqual(bool(world.names()), stays, ways)
 
     def test_refusals(self) -> None:
         """By HTTP at once; who announces himself by UDP is asked first."""
@@ -2840,6 +2817,15 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 self.assertEqual([server.address for server in world.registry.servers()],
                                  ["198.51.100.9"])
                 self.assertEqual(world.names(), ["Loopback Test Zone"])
+        world = SubSpaceWorld("127.0.0.1", "198.51.100.9", server__public_address="198.51.100.9")
+        world.by_http("127.0.0.1")
+        world.run(1)
+        world.by_http("198.51.100.9", name="Moved")         # from then on it is queried there
+        del world.zones["127.0.0.1", 25001]
+        for answers in True, False:
+            world.run(200)
+            self.assertEqual(world.names(), ["Moved"] * answers)
+            world.zones.clear()
 
     def test_the_master_does_not_list_itself(self) -> None:
         world, own = SubSpaceWorld(), ("127.0.0.1", 4991)
@@ -2868,22 +2854,6 @@ class SubSpaceAnnouncements(unittest.TestCase):
         asked = [place for _, place in world.asked]
         self.assertEqual(asked.count(("10.7.7.7", 25001)), 1)
         self.assertNotIn(("10.0.0.7", 25000), world.ping.claims)        # the oldest goes
-
-    def test_fuzz(self) -> None:
-        rng = random.Random(5)
-        world = SubSpaceWorld()
-        for number in range(3000):
-            data = bytearray(ZONE_PACKET)
-            for _ in range(rng.randrange(8)):
-                data[rng.randrange(len(data))] = rng.choice((0, 10, 27, 255, rng.randrange(256)))
-            source = "10.0.%d.%d" % divmod(number, 256)
-            port = int.from_bytes(data[4:6], "little")
-            world.zones[source, port + 1] = asss
-            with contextlib.suppress(ms.Malformed):
-                world.announce(bytes(data[:rng.choice((rng.randrange(119), 118))]), source)
-        world.run(20)
-        self.assertGreater(len(world.registry.servers()), 500)
-        self.assertGreater(len(fetch_all(world)), 500)
 
 
 KEY = hexa("aabbccdd")
@@ -3030,9 +3000,8 @@ class SubSpaceLists(unittest.TestCase):
         got: List[bytes] = []
         link = ms.SubSpaceLink(0.0)
         with mock.patch.object(link, "packet", lambda data, now: got.append(data) or []):
-            link.receive(hexa("000e 09 0003 00000000 000e 01 41 07 0003 01000000 42"
-                              .replace("09", "0a")), 0.0)
-        self.assertEqual(got[-1], b"B")
+            link.receive(hexa("000e 0a 0003 00000000 000e 01 41 07 0003 01000000 42"), 0.0)
+        self.assertEqual(got, [b"A", b"B"])
         deep = hexa("0005 01020304")
         for _ in range(60):
             deep = b"\0\x0e" + bytes([len(deep)]) + deep
@@ -3045,16 +3014,15 @@ class SubSpaceLists(unittest.TestCase):
                 self.say(self.world(1), CONNECT, hexa(bad))
 
     def test_reliable_packets_are_taken_in_order(self) -> None:
+        """All are acknowledged but those too far ahead, also if they come again."""
         got: List[bytes] = []
         link = ms.SubSpaceLink(0.0)
         with mock.patch.object(link, "packet", lambda data, now: got.append(data) or []):
-            for number, payload, answered, taken in (
-                    (1, b"1", True, []), (15, b"f", True, []), (16, b"x", False, []),
-                    (0, b"0", True, [b"0", b"1"]), (1, b"1", True, [b"0", b"1"]),
-                    (3, b"3", True, [b"0", b"1"]), (2, b"2", True, [b"0", b"1", b"2", b"3"])):
+            for number, answered, taken in ((1, 1, b""), (15, 1, b""), (16, 0, b""), (0, 1, b"01"),
+                                            (1, 1, b"01"), (3, 1, b"01"), (2, 1, b"0123")):
                 head = struct.pack("<I", number)
-                out = link.receive(hexa("0003") + head + payload, 0.0)
-                self.assertEqual((out, got), ([hexa("0004") + head] * answered, taken), number)
+                out = link.receive(hexa("0003") + head + b"%x" % number, 0.0)
+                self.assertEqual((out, b"".join(got)), ([hexa("0004") + head] * answered, taken))
 
     def test_windows_and_resends(self) -> None:
         """One packet in flight before the first acknowledgement, then four, each again after half
@@ -3073,18 +3041,16 @@ class SubSpaceLists(unittest.TestCase):
         self.assertEqual(say(1.75, *range(5, 16)), [*range(8, 17)])
         self.assertEqual(say(1.76, 16, 1), [17, 18, 19, 20])
 
-    def test_chunks_are_small_and_few_at_once(self) -> None:
-        world = self.world(400)
-        first = self.say(world, CONNECT, REQUEST)
-        self.assertEqual([len(packet) for packet in first], [6, 480 + 12])
-        flying, most, data = {first[1]}, 0, b""
+    def test_chunks_are_small(self) -> None:
+        world, data = self.world(40), b""
+        flying = self.say(world, CONNECT, REQUEST)[1:]
+        self.assertEqual(len(flying[0]), 480 + 12)
         while flying:
-            packet = flying.pop()
-            self.assertLessEqual(len(packet), 512)
+            packet = flying.pop(0)
+            self.assertLessEqual(len(packet), 492)
             data += packet[12:]
-            flying.update(self.say(world, acknowledge(packet)))
-            most = max(most, len(flying))
-        self.assertEqual((most, len(data)), (4, 1 + 400 * (78 + 101)))
+            flying += self.say(world, acknowledge(packet))
+        self.assertEqual(len(data), 1 + 40 * (78 + 101))
 
     def test_a_second_request_on_a_link_is_served_after_the_first(self) -> None:
         world = self.world(2)
@@ -3096,52 +3062,41 @@ class SubSpaceLists(unittest.TestCase):
         self.assertEqual(answer, hexa("0003 01000000 000a 01000000 01"))
 
     def test_400_zones_over_a_bad_network(self) -> None:
-        """A fifth of all packets is lost, some come twice, and late ones are overtaken."""
+        """A fifth of all packets is lost, some come twice, and none in order."""
         for seed in range(4):
-            world, rng = self.world(400), random.Random(seed)
-            player, peer = Player(), ("127.0.0.1", 1000 + seed)
-            under_way: List[Tuple[float, int, bool, bytes]] = []
-            count = itertools.count()
+            world, rng, player = self.world(400), random.Random(seed), Player()
 
-            def post(now: float, to_master: bool, packets: Sequence[bytes]) -> None:
-                for packet in packets:
-                    for _ in range(2 if rng.random() < 0.1 else 1):
-                        if rng.random() >= 0.2:
-                            arrives = now + rng.uniform(0.01, 0.12)
-                            heapq.heappush(under_way, (arrives, next(count), to_master, packet))
-
-            self.say(world, CONNECT, peer=peer)
-            now, next_tick = 0.0, 0.0
-            while player.zones is None:
-                now = min([next_tick] + [packet[0] for packet in under_way[:1]])
-                self.assertLess(now, 60.0)
-                if now == next_tick:
-                    next_tick += 1.0
-                    post(now, False, [data for data, _ in world.list.tick(now)])
-                    post(now, True, player.tick(now))
-                    continue
-                _, _, to_master, packet = heapq.heappop(under_way)
-                if to_master:
-                    post(now, False, self.say(world, packet, peer=peer, now=now))
-                else:
-                    post(now, True, player.receive(packet, now))
+            def arrived(packets: List[bytes]) -> List[bytes]:
+                rng.shuffle(packets)
+                return [packet for packet in packets for _ in range(rng.choice((0, 1, 1, 1, 2)))]
+            self.say(world, CONNECT)
+            out: List[bytes] = []
+            for step in range(600):                 # a tenth of a second each, half a round trip
+                now = step / 10
+                out += player.tick(now)
+                back = [answer for packet in arrived(out)
+                        for answer in self.say(world, packet, now=now)]
+                if step % 10 == 0:
+                    back += [packet for packet, _ in world.list.tick(now)]
+                out = [answer for packet in arrived(back)
+                       for answer in player.receive(packet, now)]
+            assert player.zones is not None
             self.assertEqual([zone["name"] for zone in player.zones],
                              ["Zone %d" % number for number in range(399, -1, -1)])
             world.list.tick(now + ms.LINK_IDLE_S + 1.0)
             self.assertFalse(world.list.links)
 
     def test_an_exchange_nobody_acknowledges_ends(self) -> None:
-        for also in ([], [REQUEST], [hexa("0005 01020304")]):
+        for also in [], [REQUEST], [hexa("0005 01020304")]:
             world = self.world(400)
-            sent = self.say(world, CONNECT, REQUEST)
-            for second in range(1, 40):
+            sent = self.say(world, CONNECT, REQUEST)[1:]
+            for second in range(1, 2 * ms.LINK_TRIES):
                 for packet in also if world.list.links else ():
                     sent += self.say(world, packet, now=second - 0.5)
                 sent += [data for data, _ in world.list.tick(float(second))]
-            chunks = [data for data in sent if data[:2] == hexa("0003")]
+            chunks = [data for data in sent if len(data) > 20]
             self.assertEqual((len(set(chunks)), len(chunks)), (1, ms.LINK_TRIES))
-            self.assertLess(sum(map(len, sent)), 8300)
-            self.assertFalse(world.list.links)
+            self.assertEqual((ms.LINK_TRIES < 17, len(world.list.links)), (True, 0))
 
     def test_false_addresses_get_little(self) -> None:
         """One address, many ports and keys, for ten seconds: a slow trickle for who lives there.
@@ -3162,8 +3117,8 @@ class SubSpaceLists(unittest.TestCase):
 
     def test_requests_are_limited(self) -> None:
         """One link after another, or many requests on one."""
-        for links in (20, 1):
-            world = self.world(1, limits__requests="1/6", limits__exempt="")
+        for links, exempt, served in (20, "", 3), (1, "", 5), (20, "192.0.2.1", 20):
+            world = self.world(1, limits__requests="1/6", limits__exempt=exempt)
             lists = 0
             for number in range(20):
                 peer = ("192.0.2.1", 777 + number % links)
@@ -3174,7 +3129,7 @@ class SubSpaceLists(unittest.TestCase):
                     if packet[:2] == hexa("0003"):
                         lists += 1
                         self.say(world, acknowledge(packet), peer=peer)
-            self.assertEqual(lists, 3 if links > 1 else 5)
+            self.assertEqual(lists, served)
 
     def test_lists_are_bounded_in_bytes(self) -> None:
         """To one address and to all; what is held back has not been tried, and comes later."""
@@ -3201,15 +3156,6 @@ class SubSpaceLists(unittest.TestCase):
                     self.assertLess(max(sum(map(len, seen)) for seen in waiting.values()), 40_000)
             self.assertEqual({sum(map(len, seen)) for seen in waiting.values()}, {1 + 400 * 179})
 
-    def test_who_is_exempt_has_no_limits_of_requests(self) -> None:
-        lists = collections.Counter()
-        for source in "192.0.2.1", "192.0.2.2":
-            world = self.world(1, limits__exempt="192.0.2.1")
-            for number in range(200):
-                out = self.say(world, CONNECT, REQUEST, peer=(source, number))
-                lists[source] += hexa("0003") in [packet[:2] for packet in out]
-        self.assertEqual(lists, {"192.0.2.1": 200, "192.0.2.2": 25})
-
     def test_who_is_blocked_meanwhile_gets_no_list(self) -> None:
         world = self.world(400)
         self.say(world, CONNECT)
@@ -3230,7 +3176,8 @@ class SubSpaceLists(unittest.TestCase):
     def test_idle_links_end(self) -> None:
         world = self.world(1)
         self.say(world, CONNECT)
-        for now, links in (ms.LINK_IDLE_S, 1), (ms.LINK_IDLE_S + 1.0, 0):
+        self.say(world, hexa("0005 01020304"), now=20.0)
+        for now, links in (20.0 + ms.LINK_IDLE_S, 1), (21.0 + ms.LINK_IDLE_S, 0):
             world.list.tick(now)
             self.assertEqual(len(world.list.links), links)
 
@@ -3243,33 +3190,6 @@ class SubSpaceLists(unittest.TestCase):
                       b"\1" + entry + b"x" * 90, b"\2" + entry, b"\2", b""):
             with self.assertRaises(ms.Malformed, msg=wrong):
                 ms.zone_entries(wrong)
-        began = time.process_time()
-        self.assertEqual(len(ms.zone_entries(b"\1" + entry * 50_000)), 50_000)
-        self.assertLess(time.process_time() - began, 5.0)       # copied for each, far longer
-
-    def test_fuzz(self) -> None:
-        rng = random.Random(6)
-        world = self.world(30)
-        seeds = [CONNECT, REQUEST, hexa("0004 00000000"), hexa("0005 01020304 0000"),
-                 hexa("000e 06 0005 01020304 06 0004 00000000"), hexa("0002 aabbccdd"),
-                 hexa("000e 0e 000e 0b") + REQUEST, hexa("0003 01000000 000e 06 0005 01020304"),
-                 hexa("0007"), hexa("0003 00000000 000a 20000000 01") + bytes(31)]
-        player = Player()
-        for number in range(4000):
-            data = bytearray(rng.choice(seeds))
-            if rng.random() < 0.2:
-                data = bytearray(b"\0\x0e" + b"".join(
-                    bytes([len(piece)]) + piece for piece in rng.sample(seeds, 3)))
-            for _ in range(rng.randrange(4)):
-                data[rng.randrange(len(data))] = rng.choice((0, 1, 3, 14, 255, rng.randrange(256)))
-            packet = bytes(data[:rng.choice((len(data), rng.randrange(len(data) + 1)))])
-            peer, now = ("192.0.2.1", 1 + number % 7), number / 50
-            for end in (lambda: world.list.datagram(packet, peer, now),
-                        lambda: player.receive(packet, now)):
-                with contextlib.suppress(ms.Malformed):
-                    self.assertLessEqual(len(end()), ms.LINK_ANSWERS + ms.LINK_AHEAD)
-            if number % 50 == 0:
-                world.list.tick(now)
 
 
 # --- AIO -----------------------------------------------------------------------------------------
@@ -5705,7 +5625,7 @@ class CheckTest(WebCase):
 
     def test_every_outcome_says_what_to_do(self):
         for outcome, detail, todo in (
-                ("announced", "", "open UDP"), ("waiting", "", "within a minute"),
+                ("announced", "", "open UDP"),
                 ("version", "version 0.3", "does not list version 0.3. Another"),
                 ("bad packet", "85 bytes", "wrong with it: 85 bytes. If the port is the one"),
                 ("silent", "no answer", "was no answer. Open that UDP port"),
@@ -9192,8 +9112,9 @@ class ProjectTest(unittest.TestCase):
                           if defined.get(name, 0) > section}, set())
 
     def test_only_the_event_loop_and_the_tools_do_io(self) -> None:
-        uses = {(section, name) for section, name in self.uses() if section in range(3, 11)}
-        self.assertEqual({use for use in uses if use[1] in self.IO}, set())
+        uses = set(self.uses())
+        self.assertEqual({(section, name) for section, name in uses
+                          if name in self.IO and section in range(3, 11)}, set())
         self.assertEqual({section for section, name in uses if name == "sqlite3"}, {6})
 
     def test_standard_library_only(self) -> None:
@@ -9280,7 +9201,7 @@ class ReadmeTest(unittest.TestCase):
             answer = fetch(port, "/announce", method="POST", body=b"game=mygame&port=27500")[2]
             self.assertEqual(json.loads(answer), {"listed": True, "ttl": 120})
             answer = json.loads(fetch(port, "/servers.json")[2])
-            self.assertEqual(list(answer), ["generated", "generation", "servers"])
+            self.assertEqual(list(answer), "generated generation servers".split())
             history = json.loads(fetch(port, "/history.json?game=mygame")[2])
             for path, found in (("servers", answer["servers"][0]), ("history", history)):
                 table = self.table("fields of /%s.json" % path)
@@ -9307,7 +9228,7 @@ class ReadmeTest(unittest.TestCase):
             elif language in ("sh", "python", "systemd"):
                 self.assertIsNotNone(re.fullmatch(self.TREATMENT, how), (how, block))
             else:
-                self.assertIn(language, ("text", "nginx", "dockerfile", "powershell"))
+                self.assertIn(language, "text nginx dockerfile powershell".split())
         self.assertIn(("runs: these tests", "sh", "python3 test_masterserver.py\n"), self.blocks)
 
     @unittest.skipUnless(shutil.which("systemd-analyze") and os.path.exists("/usr/bin/python3"),
@@ -9335,10 +9256,6 @@ class ReadmeTest(unittest.TestCase):
         log = self.write("", "log")
         running: List[subprocess.Popen[bytes]] = []
 
-        def logged() -> str:
-            with open(log, encoding="utf-8", errors="replace") as file:
-                return file.read()
-
         def start(kind: str) -> None:
             for how, _, block in self.blocks:
                 if how == kind:
@@ -9352,15 +9269,15 @@ class ReadmeTest(unittest.TestCase):
             return {process.wait(20) for process in running}
 
         def names() -> List[str]:
-            found = json.loads(fetch(27790, "/servers.json")[2])["servers"]
-            return sorted(server["name"] for server in found)
+            return sorted(server["name"] for server in json.loads(
+                fetch(27790, "/servers.json")[2])["servers"])
 
         self.addCleanup(stop)
         start("runs: the server")
-        eventually(lambda: "Players and browsers" in logged() or running[0].poll(), 20)
+        eventually(lambda: "Players and browsers" in text_of(log) or running[0].poll(), 20)
         if running[0].poll():
-            self.assertIn("cannot listen on", logged())
-            self.skipTest("the default ports are taken: " + logged())
+            self.assertIn("cannot listen on", text_of(log))
+            self.skipTest("the default ports are taken: " + text_of(log))
         start("runs: until stopped")
         eventually(lambda: names() == ["My court", "My sanctuary", "My server", "My zone"], 20)
         for how, language, block in self.blocks:
@@ -9376,8 +9293,8 @@ class ReadmeTest(unittest.TestCase):
             if "My own server" in block:
                 self.assertEqual(re.findall(r"^The answer is `(\{.*\})`", self.text, re.M),
                                  [output])
-        self.assertEqual(stop(), {0}, logged())
-        self.assertNotIn("Traceback", logged())
+        self.assertEqual(stop(), {0}, text_of(log))
+        self.assertNotIn("Traceback", text_of(log))
 
     def module_with_tag(self) -> Any:
         """The program with the game of the section "Adding a protocol"."""
