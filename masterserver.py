@@ -75,7 +75,7 @@ import types
 import urllib.parse
 import zlib
 from datetime import datetime, timezone
-from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional,
+from typing import (Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional,
                     Sequence, Set, Tuple, TypeVar, Union)
 
 __version__ = "1.0"
@@ -675,7 +675,7 @@ class Networks:
     thousands of strangers come each second."""
 
     def __init__(self, networks: Iterable[Network], words: Mapping[Network, str] = {}) -> None:
-        sizes: Dict[int, Dict[int, str]] = collections.defaultdict(dict)
+        sizes = collections.defaultdict(dict)
         for network in networks:
             bits = network.max_prefixlen - network.prefixlen
             number = address_number(str(network.network_address))
@@ -835,7 +835,7 @@ class Limiter:
 class Tally:
     """What one protocol has seen, for /metrics and the last line of the log."""
 
-    def __init__(self) -> None:         # what each counts: TALLY_HELP, section 9
+    def __init__(self):
         self.received = self.sent = self.bytes_in = self.bytes_out = 0
         self.malformed = self.limited = self.unsent = self.errors = self.connections = 0
 
@@ -1020,7 +1020,7 @@ class Census(NamedTuple):
 
 
 def census_of(servers: Iterable[Server]) -> Dict[str, Census]:
-    counts: Dict[str, List[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    counts = collections.defaultdict(lambda: [0, 0, 0])
     for server in servers:
         if server.responding:
             count = counts[server.game]
@@ -1241,13 +1241,13 @@ class RenderedList:
     changed: at most once in RENDER_S, a short list sooner, so that it takes a tenth of the time at
     most."""
 
-    def __init__(self, registry: Registry, game: str, make: Callable[[List[Server]], Any]) -> None:
+    def __init__(self, registry, game, make):
         self.registry, self.game, self.make = registry, game, make
         self.generation = -1
         self.made_at = -math.inf
         self.made: Any = None
 
-    def get(self, now: float) -> Any:
+    def get(self, now):
         registry = self.registry
         if registry.generation != self.generation:
             size = len(registry.games.get(self.game, ())) if self.game else registry.total
@@ -1368,7 +1368,7 @@ class Database:
     in the new one.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         # SQLite's logs are beside the file that a link leads to, and a damaged file is renamed
         # there; and a program that embeds us may work in another folder later
         self.path = os.path.realpath(path)
@@ -1377,7 +1377,7 @@ class Database:
         self._wall = 0.0            # of the last call that knew it: names the files set aside
         self._quarter = -1          # of the last sample
 
-    def close(self) -> None:
+    def close(self):
         """Close the file; a transaction that is open is rolled back."""
         if self._db is not None:
             self._db.close()
@@ -1385,7 +1385,7 @@ class Database:
 
     # -- the list
 
-    def load(self, wall: float) -> List[ListedRow]:
+    def load(self, wall):
         """All that is listed, as save() took it, with the time each was first seen ever. Noise in
         the file may have changed any value; a row with one of another type, or with a time that
         no calendar has, is left out."""
@@ -1397,10 +1397,10 @@ class Database:
             " AND typeof(expires) = 'real' AND first_seen BETWEEN 0 AND ?"
             " AND listed.last_seen BETWEEN 0 AND ? ORDER BY server", WALL_END, WALL_END)
 
-    def save(self, rows: Sequence[ListedRow], gone: Set[Key]) -> None:
+    def save(self, rows, gone):
         """List these rows, new or changed, and list these keys no longer: one transaction. On
         return it outlives the process."""
-        def work(db: sqlite3.Connection) -> None:
+        def work(db):
             # Never back: the clock may stand at 1970, after a power cut
             db.executemany(
                 "UPDATE server SET last_seen = max(last_seen, coalesce((SELECT last_seen"
@@ -1415,7 +1415,7 @@ class Database:
                            [row[:4] + row[5:6] for row in rows])
         self._run(work, "BEGIN IMMEDIATE")
 
-    def known(self, game: str, address: str, port: int) -> Optional[Remembered]:
+    def known(self, game, address, port):
         """What is remembered of a server, also of one that left within the year."""
         # A text is more than any number: the comparison is about types as well
         rows = self._read(
@@ -1430,8 +1430,7 @@ class Database:
 
     # -- history
 
-    def sample(self, wall: float, players: Sequence[Tuple[str, str, int, int]]
-               ) -> Optional[Dict[Key, Counts]]:
+    def sample(self, wall, players):
         """Once a minute: (game, address, port, players) of every server that responds; address ""
         and port 0 are the sum of a game. Gives recent() when a quarter hour has ended. A second
         sample of the same minute replaces the first."""
@@ -1439,7 +1438,7 @@ class Database:
         minute = int(wall) // MINUTE * MINUTE
         ended = minute // QUARTER != self._quarter          # whichever way the clock went
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db):
             if ended:
                 self._roll_up(db, minute)
                 self._forget(db, minute)
@@ -1454,7 +1453,7 @@ class Database:
         self._quarter = minute // QUARTER
         return self.recent(wall) if ended else None
 
-    def history(self, game: str, address: str, port: int, span: str, wall: float) -> Series:
+    def history(self, game, address, port, span, wall):
         """The last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or 'year'
         (8,784 hours) of a server, or with "" and 0 of a game. Of minutes the peak is the mean.
         Raises KeyError for another span."""
@@ -1466,19 +1465,18 @@ class Database:
         counts = found.get((game, address, port), [None] * (length // step * size))
         return Series(start, step, counts[::size], counts[size - 1::size])
 
-    def recent(self, wall: float) -> Dict[Key, Counts]:
+    def recent(self, wall):
         """The hourly means of the last 24 hours, for every server and game that has any."""
         end = series_end(HOUR, wall)
         found = self._counts(HOUR, end - DAY, end)
         return {key: counts[::2] for key, counts in found.items()
                 if counts.count(None) < len(counts)}
 
-    def _counts(self, step: int, start: int, end: int, where: str = "", *values: Any
-                ) -> Dict[Key, Counts]:
+    def _counts(self, step, start, end, where="", *values):
         """The numbers from `start` to `end`, of servers that have a block there."""
         covers, _, width = BLOCKS[step]
         starts = range(start // covers * covers, end, covers)
-        servers: Dict[Key, Dict[int, bytes]] = collections.defaultdict(dict)
+        servers = collections.defaultdict(dict)
         for game, address, port, at, samples in self._read(
                 "SELECT game, address, port, start, samples FROM block JOIN server ON id = server"
                 " WHERE step = ? AND start IN (" + ",".join(map(str, starts)) + ")" + where,
@@ -1492,8 +1490,7 @@ class Database:
                           for value, in struct.iter_unpack("<H", samples)]
         return found
 
-    def _write_samples(self, db: sqlite3.Connection, step: int, at: int, server: Any,
-                       samples: bytes) -> None:
+    def _write_samples(self, db, step, at, server, samples):
         """Write the samples from the time `at` on, all of them in one block."""
         covers, _, width = BLOCKS[step]
         start = at // covers * covers
@@ -1504,7 +1501,7 @@ class Database:
         block = block[:offset] + samples + block[offset + len(samples):]
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)", (step, start, server, block))
 
-    def _roll_up(self, db: sqlite3.Connection, minute: int) -> None:
+    def _roll_up(self, db, minute):
         """Make the quarter hours and the hour of the last minutes there are. Doing it again changes
         nothing."""
         # Not those that a clock running ahead has left
@@ -1518,7 +1515,7 @@ class Database:
             self._write_samples(db, QUARTER, hour, server, b"".join(quarters))
             self._write_samples(db, HOUR, hour, server, mean_and_peak(minutes))
 
-    def _forget(self, db: sqlite3.Connection, minute: int) -> None:
+    def _forget(self, db, minute):
         """Drop what is too old, and what is too much."""
         for step, (covers, kept, _) in BLOCKS.items():
             # An hour more, as a series ends up to 16 minutes ago. Only the oldest at a time: an
@@ -1540,10 +1537,10 @@ class Database:
 
     # -- the file
 
-    def _read(self, query: str, *values: Any) -> List[Any]:
+    def _read(self, query, *values):
         return self._run(lambda db: db.execute(query, values).fetchall(), "BEGIN")
 
-    def _run(self, work: Callable[[sqlite3.Connection], Any], begin: str) -> Any:
+    def _run(self, work, begin):
         """Do `work` in a transaction; if the file turns out to be damaged, once more in a new
         one."""
         for last in (False, True):
@@ -1562,7 +1559,7 @@ class Database:
             self._rename_damaged()
         return None
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self):
         db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, isolation_level=None,
                                         check_same_thread=False)
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
@@ -1585,7 +1582,7 @@ class Database:
             db.execute("PRAGMA synchronous = NORMAL")
         return db
 
-    def _rename_damaged(self) -> None:
+    def _rename_damaged(self):
         at = datetime.fromtimestamp(self._wall, timezone.utc)
         name = self.path + at.strftime(".damaged-%Y%m%d-%H%M%S")
         # The file itself last: if we are stopped on the way, the new file must not read an old log
@@ -1720,7 +1717,7 @@ class Target:
     __slots__ = ("querier", "key", "address", "port", "server_port", "pinned", "phase", "due",
                  "asked_at", "nonce", "attempt", "step", "missed", "ping_ms", "wrong", "scratch")
 
-    def __init__(self, querier: Querier, address: str, server_port: int, phase: float) -> None:
+    def __init__(self, querier, address, server_port, phase):
         self.querier, self.address, self.server_port = querier, address, server_port
         self.port = server_port + querier.offset
         self.key: Key = querier.game, address, server_port
@@ -1780,7 +1777,7 @@ class Poller(UdpProtocol):
     ipv4_only = False
     datagram_bytes = POLL_ANSWER_BYTES
 
-    def __init__(self, settings: Settings, rules: Rules) -> None:
+    def __init__(self, settings, rules):
         self.rules = rules
         self.queriers: Dict[str, Querier] = {}          # whoever has added a target, by game
         self.targets: Dict[Key, Target] = {}            # by game, source and the server's own port
@@ -1791,21 +1788,20 @@ class Poller(UdpProtocol):
         self.ticked_at = 0.0                            # … and when that was
         self.read(settings)
 
-    def read(self, settings: Settings) -> None:
+    def read(self, settings):
         self.interval: float = settings["poll.interval"]
         self.rate: int = settings["poll.rate"]
 
-    def find(self, querier: Querier, address: str, server_port: int) -> Optional[Target]:
+    def find(self, querier, address, server_port):
         """The target behind a game server's own port."""
         return self.targets.get((querier.game, address, server_port))
 
-    def crowded(self, querier: Querier, address: str) -> str:
+    def crowded(self, querier, address):
         """Why one more that announces itself from here would be too many, or "": silent ones count
         too, or a liar could have thousands queried."""
         return self.rules.crowded(self.counts[querier.game], address)
 
-    def add(self, querier: Querier, address: str, server_port: int, pinned: bool = False,
-            in_turn: bool = False) -> Target:
+    def add(self, querier, address, server_port, pinned=False, in_turn=False):
         """Poll this game server from now on. `pinned`: the ini names it; `in_turn`: it has time."""
         target = self.find(querier, address, server_port)
         if target is None:
@@ -1828,7 +1824,7 @@ class Poller(UdpProtocol):
             for key in source_keys(target.address):
                 uncount(self.counts[target.querier.game], key)
 
-    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+    def datagram(self, data, peer, now):
         wrong = "an answer that nobody asked for"
         for querier in self.queriers.values():          # two games may be at one endpoint
             target = self.find(querier, canonical(peer[0]), peer[1] - querier.offset)
@@ -1851,9 +1847,9 @@ class Poller(UdpProtocol):
             return []
         raise Malformed(wrong)
 
-    def tick(self, now: float) -> Replies:
+    def tick(self, now):
         """The queries that are due, as many as the rate allows; who is silent is asked again."""
-        out: Replies = []
+        out = []
         self.asked, self.ticked_at = 0, now
         while self.queue and self.queue[0][0] <= now and self.asked < self.rate:
             due, _, target = heapq.heappop(self.queue)
@@ -1880,14 +1876,14 @@ class Poller(UdpProtocol):
         self.wait(target, now + POLL_TIMEOUT_S)
         return [(target.querier.query(target), (target.address, target.port))]
 
-    def rest(self, target: Target, now: float) -> None:
+    def rest(self, target, now):
         """The poll is over; the next one comes at the target's place in the interval."""
         target.asked_at = None
         target.attempt, target.step, target.wrong = 0, 0, ""
         pause = (target.phase * self.interval - now) % self.interval
         self.wait(target, now + (pause or self.interval))
 
-    def wait(self, target: Target, due: float) -> None:
+    def wait(self, target, due):
         target.due = due
         heapq.heappush(self.queue, (due, next(self.numbers), target))
         if len(self.queue) > 4 * len(self.targets) + 100:       # most are of targets put off since
@@ -1903,7 +1899,7 @@ class PolledGame(Querier):
     protocol or by HTTP (`announced`), or were listed before a restart. `take` lists what answers,
     `missed` removes what does not; one that the ini names is then shown as not responding."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         self.core = core
         self.registry, self.poller, self.rules = core.registry, core.poller, core.registry.rules
         # by host and port in the ini
@@ -1913,11 +1909,11 @@ class PolledGame(Querier):
         core.announcers[self.game] = self
         self.registry.watch(self.watch, self.game, ["listed", "gone"])
 
-    def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+    def announced(self, source, port, fields, now):
         """An announcement by HTTP, with fields for the registry; raises Refused."""
         raise NotImplementedError
 
-    def watch(self, event: str, server: Server) -> None:
+    def watch(self, event, server):
         """Every listed server is queried, also one that was restored from disk; nobody who left."""
         if event == "listed":
             self.poller.add(self, server.source, server.port, in_turn=not server.confirmed)
@@ -1926,25 +1922,25 @@ class PolledGame(Querier):
         if target is not None and not target.pinned:
             self.poller.remove(target)
 
-    def stopped(self, source: str, port: int) -> bool:
+    def stopped(self, source, port):
         """The game server says that it is stopping; False: it was not queried."""
         target = self.poller.find(self, source, port)
         if target is not None and not target.pinned:
             self.poller.remove(target)
         return target is not None
 
-    def place(self, target: Target) -> Tuple[str, int]:
+    def place(self, target):
         """Where its server is listed."""
         return self.rules.listed_address(target.address), target.server_port
 
-    def server(self, source: str, port: int) -> Optional[Server]:
+    def server(self, source, port):
         """The listed server that sends from here."""
         server = self.registry.get(self.game, self.rules.listed_address(source), port)
         return server if server is not None and server.source == source else None
 
     # Those that the ini names
 
-    def read_pinned(self, places: Iterable[Tuple[str, int]]) -> None:
+    def read_pinned(self, places):
         """The hosts and ports that the ini names now."""
         before, self.pinned = self.pinned, dict.fromkeys(places)
         for place, target in before.items():
@@ -1954,14 +1950,14 @@ class PolledGame(Querier):
             self.unpin(target)
         self.resolve_at = -math.inf
 
-    def unpin(self, target: Optional[Target]) -> None:
+    def unpin(self, target):
         """Drop a server that the ini does not lead to any more; it may announce itself again."""
         if target is not None and target not in self.pinned.values():
             target.pinned = False
             self.poller.remove(target)
             self.registry.remove(self.registry.get(self.game, *self.place(target)))
 
-    def resolve_pinned(self, now: float) -> None:
+    def resolve_pinned(self, now):
         """Once a second: see where the ini's names lead when that is due."""
         if now < self.resolve_at:
             return
@@ -1975,14 +1971,14 @@ class PolledGame(Querier):
             else:
                 self.core.resolve(host, functools.partial(self.pin, host, port))
 
-    def drop_unpinned(self) -> None:
+    def drop_unpinned(self):
         """Drop what the ini named before a restart, and does not name any more."""
         for server in list(self.registry.games[self.game].values()):
             target = self.poller.find(self, server.source, server.port)
             if server.pinned and (target is None or not target.pinned):
                 self.registry.remove(server)
 
-    def pin(self, host: str, port: int, address: str, now: float) -> None:
+    def pin(self, host, port, address, now):
         """`address`: where a host that the ini names leads; "" if nowhere."""
         if (host, port) not in self.pinned:
             return
@@ -2000,8 +1996,7 @@ class PolledGame(Querier):
 
     # What the poller finds
 
-    def take(self, target: Target, fields: Dict[str, Any], now: float,
-             lifetime: float = math.inf) -> Optional[Server]:
+    def take(self, target, fields, now, lifetime=math.inf):
         """List the server with what it answered, or refresh it; None: it is refused."""
         address, port = self.place(target)
         before = self.registry.get(self.game, address, port)
@@ -2019,7 +2014,7 @@ class PolledGame(Querier):
             self.registry.note(target.address, self.game, port, "listed", now)
         return server
 
-    def missed(self, target: Target, now: float) -> bool:
+    def missed(self, target, now):
         server = self.registry.get(self.game, *self.place(target))
         gone = target.missed >= POLL_MISSED
         if server is not None and server.source != target.address:
@@ -2110,7 +2105,7 @@ class Iceball(UdpProtocol):
 
     game = "iceball"
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         self.registry = core.registry
         self.cookie = Cookie(os.urandom(16))
         self.draft = IceballDraft(self)
@@ -2122,24 +2117,23 @@ class Iceball(UdpProtocol):
         self.registry.watch(self.forget, "iceball", ["gone"])
         self.read(core.settings)
 
-    def read(self, settings: Settings) -> None:
+    def read(self, settings):
         self.version = settings["iceball.version"]
         self.accepted = settings["iceball.accept_versions"]
         self.known.clear()                      # each is checked once against the new settings
 
-    def forget(self, event: str, server: Server) -> None:
+    def forget(self, event, server):
         self.known.pop(server.packet, None)
         self.draft.sessions.pop(server.packet, None)
 
-    def tick(self, now: float) -> Replies:
+    def tick(self, now):
         # Forged announcements keep nobody: who proves nothing more leaves a lifetime after this
         if now >= self.prove_at:
             self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
             self.known.clear()
         return []
 
-    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer],
-                 now: float) -> Sequence[Optional[bytes]]:
+    def repeated(self, data, peers, now):
         # Among 100,000 servers each look-up waits for memory three times. Done one right after the
         # other, those of a batch wait together: an announcement costs 1.10 to 1.12 times that among
         # 100 servers; the bar is 1.15
@@ -2150,7 +2144,7 @@ class Iceball(UdpProtocol):
                 server.last_seen = now
         return [None if server is None else ICEBALL_SAME for server in servers]
 
-    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+    def datagram(self, data, peer, now):
         source, kind = peer[0], data[:4]
         try:
             if kind == b"1CEB":
@@ -2166,7 +2160,7 @@ class Iceball(UdpProtocol):
             raise Malformed(str(refused)) from None
         return [(answer, peer)] if answer else []
 
-    def announcement(self, data: bytes, source: str, now: float) -> bytes:
+    def announcement(self, data, source, now):
         reproach = self.reproach(data, source, now)
         if reproach:
             return reproach
@@ -2181,7 +2175,7 @@ class Iceball(UdpProtocol):
             packed = packed[:ICEBALL_PACKED_BYTES]      # the end of the map comes a second later
         return b"MSOK" + self.cookie.make(b"%s=%s" % (source.encode(), packed), now) + packed
 
-    def reproach(self, data: bytes, source: str, now: float) -> bytes:
+    def reproach(self, data, source, now):
         """BADV or BADF to an announcement that cannot be listed; b"": it can. Raises Refused where
         an answer may do harm. Another version may have another length, so that comes last."""
         if len(data) < 10:
@@ -2208,7 +2202,7 @@ class Iceball(UdpProtocol):
             return b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version)
         return b"BADF"
 
-    def handshake(self, data: bytes, source: str, now: float) -> bytes:
+    def handshake(self, data, source, now):
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if mac == ICEBALL_SAME[4:]:
             return b""
@@ -2226,8 +2220,7 @@ class Iceball(UdpProtocol):
             self.known[server.packet] = server
         return b""
 
-    def hear(self, source: str, claim: str, port: int, now: float,
-             fields: Dict[str, Any]) -> Optional[Server]:
+    def hear(self, source, claim, port, now, fields):
         """List or refresh a server that has proven its source; None: it is refused."""
         registry = self.registry
         address = registry.rules.listed_address(source, claim)
@@ -2264,13 +2257,13 @@ class IceballDraft:
     The id is random: who returns it has received it. The first packet that does lists the server.
     """
 
-    def __init__(self, iceball: Iceball) -> None:
+    def __init__(self, iceball):
         self.iceball, self.registry = iceball, iceball.registry
         # By peer, which server.packet has too: the id, the address that it claims, its port
         self.sessions: collections.OrderedDict[Peer, Tuple[bytes, str, int]] = (
             collections.OrderedDict())
 
-    def answer(self, data: bytes, peer: Peer, now: float) -> bytes:
+    def answer(self, data, peer, now):
         kind = data[0]
         if kind == 1:
             return self.request(data, peer, now)
@@ -2288,7 +2281,7 @@ class IceballDraft:
             self.registry.update(server, {"name": endpoint(server.address, server.port)})
         return b"" if kind == 5 else self.set_field(data, server)
 
-    def request(self, data: bytes, peer: Peer, now: float) -> bytes:
+    def request(self, data, peer, now):
         if len(data) < 3:
             raise Malformed("a request without a version")
         if data[1:3] != DRAFT_HBVERSION:
@@ -2304,7 +2297,7 @@ class IceballDraft:
         keep_latest(self.sessions, peer, (identity, claim, port), DRAFT_SESSIONS)
         return answer
 
-    def set_field(self, data: bytes, server: Server) -> bytes:
+    def set_field(self, data, server):
         value: Any
         if data[0] == 3:
             value = decode_utf8(draft_text(data, 6))
@@ -2359,19 +2352,19 @@ class Hyperbol(TcpProtocol, PolledGame):
 
     game = "hyperbol"
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         super().__init__(core)
         self.everything = RenderedList(self.registry, self.game, hyperbol_everything)
         self.official = RenderedList(self.registry, self.game, hyperbol_official)
         self.places: Dict[Tuple[str, int], int] = {}        # where the ini leads, and the flavor
         self.read(core.settings)
 
-    def read(self, settings: Settings) -> None:
+    def read(self, settings):
         self.flavors: Dict[Tuple[str, int], int] = {
             (host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
         self.read_pinned(self.flavors)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now):
         self.resolve_pinned(now)
         places = {self.place(target): self.flavors[name]
                   for name, target in self.pinned.items() if target is not None}
@@ -2381,10 +2374,10 @@ class Hyperbol(TcpProtocol, PolledGame):
                 flavor = places.get((server.address, server.port), 0)
                 self.registry.update(server, {"flavor": flavor})
 
-    def session(self, address: str, now: float) -> Session:
+    def session(self, address, now):
         return HyperbolSession(self, address, now)
 
-    def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+    def announced(self, source, port, fields, now):
         # What it says of itself is not needed: it is queried, and listed with what it answers
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
@@ -2399,10 +2392,10 @@ class Hyperbol(TcpProtocol, PolledGame):
                 self.registry.note(source, self.game, port, "announced", now)
         self.poller.add(self, source, port)
 
-    def query(self, target: Target) -> bytes:
+    def query(self, target):
         return struct.pack("<BI", 2, target.nonce)
 
-    def answer(self, target: Target, data: bytes, now: float) -> bool:
+    def answer(self, target, data, now):
         fields = hyperbol_info(data, target.nonce)
         fields["name"] = fields["name"] or endpoint(*self.place(target))
         # Whole milliseconds: jitter alone makes no new list
@@ -2410,8 +2403,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         self.take(target, fields, now)
         return True
 
-    def take(self, target: Target, fields: Dict[str, Any], now: float,
-             lifetime: float = math.inf) -> Optional[Server]:
+    def take(self, target, fields, now, lifetime=math.inf):
         fields["flavor"] = self.places.get(self.place(target), 0)
         return super().take(target, fields, now, lifetime)
 
@@ -2419,17 +2411,17 @@ class Hyperbol(TcpProtocol, PolledGame):
 class HyperbolSession(Session):
     """One player who asks for the list."""
 
-    def __init__(self, hyperbol: Hyperbol, address: str, now: float) -> None:
+    def __init__(self, hyperbol, address, now):
         self.hyperbol, self.address = hyperbol, address
         self.deadline = now + HYPERBOL_REQUEST_S
         self.key = CHANCE.getrandbits(32)           # over TCP it proves nothing
         self.request = b""
 
-    def opened(self, now: float) -> bytes:
+    def opened(self, now):
         census = self.hyperbol.registry.census(now).get("hyperbol", Census())
         return HYPERBOL_GREETING.pack(b"HBSL", self.key, census.players)
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data, now):
         self.request += data
         if self.done or len(self.request) < HYPERBOL_REQUEST_BYTES:
             return b""
@@ -2443,7 +2435,7 @@ class HyperbolSession(Session):
         chosen = hyperbol.everything if filter & HYPERBOL_UNOFFICIAL else hyperbol.official
         return chosen.get(now)
 
-    def tick(self, now: float) -> bytes:
+    def tick(self, now):
         self.done = self.done or now >= self.deadline
         return b""
 
@@ -2529,21 +2521,21 @@ class ZonePoll:
     the answer, the list was too long and is asked for alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.step = 0                               # the one of PING_FORMS to ask
         self.count = self.total = 0                 # players, by the first and the second form
         self.playing: Optional[int] = None
         self.arenas: Optional[List[Arena]] = None
 
     @property
-    def answered(self) -> bool:
+    def answered(self):
         return self.step > 0
 
-    def question(self, nonce: int, attempt: int = 0) -> bytes:
+    def question(self, nonce, attempt=0):
         """4 or 8 bytes, the same at each attempt."""
         return struct.pack("<I", nonce) + PING_FORMS[self.step]
 
-    def answer(self, data: bytes, nonce: int) -> bool:
+    def answer(self, data, nonce):
         """True: the poll is complete. False: there is another question. Raises Malformed."""
         timestamp = data[:4] if self.step else data[4:]
         if timestamp != struct.pack("<I", nonce) or not 8 <= len(data) <= PING_BYTES_SEEN:
@@ -2561,17 +2553,17 @@ class ZonePoll:
         return self.arenas is not None or self.step == len(PING_FORMS)
 
     @property
-    def virtual(self) -> bool:
+    def virtual(self):
         """One of several zones of a server: the longer answer counts all of them. Two players may
         come between the questions."""
         return self.total > self.count + 2
 
-    def fields(self) -> Dict[str, Any]:
+    def fields(self):
         """For the registry."""
         known = self.playing is not None and self.playing <= self.count and not self.virtual
         return {"players": clamp(self.count), "playing": self.playing if known else None}
 
-    def arenas_text(self) -> str:
+    def arenas_text(self):
         """`(Public 0) 2/1, duel 1/1`: total and playing."""
         return ", ".join("%s %d/%d" % (arena_name(name), total, playing)
                          for name, total, playing in self.arenas or [] if not self.virtual)
@@ -2583,7 +2575,7 @@ def arena_name(raw: bytes) -> str:
 
 def arena_blocks(data: bytes) -> List[Arena]:
     """`name\\0 total.u16 playing.u16`, ended by an empty name; one that is cut off ends there."""
-    blocks: List[Arena] = []
+    blocks = []
     while True:
         name, nul, data = data.partition(b"\0")
         if not name or not nul or len(data) < 4:
@@ -2670,7 +2662,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     offset = 1
     nonce = staticmethod(ping_nonce)
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         super().__init__(core)
         self.cookie = Cookie(os.urandom(16), 4)
         # By source and announced port
@@ -2679,15 +2671,15 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.echoes = Limiter(ECHO_RATE)
         self.read(core.settings)
 
-    def read(self, settings: Settings) -> None:
+    def read(self, settings):
         self.read_pinned(settings["subspace.zones"])
 
-    def tick(self, now: float) -> Replies:
+    def tick(self, now):
         self.resolve_pinned(now)
         pings, self.pings = self.pings, []
         return pings
 
-    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+    def datagram(self, data, peer, now):
         if len(data) in (4, 8):
             return self.ping(data, peer, now)
         try:
@@ -2696,7 +2688,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
             self.registry.note(peer[0], self.game, 0, "bad packet", now, str(wrong))
             raise
 
-    def ping(self, data: bytes, peer: Peer, now: float) -> Replies:
+    def ping(self, data, peer, now):
         """Answer for this master itself, or take a zone's answer to a ping of ours."""
         if not self.rules.udp_requests.allow(peer[0], now):
             return []
@@ -2718,7 +2710,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     # Announcements
 
-    def announcement(self, source: str, claim: Claim, now: float) -> Replies:
+    def announcement(self, source, claim, now):
         """Refresh a zone that repeats itself; ping another one."""
         server = self.zone(source, claim.port)
         if server is not None and server.packet == claim:
@@ -2731,7 +2723,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         keep_latest(self.claims, (source, claim.port), claim, ZONE_CLAIMS)
         return [(self.cookie.make(endpoint(*place).encode(), now), place)]
 
-    def announced(self, source: str, port: int, fields: Mapping[str, Any], now: float) -> None:
+    def announced(self, source, port, fields, now):
         if ":" in source or port == 65535:
             raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
                                         "this is %s" % endpoint(source, port))
@@ -2739,11 +2731,11 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.admit(source, claim)
         self.pings += self.announcement(source, claim, now)
 
-    def zone(self, source: str, port: int) -> Optional[Server]:
+    def zone(self, source, port):
         """What is listed where a zone that sends from here is listed."""
         return self.registry.get(self.game, self.rules.listed_address(source), port)
 
-    def admit(self, source: str, claim: Claim) -> None:
+    def admit(self, source, claim):
         """Raise Refused if a zone may not be listed, or one that is listed not changed so.
 
         The first password that comes with a name owns it while a zone of that name is there."""
@@ -2764,7 +2756,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
                 raise Refused("name", "the name %s belongs to another zone, with another password, "
                                       "for as long as that is listed" % zone.name)
 
-    def proves(self, source: str, port: int, players: int, now: float) -> None:
+    def proves(self, source, port, players, now):
         """The zone on this port has answered a ping: list it, or change it to what it claims."""
         claim, server = self.claims.pop((source, port), None), self.zone(source, port)
         if claim is None:                       # it answered twice, or too late
@@ -2787,25 +2779,25 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     # Polls
 
-    def query(self, target: Target) -> bytes:
+    def query(self, target):
         if target.scratch is None:
             target.scratch = ZonePoll()
         return target.scratch.question(target.nonce)
 
-    def answer(self, target: Target, data: bytes, now: float) -> bool:
+    def answer(self, target, data, now):
         complete = target.scratch.answer(data, target.nonce)
         if complete:
             self.polled(target, now)
         return complete
 
-    def missed(self, target: Target, now: float) -> bool:
+    def missed(self, target, now):
         if not target.scratch.answered:
             return super().missed(target, now)
         target.missed = 0                       # an old zone knows the first question alone
         self.polled(target, now)
         return False
 
-    def polled(self, target: Target, now: float) -> None:
+    def polled(self, target, now):
         """Bring the zone up to date with what it answered to the poll; list it if the ini does."""
         poll, server = target.scratch, self.zone(target.address, target.server_port)
         target.scratch = None
@@ -2847,7 +2839,7 @@ class SubSpaceLink:
     because it acknowledges nothing.
     """
 
-    def __init__(self, now: float, payloads: Iterable[bytes] = ()) -> None:
+    def __init__(self, now, payloads=()):
         self.heard_at = now
         self.closed = False
         self.proven = False                             # the peer has acknowledged something
@@ -2859,17 +2851,17 @@ class SubSpaceLink:
         self.flights: Dict[int, Tuple[bytes, float]] = {}
         self.unanswered = 0                             # sent since the last acknowledgement
 
-    def packet(self, data: bytes, now: float) -> List[bytes]:
+    def packet(self, data, now):
         """A packet that is not the link's own."""
         raise Malformed("type %s, %d bytes" % (data[:2].hex(), len(data)))
 
-    def allowed(self, packet: bytes, now: float) -> bool:
+    def allowed(self, packet, now):
         """May this one go out now? Else it waits."""
         return True
 
-    def receive(self, data: bytes, now: float) -> List[bytes]:
+    def receive(self, data, now):
         self.heard_at = now
-        out: List[bytes] = []
+        out = []
         packets = [data]
         while packets:
             packet = packets.pop(0)
@@ -2899,12 +2891,12 @@ class SubSpaceLink:
                 out.append(b"\0\6" + packet[2:6] + struct.pack("<I", hundredths))
         return out[:LINK_ANSWERS] + self.send(now)
 
-    def tick(self, now: float) -> List[bytes]:
+    def tick(self, now):
         if now - self.heard_at > LINK_IDLE_S:
             self.closed = True
         return self.send(now)
 
-    def send(self, now: float) -> List[bytes]:
+    def send(self, now):
         """What is due: packets that seem lost, then new ones as far as the window allows."""
         flights, out = self.flights, []
         room = min((LINK_WINDOW if self.proven else 1) - len(flights),
@@ -2945,11 +2937,11 @@ LIST_LINKS = 4096                   # open exchanges; 1 kB apiece, and the packe
 class ListLink(SubSpaceLink):
     """The master's end: takes list requests, `01 minplayers[4]`."""
 
-    def __init__(self, protocol: SubSpaceList, address: str, key: bytes, now: float) -> None:
+    def __init__(self, protocol, address, key, now):
         super().__init__(now)
         self.protocol, self.address, self.key = protocol, address, key
 
-    def packet(self, data: bytes, now: float) -> List[bytes]:
+    def packet(self, data, now):
         if data[:1] != b"\1" or len(data) != 5:
             return super().packet(data, now)
         # One list at a time, which has arrived when no packet is under way
@@ -2957,7 +2949,7 @@ class ListLink(SubSpaceLink):
             self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
         return []
 
-    def allowed(self, packet: bytes, now: float) -> bool:
+    def allowed(self, packet, now):
         protocol, rules, size = self.protocol, self.protocol.rules, len(packet)
         if self.proven:
             return (protocol.limiter.allow(self.address, now, size)
@@ -2985,13 +2977,13 @@ class SubSpaceList(UdpProtocol):
 
     datagram_bytes = LINK_PACKET_BYTES
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         self.registry, self.rules = core.registry, core.registry.rules
         self.limiter, self.limiter_in_all = Limiter(LIST_RATE), Limiter(LIST_RATE_IN_ALL)
         self.links: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
         self.zones = RenderedList(self.registry, "subspace", zone_list)
 
-    def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+    def datagram(self, data, peer, now):
         link = self.links.get(peer)
         if data[:2] == b"\0\1":
             return self.connect(data, peer, link, now)
@@ -3005,7 +2997,7 @@ class SubSpaceList(UdpProtocol):
                                "on the list's port; zones announce themselves on the next one")
         raise Malformed("a packet outside an exchange")
 
-    def connect(self, data: bytes, peer: Peer, link: Optional[ListLink], now: float) -> Replies:
+    def connect(self, data, peer, link, now):
         key, version = data[2:6], data[6:]
         if version not in (b"\1\0", b"\x11\0"):
             raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
@@ -3015,16 +3007,16 @@ class SubSpaceList(UdpProtocol):
         keep_latest(self.links, peer, link, LIST_LINKS)
         return [(b"\0\2" + key, peer)]
 
-    def post(self, packets: List[bytes], link: ListLink, peer: Peer) -> Replies:
+    def post(self, packets, link, peer):
         if link.closed:
             del self.links[peer]
         return [(packet, peer) for packet in packets]
 
-    def tick(self, now: float) -> Replies:
+    def tick(self, now):
         return [reply for peer, link in list(self.links.items())
                 for reply in self.post(link.tick(now), link, peer)]
 
-    def chunks(self, minimum: int, now: float) -> Iterator[bytes]:
+    def chunks(self, minimum, now):
         """The list of zones with at least so many players, in packets, made one by one as they can
         be sent: thousands may be under way."""
         entries = [entry for players, entry in self.zones.get(now) if players >= minimum]
@@ -3390,7 +3382,7 @@ def aio_dialect(first: bytes) -> AioDialect:
 class AioSession(Session):
     """One peer of whatever dialect."""
 
-    def __init__(self, aio: Aio, address: str, number: int, now: float) -> None:
+    def __init__(self, aio, address, number, now):
         self.aio, self.registry, self.rules = aio, aio.registry, aio.rules
         self.address, self.number = address, number
         self.dialect: Optional[AioDialect] = None
@@ -3404,11 +3396,11 @@ class AioSession(Session):
         self.published: Optional[Tuple[int, Dict[str, Any]]] = None     # port and fields, the last
         self.kept_alive_at = math.inf           # infinite: it sends no keepalives
 
-    def opened(self, now: float) -> bytes:
+    def opened(self, now):
         self.greet_at = now + AIO_GREETING_S
         return AIO_CONNECTED
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data, now):
         if data:
             if not self.buffer:
                 self.since = now
@@ -3421,7 +3413,7 @@ class AioSession(Session):
             self.registry.note(self.address, "aio", 0, "bad packet", now, str(error))
             raise
 
-    def answer(self, now: float) -> bytes:
+    def answer(self, now):
         """To the first message that has an answer; the others are taken on the way."""
         while self.buffer:
             if self.dialect is None:
@@ -3443,11 +3435,11 @@ class AioSession(Session):
             raise Malformed("no whole message in %d s" % AIO_MESSAGE_S)
         return b""
 
-    def ended(self, now: float) -> bytes:
+    def ended(self, now):
         self.newline_until = now
         return self.receive(b"", now)
 
-    def tick(self, now: float) -> bytes:
+    def tick(self, now):
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
@@ -3458,22 +3450,21 @@ class AioSession(Session):
             self.done = now - self.since >= AIO_IDLE_S
         return self.receive(b"", now)           # a list that was asked for without a newline
 
-    def closed(self, now: float) -> None:
+    def closed(self, now):
         self.registry.remove(self.server)
 
     # What the messages ask for
 
-    def request(self, now: float) -> None:
+    def request(self, now):
         """For a list or the news."""
         if not self.rules.requests.allow(self.address, now):
             raise Malformed("too many requests from one address")
 
-    def list_for(self, make: AioList, now: float) -> bytes:
+    def list_for(self, make, now):
         self.request(now)
-        answer: bytes = self.aio.lists[make].get(now)
-        return answer
+        return self.aio.lists[make].get(now)
 
-    def claim(self, text: bytes) -> bool:
+    def claim(self, text):
         """May the server say that it has this address? Then it is listed there from now on."""
         address = text.decode("ascii", "replace").strip()
         believed = self.rules.believes(self.address, address)
@@ -3481,11 +3472,11 @@ class AioSession(Session):
             self.claimed = address
         return believed
 
-    def keepalive(self, now: float) -> None:
+    def keepalive(self, now):
         self.kept_alive_at = now
         self.publish_again(now)
 
-    def publish_again(self, now: float) -> None:
+    def publish_again(self, now):
         """List what was published last, if it is not listed there: its address is another one now,
         a ban was lifted, or a newer connection that had it has ended."""
         if self.published is not None:
@@ -3493,10 +3484,10 @@ class AioSession(Session):
             if self.registry.get("aio", self.listed_address(), port) is None:
                 self.publish(port, fields, now)
 
-    def listed_address(self) -> str:
+    def listed_address(self):
         return self.rules.listed_address(self.address, self.claimed)
 
-    def publish(self, port: int, fields: Dict[str, Any], now: float) -> str:
+    def publish(self, port, fields, now):
         """List the server, or refresh it; gives the reason why not, or "".
 
         Without a name it keeps the one it had."""
@@ -3540,7 +3531,7 @@ class Aio(TcpProtocol, Querier):
 
     game = "aio"
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         self.registry, self.poller = core.registry, core.poller
         self.rules = core.registry.rules
         self.numbers = itertools.count()
@@ -3551,25 +3542,25 @@ class Aio(TcpProtocol, Querier):
         self.registry.watch(lambda event, server: self.disown(server), self.game, ["gone"])
         self.read(core.settings)
 
-    def read(self, settings: Settings) -> None:
-        text: str = settings.texts.get("aio.news_file") or settings["aio.news"]
+    def read(self, settings):
+        text = settings.texts.get("aio.news_file") or settings["aio.news"]
         # A character that was cut goes
         text = text.strip().encode("utf-8", "replace")[:AIO_NEWS_BYTES].decode("utf-8", "ignore")
         self.text_news = b"%%NEWS#%s#%%" % aio_escape(text)
         self.framed_news = aio_frame(b"\1" + aio_string16(text.encode("utf-8")))
 
-    def session(self, address: str, now: float) -> AioSession:
+    def session(self, address, now):
         return AioSession(self, address, next(self.numbers), now)
 
     # Servers
 
-    def own(self, server: Server, session: AioSession) -> None:
+    def own(self, server, session):
         self.owners[server] = session
         session.server, session.kept = server, True
         if session.dialect is aio_framed:       # at the address that the connection comes from
             self.poller.add(self, session.address, server.port).scratch = server
 
-    def disown(self, server: Server) -> None:
+    def disown(self, server):
         session = self.owners.pop(server, None)
         if session is not None:
             self.poller.remove(self.poller.find(self, session.address, server.port))
@@ -3577,12 +3568,12 @@ class Aio(TcpProtocol, Querier):
 
     # Queries to framed servers
 
-    def query(self, target: Target) -> bytes:
+    def query(self, target):
         return b"\0"
 
-    def answer(self, target: Target, data: bytes, now: float) -> bool:
+    def answer(self, target, data, now):
         name, description, players, max_players, version = aio_info(data)
-        server: Server = target.scratch
+        server = target.scratch
         try:
             self.registry.admit_name(name)
         except Refused as refused:
@@ -3593,7 +3584,7 @@ class Aio(TcpProtocol, Querier):
             "version": str(version), "ping_ms": round(target.ping_ms)})
         return True
 
-    def missed(self, target: Target, now: float) -> bool:
+    def missed(self, target, now):
         self.note_silence(target, now)
         return False
 
@@ -4513,14 +4504,14 @@ class Html(str):
     """Text that is HTML already; everything else is escaped by fill()."""
 
 
-def markup(value: object) -> str:
+def markup(value):
     """HTML as it is, a list piece by piece, everything else escaped."""
     if isinstance(value, list):
         return "".join(map(markup, value))
     return value if isinstance(value, Html) else html.escape(str(value))
 
 
-def fill(template: str, **values: object) -> Html:
+def fill(template, **values):
     """The template with the markup() of every value in its place; KeyError: one is missing."""
     return Html(string.Template(template).substitute(
         {key: markup(value) for key, value in values.items()}))
@@ -4534,7 +4525,7 @@ class Look(NamedTuple):
     template: Optional[str]         # instead of LIST_PAGE
 
 
-def list_template(text: str) -> str:
+def list_template(text):
     """The same text, as an operator's own list page.
 
     ValueError says what does not parse or is unknown."""
@@ -4547,7 +4538,7 @@ def list_template(text: str) -> str:
     return text
 
 
-def ago(seconds: float) -> str:
+def ago(seconds):
     """12 -> '12 s ago'. The same steps as in the script."""
     if seconds < 1:
         return "now"
@@ -4557,37 +4548,37 @@ def ago(seconds: float) -> str:
     return "%d d ago" % (seconds // 86400)
 
 
-def utc(wall: float) -> datetime:
+def utc(wall):
     return datetime.fromtimestamp(wall, timezone.utc)
 
 
-def iso(wall: float) -> str:
+def iso(wall):
     return utc(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def time_tag(then: float, wall: float) -> Html:
+def time_tag(then, wall):
     return fill('<time datetime="$exact" title="$exact">$words</time>',
                 exact=iso(then), words=ago(wall - then))
 
 
-def server_link(server: Any, path: str = "/server") -> Html:
+def server_link(server, path="/server"):
     quote = urllib.parse.quote
     return Html("%s?game=%s&amp;address=%s&amp;port=%d"
                 % (path, quote(server.game), quote(server.address), server.port))
 
 
-def badges(server: Any) -> Html:
+def badges(server):
     return Html("".join([
         ' <i title="%s">%s</i>' % (title, word) for word, title, has in BADGES if has(server)]))
 
 
-def plural(number: int, word: str) -> str:
+def plural(number, word):
     return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
 
 
 # The list
 
-def server_row(server: Any, spark: Html, title: str) -> Tuple[bytes, bytes]:
+def server_row(server, spark, title):
     """One row of the list, about 630 bytes, in two pieces.
 
     The time at which the server was last seen comes between (seen_cell), as it moves when nothing
@@ -4611,12 +4602,12 @@ def server_row(server: Any, spark: Html, title: str) -> Tuple[bytes, bytes]:
     return before.encode("utf-8"), (ROW_END % address).encode("utf-8")
 
 
-def seen_cell(then: float, wall: float) -> bytes:
+def seen_cell(then, wall):
     """What stands between the two pieces of a row."""
     return (' title="%s">%s' % (iso(then), ago(wall - then))).encode("utf-8")
 
 
-def sparkline(values: Sequence[Optional[float]]) -> Html:
+def sparkline(values):
     """24 hourly values, None where there is none: a histogram of about 160 bytes.
 
     Empty if nothing is known."""
@@ -4630,16 +4621,16 @@ def sparkline(values: Sequence[Optional[float]]) -> Html:
     return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>' % steps)
 
 
-def page(look: Look, title: str, main: Html) -> Html:
+def page(look, title, main):
     head = fill(HEAD, title="%s · %s" % (title, look.title))
     return fill(PAGE, head=head, title=look.title, main=main, foot=Html(FOOT))
 
 
-def tab(link: str, text: str, current: bool, count: str = "") -> Html:
+def tab(link, text, current, count=""):
     return fill(TAB, link=link, text=text, current="page" if current else "false", count=count)
 
 
-def game_tabs(titles: Dict[str, str], counts: Dict[str, int], game: str) -> Html:
+def game_tabs(titles, counts, game):
     tabs = []
     if len(titles) > 1:
         tabs = [tab("/", "All games", not game, format(sum(counts.values()), ","))]
@@ -4649,7 +4640,7 @@ def game_tabs(titles: Dict[str, str], counts: Dict[str, int], game: str) -> Html
     return fill(TABS, tabs=tabs)
 
 
-def list_status(total: int, filtered: bool) -> str:
+def list_status(total, filtered):
     servers = plural(total, "server")
     if total > PAGE_ROWS:
         return "The first %s of %s. Search by name to find the others." % (
@@ -4662,9 +4653,8 @@ def list_status(total: int, filtered: bool) -> str:
 ROWS_HERE = "<rows>"                # no text has it, as texts are escaped
 
 
-def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: Iterable[bytes],
-              total: int, players: int, look: Look, name: str = "", players_min: int = 0,
-              hint: Html = Html(""), spark: Html = Html("")) -> bytes:
+def list_page(titles, counts, game, rows, total, players, look, name="", players_min=0,
+              hint=Html(""), spark=Html("")):
     """The list as UTF-8.
 
     titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all;
@@ -4693,7 +4683,7 @@ def list_page(titles: Dict[str, str], counts: Dict[str, int], game: str, rows: I
 
 # One server, one check, an error
 
-def uptime(series: Any, first_seen: float) -> str:
+def uptime(series, first_seen):
     """The share of the samples with the server, since it is known; "" if there is none."""
     samples = series.means[max(0, int((first_seen - series.start) // series.step)):]
     here = len(samples) - samples.count(None)
@@ -4701,7 +4691,7 @@ def uptime(series: Any, first_seen: float) -> str:
     return samples and "%.4g %% of the time" % (1000 * here // len(samples) / 10)
 
 
-def server_facts(server: Any) -> List[Tuple[str, object]]:
+def server_facts(server):
     """What is shown of a server that is listed; what is empty is left out."""
     players = "%d" % server.players
     if server.max_players:
@@ -4716,14 +4706,13 @@ def server_facts(server: Any) -> List[Tuple[str, object]]:
         *[(key.replace("_", " ").capitalize(), value) for key, value in server.details.items()]]
 
 
-def history_section(server: Any, series: Any, span: str, wall: float) -> Html:
+def history_section(server, series, span, wall):
     link = server_link(server) + "&amp;span="
     tabs = [tab(Html(link + key), key.capitalize(), key == span) for key in SPANS]
     return fill(HISTORY, chart=chart(series, wall), tabs=tabs)
 
 
-def server_page(server: Any, known: Any, series: Any, span: str, wall: float, look: Look,
-                title: str = "") -> Html:
+def server_page(server, known, series, span, wall, look, title=""):
     """One server.
 
     server: as listed now, or None; known: game, address, port, name, first_seen, last_seen (as
@@ -4754,15 +4743,13 @@ def server_page(server: Any, known: Any, series: Any, span: str, wall: float, lo
         facts=[fill(FACT, kind=key, key=key, value=value) for key, value in facts if value]))
 
 
-def listed_here(server: Any, wall: float) -> Html:
+def listed_here(server, wall):
     peer = endpoint(server.address, server.port)
     return fill(LISTED, link=server_link(server), badges=badges(server), peer=peer,
                 name=server.name or peer, seen=time_tag(server.last_seen, wall))
 
 
-def check_page(address: str, port: int, state: Iterable[Tuple[str, str]],
-               findings: Iterable[Tuple[float, str, str, int, str, str]], listed: Sequence[Any],
-               wall: float, look: Look, lately: str = "lately") -> Html:
+def check_page(address, port, state, findings, listed, wall, look, lately="lately"):
     """What became of what an address sent.
 
     port: 0 for any; state: (what holds for the address, what to do); findings: (when, protocol,
@@ -4787,7 +4774,7 @@ def check_page(address: str, port: int, state: Iterable[Tuple[str, str]],
         findings=found))
 
 
-def error_page(status: int, reason: str, hint: str, look: Look) -> Html:
+def error_page(status, reason, hint, look):
     return page(look, reason, fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
 
 
@@ -4827,7 +4814,7 @@ TIME_STEPS = (      # the longest span in days, seconds from tick to tick, their
     (2, 10800, "%H:%M"), (10, 86400, "%a %d"), (100, 5 * 86400, "%d %b"), (366, 86400, "%b"))
 
 
-def value_ticks(top: float) -> List[int]:
+def value_ticks(top):
     """Round whole numbers from 0 to at least `top`, CHART_GRIDLINES above zero at most."""
     most = max(1, math.ceil(top))
     step = next(factor * 10 ** power for power in range(10) for factor in (1, 2, 5)
@@ -4835,7 +4822,7 @@ def value_ticks(top: float) -> List[int]:
     return list(range(0, most + step, step))
 
 
-def time_ticks(start: float, end: float) -> List[Tuple[float, str]]:
+def time_ticks(start, end):
     """Round times within a span with their words: hours in a day, days in a week, dates, months."""
     step, words = next(row[1:] for row in TIME_STEPS if end - start <= row[0] * 86400)
     ticks = range(math.ceil(start / step) * step, math.floor(end) + 1, step)
@@ -4843,19 +4830,19 @@ def time_ticks(start: float, end: float) -> List[Tuple[float, str]]:
             if words != "%b" or utc(tick).day == 1]
 
 
-def minute(wall: float) -> str:
+def minute(wall):
     return iso(wall)[:16].replace("T", " ")
 
 
-def across(share: float) -> str:
+def across(share):
     return "%.5g%%" % (6 + 86 * share)
 
 
-def down(share: float) -> str:
+def down(share):
     return "%.4g%%" % (86 - 72 * share)
 
 
-def axes(ticks: Sequence[int], start: float, end: float) -> List[Html]:
+def axes(ticks, start, end):
     long = " long" if ticks[-1] > 999 else ""       # more than a phone's margins hold
     marks = [fill(VALUE_MARK, kind="grid" if tick else "axis", y=down(tick / ticks[-1]), long=long,
                   words=format(tick, ",")) for tick in ticks]
@@ -4865,7 +4852,7 @@ def axes(ticks: Sequence[int], start: float, end: float) -> List[Html]:
     return marks
 
 
-def curves(series: Any, top: float) -> Tuple[Html, float]:
+def curves(series, top):
     """The mean as a line, the peaks as an area of bars; and the mean's last point."""
     samples = list(zip(series.means, series.peaks))
     every = math.ceil(len(samples) / CHART_POINTS)
@@ -4884,7 +4871,7 @@ def curves(series: Any, top: float) -> Tuple[Html, float]:
     return fill(CURVES, points=len(samples), area=area, line=line), level
 
 
-def chart(series: Any, wall: float) -> Html:
+def chart(series, wall):
     """Players over time as inline SVG, about 13 kB.
 
     series: start (epoch), step (s), means and peaks (a number a step, or None where the server was
@@ -4959,7 +4946,7 @@ class Answer:
         self.fields = {"Content-Type": type, "Cache-Control": "no-store", **fields}
         self.gzipped: Optional[Answer] = None
 
-    def compressed(self) -> Answer:
+    def compressed(self):
         if self.gzipped is None:
             self.gzipped = copy.copy(self)
             self.gzipped.body = gzip.compress(self.body, GZIP_LEVEL, mtime=0)
@@ -4967,14 +4954,14 @@ class Answer:
         return self.gzipped
 
 
-def public(body: bytes, type: str) -> Answer:
+def public(body, type):
     """The same for everybody until a list changes: caches, our own too, may keep it."""
     return Answer(body, type, fields={
         "ETag": 'W/"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest(),
         "Vary": "Accept-Encoding", "Cache-Control": "public, max-age=%d" % CACHE_S})
 
 
-def page_answer(page: Html) -> Answer:
+def page_answer(page):
     return Answer(page.encode("utf-8"), HTML_TYPE)
 
 
@@ -4993,7 +4980,7 @@ HEADER_LINES = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?\n)*
 TAKES_GZIP = re.compile(r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
-def head_end(data: bytes) -> int:
+def head_end(data):
     """Where the body begins, 0 if that is not here yet; HttpError for what can be no request."""
     line = data.partition(b"\n")[0]
     if not line[:1].isalpha():
@@ -5021,13 +5008,13 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     status = 0                          # what was answered
     wfile: io.BytesIO  # type: ignore[assignment]
 
-    def __init__(self, head: bytes = b"") -> None:
+    def __init__(self, head=b""):
         """`head`: request line and headers, with the empty line; read by parse()."""
         self.head = head
         self.close_connection = True
         self.wfile = io.BytesIO()
 
-    def parse(self) -> None:
+    def parse(self):
         """Read the head; raises HttpError."""
         line, _, lines = self.head.partition(b"\n")
         # A shell sends the bytes of a search for Straße as they were typed
@@ -5050,11 +5037,11 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         self.body_bytes = self.content_length()
 
-    def header(self, name: str) -> str:
+    def header(self, name):
         """Several lines with one name are one list (RFC 9110, 5.3)."""
         return ",".join(self.headers.get_all(name, []))
 
-    def content_length(self) -> int:
+    def content_length(self):
         text = self.header("Content-Length").strip(" \t")
         if "Transfer-Encoding" in self.headers or self.command == "POST" and not text:
             raise HttpError(411, "A body needs a Content-Length; it cannot come in chunks.")
@@ -5066,19 +5053,19 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     # What http.server would write to a socket or to standard error
 
-    def handle_expect_100(self) -> bool:
+    def handle_expect_100(self):
         return True                     # the Iceball client exits at a "100 Continue"
 
-    def send_error(self, code: int, message: Any = None, explain: Any = None) -> None:
+    def send_error(self, code, message=None, explain=None):
         raise HttpError(code, "%s." % message)
 
-    def log_request(self, code: Any = "-", size: Any = "-") -> None:
+    def log_request(self, code="-", size="-"):
         self.status = code
 
-    def version_string(self) -> str:
+    def version_string(self):
         return "masterserver/" + __version__
 
-    def response(self, answer: Answer) -> bytes:
+    def response(self, answer):
         """The whole response; for HEAD and 304 without the body, whose length the head tells."""
         takes_gzip = TAKES_GZIP.search(self.header("Accept-Encoding"))
         if takes_gzip and len(answer.body) >= GZIP_MIN_BYTES:
@@ -5111,7 +5098,7 @@ class CachedResponse(NamedTuple):
 class HttpSession(Session):
     """HTTP/1.0 and 1.1, keep-alive, one request after another."""
 
-    def __init__(self, web: Web, address: str, now: float) -> None:
+    def __init__(self, web, address, now):
         self.web, self.address = web, address
         # A proxy's requests are not answered from the cache: each is its client's, who pays for it
         self.proxied = address in web.trusted
@@ -5120,7 +5107,7 @@ class HttpSession(Session):
         self.then: Optional[Callable[[Any], Answer]] = None     # to be made of the job's result
         self.deadline = now + HTTP_HEAD_S
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data, now):
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = web.cache.get(data)
@@ -5138,7 +5125,7 @@ class HttpSession(Session):
         except HttpError as error:
             return self.refuse(error, now)
 
-    def advance(self, now: float) -> bytes:
+    def advance(self, now):
         """Answer the first request in the buffer, if all of it is here."""
         request = self.request
         if request is None:
@@ -5159,7 +5146,7 @@ class HttpSession(Session):
             request.address = self.web.client(self.address, request.header("X-Forwarded-For"))
         return self.respond(lambda: self.web.answer(request), now)
 
-    def respond(self, make: Callable[[], Union[Answer, DeferredAnswer]], now: float) -> bytes:
+    def respond(self, make, now):
         """Answer the request with what `make` gives or raises."""
         request, web = self.request, self.web
         assert request is not None
@@ -5181,19 +5168,19 @@ class HttpSession(Session):
         self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)
         return response
 
-    def refuse(self, error: HttpError, now: float) -> bytes:
+    def refuse(self, error, now):
         """An error that ends the connection: what comes behind it may be no request."""
         self.request = request = self.request or HttpRequest(self.buffer)
         request.close_connection = True
         self.buffer, self.then = b"", None
         return self.respond(lambda: self.web.error(request, error), now)
 
-    def resume(self, result: Any, now: float) -> bytes:
+    def resume(self, result, now):
         then, self.job, self.then = self.then, None, None
         if then is None:
             return b""                  # it has taken too long
 
-        def make() -> Answer:
+        def make():
             # The disk's, or too many wait for it; any other exception is a fault of the program
             if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
                 hint = "The answer cannot be made just now: %s." % error_text(result)
@@ -5203,7 +5190,7 @@ class HttpSession(Session):
             return then(result)
         return self.respond(make, now)
 
-    def tick(self, now: float) -> bytes:
+    def tick(self, now):
         if now < self.deadline or self.done:
             return b""
         if self.then:
@@ -5217,7 +5204,7 @@ class HttpSession(Session):
 class RefusedConnection(HttpSession):
     """A connection over a limit: it is told so, and ends."""
 
-    def opened(self, now: float) -> bytes:
+    def opened(self, now):
         hint = "Too many connections at once; wait a few seconds."
         return self.refuse(HttpError(429, hint, RETRY_AFTER), now)
 
@@ -5229,7 +5216,7 @@ class Web(TcpProtocol):
 
     speaks_first = False
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         self.core, self.settings = core, core.settings
         self.registry, self.rules = core.registry, core.registry.rules
         self.epoch = 0.0                # wall clock minus monotonic clock, told by the event loop
@@ -5240,13 +5227,13 @@ class Web(TcpProtocol):
         self.requests: Dict[Tuple[str, int], int] = collections.Counter()   # by route and status
         self.read(core.settings)
 
-    def session(self, address: str, now: float) -> HttpSession:
+    def session(self, address, now):
         return HttpSession(self, address, now)
 
-    def refusal(self, address: str, now: float) -> HttpSession:
+    def refusal(self, address, now):
         return RefusedConnection(self, address, now)
 
-    def read(self, settings: Settings) -> None:
+    def read(self, settings):
         self.trusted = Networks(settings["http.trusted_proxies"])
         self.titles: Dict[str, str] = {**GAME_TITLES, **settings["games"]}
         template = settings.texts.get("http.template")
@@ -5255,7 +5242,7 @@ class Web(TcpProtocol):
         self.registry.forget_parts()    # titles stand in them
         self.forget_answers()
 
-    def tick(self, now: float) -> None:
+    def tick(self, now):
         """What was made in the last second is made anew if anybody asks: lists have changed, and
         times move."""
         self.forget_answers()
@@ -5264,12 +5251,12 @@ class Web(TcpProtocol):
             self.recent = recent
             self.registry.forget_parts()
 
-    def forget_answers(self) -> None:
+    def forget_answers(self):
         self.lists.clear()
         self.cache.clear()
         self.cache_bytes = 0
 
-    def remember(self, request: bytes, cached: CachedResponse) -> None:
+    def remember(self, request, cached):
         size = len(request) + len(cached.response)
         if self.cache_bytes + size > HTTP_MEMO_BYTES:
             self.cache.clear()
@@ -5277,7 +5264,7 @@ class Web(TcpProtocol):
         self.cache[request] = cached
         self.cache_bytes += size
 
-    def client(self, address: str, forwarded: str) -> str:
+    def client(self, address, forwarded):
         """Whose request it is: of the addresses in X-Forwarded-For, with or without a port, the
         last that is no trusted proxy's."""
         for text in reversed(forwarded.split(",")):
@@ -5290,7 +5277,7 @@ class Web(TcpProtocol):
                 break
         return address
 
-    def answer(self, request: HttpRequest) -> Union[Answer, DeferredAnswer]:
+    def answer(self, request):
         """What the request's route gives; raises HttpError."""
         self.charge(request, 1)
         route = ROUTES.get(request.route)
@@ -5304,7 +5291,7 @@ class Web(TcpProtocol):
             return Answer(b"", fields=fields)
         return route.answer(self, request)
 
-    def charge(self, request: HttpRequest, tokens: float) -> None:
+    def charge(self, request, tokens):
         """Let the client pay for this request; raises HttpError."""
         address = request.address
         if self.rules.requests.allow(address, request.now, tokens):
@@ -5314,7 +5301,7 @@ class Web(TcpProtocol):
         hint = "Too many requests from %s; wait a few seconds." % address
         raise HttpError(429, hint, RETRY_AFTER)
 
-    def error(self, request: HttpRequest, error: HttpError) -> Answer:
+    def error(self, request, error):
         """In the form that its reader expects."""
         status, hint = error.status, error.hint
         reason = request.responses[status][0]
@@ -5328,11 +5315,10 @@ class Web(TcpProtocol):
             type, body = HTML_TYPE, page.encode("utf-8")
         return Answer(body, type, status, error.fields)
 
-    def title(self, game: str) -> str:
+    def title(self, game):
         return self.titles.get(game, game)
 
-    def list_answer(self, request: HttpRequest, name: str, wanted: ListFilter, type: str,
-                    make: Callable[[List[Server], float], bytes]) -> Answer:
+    def list_answer(self, request, name, wanted, type, make):
         """The list `name` by `make(servers, wall)`. A whole one, of a game or of all, is kept until
         the next tick; a search is one client's, who pays for each server looked at."""
         game, registry = wanted.game, self.registry
@@ -5351,7 +5337,7 @@ class Web(TcpProtocol):
 
 # --- What is asked for ---------------------------------------------------------------------------
 
-def whole_number(request: HttpRequest, name: str, low: int, high: int) -> int:
+def whole_number(request, name, low, high):
     """A number in the query, 0 if there is none."""
     text = request.query.get(name, "").strip()
     try:
@@ -5360,7 +5346,7 @@ def whole_number(request: HttpRequest, name: str, low: int, high: int) -> int:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
 
-def is_called(server: Any, name: str) -> bool:
+def is_called(server, name):
     """Is `name`, casefolded, a part of its name or of its address? The page's script has the same
     rule (wanted)."""
     address = endpoint(server.address, server.port) if ":" in name else server.address
@@ -5374,22 +5360,22 @@ class ListFilter(NamedTuple):
     name: str = ""                      # a part of their name or address
     players_min: int = 0
 
-    def matches(self, server: Server) -> bool:
+    def matches(self, server):
         return server.players >= self.players_min and is_called(server, self.name.casefold())
 
 
-def list_filter(request: HttpRequest) -> ListFilter:
+def list_filter(request):
     query = request.query
     return ListFilter(query.get("game", ""), clean(query.get("name", "")),
                       whole_number(request, "players_min", 0, PLAYERS_MAX))
 
 
-def check_game(web: Web, game: str) -> None:
+def check_game(web, game):
     if game not in ("", *web.titles):
         raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
 
 
-def server_key(request: HttpRequest) -> Key:
+def server_key(request):
     port = whole_number(request, "port", 1, 65535)
     try:
         address = canonical(read_address(request.query["address"] if port else ""))
@@ -5399,7 +5385,7 @@ def server_key(request: HttpRequest) -> Key:
     return request.query.get("game", ""), address, port
 
 
-def chosen_span(request: HttpRequest) -> str:
+def chosen_span(request):
     span = request.query.get("span", "day")
     if span not in SPANS:
         raise HttpError(400, "span must be one of %s." % ", ".join(SPANS))
@@ -5416,7 +5402,7 @@ JSON_FIELDS = (
 JSON_DETAILS = "arenas factions skill flags".split()
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value):
     """Compact, raw UTF-8: the Iceball client fails on any \\u escape. Texts are clean, so that none
     is needed."""
     return ENCODER.encode(value).encode("utf-8")
@@ -5430,25 +5416,25 @@ ICEBALL_FIELDS = {
     "basedir": "mode"}
 
 
-def iceball_json(server: Server) -> bytes:
+def iceball_json(server):
     fields = {key: getattr(server, name) for key, name in ICEBALL_FIELDS.items()}
     if server.official:
         fields["official"] = True
     return to_json(fields)
 
 
-def iceball_list(web: Web, servers: Iterable[bytes]) -> bytes:
+def iceball_list(web, servers):
     return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
         ICEBALL_HBVERSION, web.settings["iceball.version"], b",\n".join(servers))
 
 
-def get_master_json(web: Web, request: HttpRequest) -> Answer:
+def get_master_json(web, request):
     return web.list_answer(
         request, "master.json", ListFilter("iceball"), JSON_TYPE,
         lambda servers, wall: iceball_list(web, parts(servers, "master.json", iceball_json)))
 
 
-def server_json(server: Server) -> bytes:
+def server_json(server):
     """A server in /servers.json up to its times, which move when nothing else does."""
     fields = {name: getattr(server, name) for name in JSON_FIELDS}
     fields["unconfirmed"] = not server.confirmed
@@ -5458,9 +5444,9 @@ def server_json(server: Server) -> bytes:
     return to_json(fields)[:-1]
 
 
-def get_servers_json(web: Web, request: HttpRequest) -> Answer:
+def get_servers_json(web, request):
     """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
-    def make(servers: List[Server], wall: float) -> bytes:
+    def make(servers, wall):
         made = parts(servers, "servers.json", server_json)
         rows = [b'%s,"first_seen":%d,"last_seen":%d}' % (
             part, server.first_seen + web.epoch, server.last_seen + web.epoch)
@@ -5470,10 +5456,10 @@ def get_servers_json(web: Web, request: HttpRequest) -> Answer:
     return web.list_answer(request, "servers.json", list_filter(request), JSON_TYPE, make)
 
 
-def server_xml(server: Server) -> bytes:
+def server_xml(server):
     """A server in /servers.xml and in an exported file, as the script in Hyperbol's document has
     it."""
-    fields: Dict[str, Any] = {
+    fields = {
         "ip": server.address, "port": server.port, "responding": int(server.responding)}
     if server.responding:
         fields.update(
@@ -5485,7 +5471,7 @@ def server_xml(server: Server) -> bytes:
     return b"<server %s/>\n" % " ".join(attributes).encode("utf-8")
 
 
-def servers_xml(servers: Iterable[bytes], wall: float) -> bytes:
+def servers_xml(servers, wall):
     """The document around them; `wall` is the time in seconds since 1970."""
     made = utc(wall).replace(microsecond=0)
     head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n' % (
@@ -5493,7 +5479,7 @@ def servers_xml(servers: Iterable[bytes], wall: float) -> bytes:
     return head.encode() + b"".join(servers) + b"</serverlist>\n"
 
 
-def get_servers_xml(web: Web, request: HttpRequest) -> Answer:
+def get_servers_xml(web, request):
     wanted = ListFilter(request.query.get("game", "hyperbol"))
     check_game(web, wanted.game)
     return web.list_answer(
@@ -5513,8 +5499,7 @@ CONTACTS = {
 ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %s --port PORT %s"
 
 
-def contact_lines(listeners: Iterable[Any], host: Callable[[str], str],
-                  games: Mapping[str, str]) -> List[Tuple[str, str, str]]:
+def contact_lines(listeners, host, games):
     """(game, whom it is for, line for the settings of its game servers or to run beside them).
 
     Of what listens and of the operator's own `games`; of several ports of one protocol the last
@@ -5530,7 +5515,7 @@ def contact_lines(listeners: Iterable[Any], host: Callable[[str], str],
     return lines
 
 
-def hint(web: Web, game: str) -> Html:
+def hint(web, game):
     """What a game server needs to appear here; "": one of any game."""
     host = web.settings["server.public_address"] or "THIS-HOST"
     lines = contact_lines(web.core.listeners, lambda protocol: host, web.settings["games"])
@@ -5538,22 +5523,21 @@ def hint(web: Web, game: str) -> Html:
                         if game in ("", name)))
 
 
-def day_total(recent: Mapping[Key, Sequence[Optional[int]]],
-              games: Iterable[str]) -> List[Optional[int]]:
+def day_total(recent, games):
     """The last day's hourly player counts of these games together."""
     days = [recent[game, "", 0] for game in games if (game, "", 0) in recent]
     hours = [[value for value in hour if value is not None] for hour in zip(*days)]
     return [sum(known) if known else None for known in hours]
 
 
-def get_page(web: Web, request: HttpRequest) -> Answer:
+def get_page(web, request):
     wanted = list_filter(request)
     check_game(web, wanted.game)
     return web.list_answer(request, "page", wanted, HTML_TYPE,
                            lambda servers, wall: render_page(web, wanted, servers, wall))
 
 
-def render_page(web: Web, wanted: ListFilter, servers: List[Server], wall: float) -> bytes:
+def render_page(web, wanted, servers, wall):
     """The list page of these servers: the first PAGE_ROWS, and how many there are."""
     game, recent = wanted.game, web.recent
     counts = {id: len(listed) for id, listed in web.registry.games.items() if listed}
@@ -5570,7 +5554,7 @@ def render_page(web: Web, wanted: ListFilter, servers: List[Server], wall: float
                      wanted.players_min, hint(web, game), sparkline(day))
 
 
-def as_shown(server: Server, epoch: float) -> Server:
+def as_shown(server, epoch):
     """A server as pages show it: its times are the wall clock's."""
     shown = copy.copy(server)
     shown.first_seen += epoch
@@ -5578,14 +5562,14 @@ def as_shown(server: Server, epoch: float) -> Server:
     return shown
 
 
-def get_server(web: Web, request: HttpRequest) -> Union[Answer, DeferredAnswer]:
+def get_server(web, request):
     game, address, port = key = server_key(request)
     span = chosen_span(request)
     listed = web.registry.get(*key)
     database = web.core.database
     wall = request.now + web.epoch
 
-    def then(found: Tuple[Optional[Remembered], Optional[Series]]) -> Answer:
+    def then(found):
         known, series = found
         if not (listed or known):
             raise HttpError(404, "No server %s of %s is known here." % (
@@ -5603,7 +5587,7 @@ def get_server(web: Web, request: HttpRequest) -> Union[Answer, DeferredAnswer]:
         lambda: (database.known(*key), database.history(*key, span, wall)), then)
 
 
-def get_history_json(web: Web, request: HttpRequest) -> DeferredAnswer:
+def get_history_json(web, request):
     """The player counts of one server, or with a game alone of all its servers: ?game=, ?address=,
     ?port=, ?span=day|week|month|year."""
     query, database = request.query, web.core.database
@@ -5618,7 +5602,7 @@ def get_history_json(web: Web, request: HttpRequest) -> DeferredAnswer:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
     wall = request.now + web.epoch
 
-    def then(series: Series) -> Answer:
+    def then(series):
         return Answer(to_json({
             "game": game, "address": address, "port": port, "span": span, "start": series.start,
             "step": series.step, "players": series.means, "peak": series.peaks}), JSON_TYPE)
@@ -5635,7 +5619,7 @@ ANNOUNCED_TEXTS = {
     "version": NAME_CHARACTERS, "description": TEXT_CHARACTERS}
 
 
-def announced_fields(request: HttpRequest) -> Dict[str, Any]:
+def announced_fields(request):
     """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
     type = request.headers.get("Content-Type", FORM_TYPE).partition(";")[0].strip().lower()
     body = request.body
@@ -5655,22 +5639,21 @@ def announced_fields(request: HttpRequest) -> Dict[str, Any]:
     return {name: decode_legacy(value.encode("latin-1"), TEXT_CHARACTERS) for name, value in form}
 
 
-def announced_text(fields: Mapping[str, Any], name: str,
-                   characters: int = NAME_CHARACTERS) -> str:
+def announced_text(fields, name, characters=NAME_CHARACTERS):
     value = fields.get(name, "")
     if isinstance(value, (bool, list, dict)):
         raise Refused("bad packet", "%s is not a text" % name)
     return clean(str(value), characters)
 
 
-def announced_number(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
+def announced_number(fields, name, low, high):
     match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", str(fields.get(name)))    # Lua writes 27500.0
     if not match or not low <= int(match[1]) <= high:
         raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
     return int(match[1])
 
 
-def announced_game(web: Web, fields: Mapping[str, Any]) -> str:
+def announced_game(web, fields):
     game = announced_text(fields, "game")
     games = [*web.core.announcers, *web.settings["games"]]
     if game in games:
@@ -5682,11 +5665,11 @@ def announced_game(web: Web, fields: Mapping[str, Any]) -> str:
     raise Refused("bad packet", reason)
 
 
-def announce_answer(listed: bool, **more: str) -> Answer:
+def announce_answer(listed, **more):
     return Answer(to_json({"listed": listed, "ttl": ANNOUNCED_TTL_S, **more}), JSON_TYPE)
 
 
-def post_announce(web: Web, request: HttpRequest) -> Answer:
+def post_announce(web, request):
     """An announcement by HTTP; the address is the connection's."""
     # Browsers send these two, the first only over HTTPS and to their own machine
     site = request.header("Sec-Fetch-Site") or request.header("Origin")
@@ -5703,11 +5686,10 @@ def post_announce(web: Web, request: HttpRequest) -> Answer:
         raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
 
 
-def take_announcement(web: Web, request: HttpRequest, game: str, port: int,
-                      sent: Mapping[str, Any]) -> Answer:
+def take_announcement(web, request, game, port, sent):
     """List the server, have it queried, or end it; raises Refused."""
     source, now = request.address, request.now
-    fields: Dict[str, Any] = {name: announced_text(sent, name, characters)
+    fields = {name: announced_text(sent, name, characters)
                               for name, characters in ANNOUNCED_TEXTS.items() if name in sent}
     for name in sent.keys() & {"players", "max_players"}:
         fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
@@ -5730,8 +5712,7 @@ def take_announcement(web: Web, request: HttpRequest, game: str, port: int,
         % (port + polled.offset)))
 
 
-def list_announced(web: Web, source: str, game: str, port: int, fields: Dict[str, Any],
-                   now: float) -> None:
+def list_announced(web, source, game, port, fields, now):
     """A game of the operator's own cannot be queried: its servers are listed with what they say."""
     address = web.rules.listed_address(source)
     new = web.registry.get(game, address, port) is None
@@ -5742,7 +5723,7 @@ def list_announced(web: Web, source: str, game: str, port: int, fields: Dict[str
         web.registry.note(source, game, port, "listed", now)
 
 
-def stop_announced(web: Web, source: str, game: str, port: int, now: float) -> None:
+def stop_announced(web, source, game, port, now):
     """Only the address that a server is announced from can end it."""
     polled = web.core.announcers.get(game)
     queried = polled is not None and polled.stopped(source, port)
@@ -5818,12 +5799,12 @@ OUTCOMES = {
 IPV4_LISTS = "subspace", "hyperbol"     # games whose own lists have room for no other address
 
 
-def outcome_words(outcome: str, detail: str) -> Tuple[str, str]:
+def outcome_words(outcome, detail):
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     return title, advice.replace("%s", detail or "nothing more is known")
 
 
-def listed_outcome(server: Server) -> str:
+def listed_outcome(server):
     """Where a listed server stands, as one of OUTCOMES."""
     if not server.confirmed:
         return "unconfirmed"
@@ -5832,7 +5813,7 @@ def listed_outcome(server: Server) -> str:
     return "ipv6" if ":" in server.address and server.game in IPV4_LISTS else "listed"
 
 
-def get_check(web: Web, request: HttpRequest) -> Answer:
+def get_check(web, request):
     """What became of what an address sent."""
     text = request.query.get("address", "").strip()[:100] or request.address
     port = whole_number(request, "port", 0, 65535)
@@ -5858,8 +5839,7 @@ def get_check(web: Web, request: HttpRequest) -> Answer:
         [as_shown(server, web.epoch) for server in listed], request.now + web.epoch, web.look))
 
 
-def check_findings(web: Web, address: str, port: int,
-                   listed: Iterable[Server]) -> List[Tuple[float, str, str, int, str, str]]:
+def check_findings(web, address, port, listed):
     """What check_page() is told of what came from there, the latest first. The address is the one
     that was asked for: which machine is behind a public one is not told."""
     well = {(server.game, server.port) for server in listed
@@ -5898,7 +5878,7 @@ GAUGE_HELP = {
     "connections": "Open connections."}
 
 
-def metric(name: str, help: str, label: str, values: Mapping[Any, float]) -> str:
+def metric(name, help, label, values):
     """One metric; `label`: a pattern for the labels, which each of `values` fills in."""
     name = "masterserver_" + name
     kind = "counter" if name.endswith("_total") else "gauge"
@@ -5907,7 +5887,7 @@ def metric(name: str, help: str, label: str, values: Mapping[Any, float]) -> str
     return "".join(lines)
 
 
-def get_metrics(web: Web, request: HttpRequest) -> Answer:
+def get_metrics(web, request):
     """The Prometheus text format, version 0.0.4."""
     core, census = web.core, web.registry.census(request.now)
     made = [metric(field + "_total", help, '{protocol="%s"}', {
@@ -5928,7 +5908,7 @@ def get_metrics(web: Web, request: HttpRequest) -> Answer:
     return Answer("".join(made).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")
 
 
-def get_healthz(web: Web, request: HttpRequest) -> Answer:
+def get_healthz(web, request):
     """200 as long as it serves; `trouble` says what does not work."""
     health = web.core.health
     return Answer(to_json({
@@ -5942,7 +5922,7 @@ class Route(NamedTuple):
     readable: bool = False              # by scripts of other sites
 
 
-def text_route(text: str, type: str, setting: str = "") -> Route:
+def text_route(text, type, setting=""):
     """A route to a text, or to that of the file which a setting names."""
     return Route(lambda web, request: public(
         (web.settings.texts.get(setting) or text).encode("utf-8"), type))
@@ -6045,7 +6025,7 @@ class MessageVector:
     NAME_BYTES = 16                             # struct sockaddr_in: family, port, address, zeros
 
     @classmethod
-    def make(cls) -> Optional[MessageVector]:
+    def make(cls):
         """None where there is no such thing, or where the system refuses it; PyPy's is slower."""
         wanted = sys.platform == "linux" and sys.implementation.name == "cpython"
         with contextlib.suppress(NameError, AttributeError, OSError):
@@ -6053,7 +6033,7 @@ class MessageVector:
                 return cls(ctypes.CDLL(None, use_errno=True))
         return None
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library):
         """`library`: a ctypes.CDLL. Raises AttributeError if it has no such calls, OSError if the
         system refuses them."""
         self.receive_call, self.send_call = library.recvmmsg, library.sendmmsg
@@ -6077,7 +6057,7 @@ class MessageVector:
         self.peer = functools.lru_cache(LIMITER_SOURCES)(
             lambda name: (socket.inet_ntoa(name[4:8]), name[2] << 8 | name[3]))
 
-    def vector(self, count: int) -> Tuple[Any, Any, Any]:
+    def vector(self, count):
         """Headers, pieces and names for `count` messages, each piece a part of `data`."""
         headers, pieces, names = (ctypes.create_string_buffer(count * size) for size in (
             self.HEADER.size, self.PIECE.size, self.NAME_BYTES))
@@ -6090,25 +6070,25 @@ class MessageVector:
                 ctypes.addressof(pieces) + number * self.PIECE.size, 1, 0, 0, 0, 0)
         return headers, pieces, names
 
-    def name(self, peer: Peer) -> bytes:
+    def name(self, peer):
         return struct.pack("=H2s4s8x", socket.AF_INET, peer[1].to_bytes(2, "big"),
                            socket.inet_aton(peer[0]))
 
-    def receive(self, sock: socket.socket) -> Received:
+    def receive(self, sock):
         """Up to DRAIN_DATAGRAMS of those that wait."""
         count = self.receive_call(sock.fileno(), self.headers, DRAIN_DATAGRAMS,
                                   socket.MSG_DONTWAIT, None)
         if count <= 0:
             return [], [], []
-        data: Any = self.data
+        data = self.data
         size = self.NAME_BYTES
-        named: Any = self.names[:count * size]
+        named = self.names[:count * size]
         names = [named[at:at + size] for at in range(0, count * size, size)]
         lengths = self.lengths[:count].tolist()
         packets = [data[begin:begin + length] for begin, length in zip(self.begins, lengths)]
         return packets, list(map(self.peer, names)), names
 
-    def send(self, sock: socket.socket, answers: Answers) -> Tuple[int, int]:
+    def send(self, sock, answers):
         """How many of them the system took, and their bytes."""
         lengths = [len(data) for data, _ in answers]
         size, count = sum(lengths), len(answers)
@@ -6135,7 +6115,7 @@ class MessageVector:
         return sent, size
 
 
-def failed(error: Exception, tally: Tally, peer: str, name: str, data: bytes = b"") -> None:
+def failed(error, tally, peer, name, data=b""):
     """A packet or a connection that could not be read, or that the protocol failed on: a fault."""
     if isinstance(error, Malformed):
         tally.malformed += 1
@@ -6151,14 +6131,13 @@ def failed(error: Exception, tally: Tally, peer: str, name: str, data: bytes = b
 class UdpSocket:
     """A UDP socket and its protocol."""
 
-    def __init__(self, name: str, sock: socket.socket, protocol: UdpProtocol, tally: Tally,
-                 limiter: Limiter, vector: Optional[MessageVector] = None) -> None:
+    def __init__(self, name, sock, protocol, tally, limiter, vector=None):
         self.name, self.sock, self.protocol, self.tally = name, sock, protocol, tally
         self.limiter = limiter
         fits = sock.family == socket.AF_INET and protocol.datagram_bytes == MAX_DATAGRAM_BYTES
         self.vector = vector if fits else None
 
-    def ready(self, now: float) -> None:
+    def ready(self, now):
         """Read what waits, up to a bound, and answer it."""
         allow, handle = self.limiter.allow, self.protocol.datagram
         vector, tally = self.vector, self.tally
@@ -6170,7 +6149,7 @@ class UdpSocket:
             tally.limited += allowed.count(False)
             data, peers, names = (list(itertools.compress(column, allowed))
                                   for column in (data, peers, names))
-        answers: Answers = []
+        answers = []
         known = self.protocol.repeated(data, peers, now)
         for packet, peer, name, answer in zip(data, peers, names, known):
             if answer is not None:
@@ -6188,12 +6167,12 @@ class UdpSocket:
             self.count(len(answers), vector.send(self.sock, answers) if vector
                        else self.send_all(answers))
 
-    def count(self, wanted: int, sent: Tuple[int, int]) -> None:
+    def count(self, wanted, sent):
         self.tally.sent += sent[0]
         self.tally.bytes_out += sent[1]
         self.tally.unsent += wanted - sent[0]
 
-    def receive(self) -> Received:
+    def receive(self):
         """As in MessageVector, for any socket; send_all() takes peers as they are."""
         data, peers, size = [], [], self.protocol.datagram_bytes
         # there a datagram that is longer is an error, and lost
@@ -6210,7 +6189,7 @@ class UdpSocket:
             peers.append(peer)
         return data, peers, peers
 
-    def send_all(self, answers: Answers) -> Tuple[int, int]:
+    def send_all(self, answers):
         sent = size = 0
         for data, peer in answers:
             try:
@@ -6227,8 +6206,7 @@ class TcpConnection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and
     never ended by a reset."""
 
-    def __init__(self, server: MasterServer, sock: socket.socket, address: str, session: Session,
-                 listener: TcpListener) -> None:
+    def __init__(self, server, sock, address, session, listener):
         self.server, self.sock, self.address, self.session = server, sock, address, session
         self.name, self.tally = listener.name, listener.tally
         self.source = source_key(address)
@@ -6241,7 +6219,7 @@ class TcpConnection:
         self.linger_until = 0.0
         self.linger_bytes = LINGER_BYTES
 
-    def read(self, now: float) -> None:
+    def read(self, now):
         try:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -6262,7 +6240,7 @@ class TcpConnection:
             self.server.connections.all.move_to_end(self)
             self.answer(self.session.receive, data, now)
 
-    def answer(self, method: Callable[..., bytes], *arguments: Any) -> None:
+    def answer(self, method, *arguments):
         """Write what the session gives, and then what it gives for the rest of what came.
 
         The last argument is the time. Bad input ends the connection just as a fault does."""
@@ -6276,7 +6254,7 @@ class TcpConnection:
             session.done = True
         self.settle(now)
 
-    def write(self, data: Union[bytes, memoryview], now: float) -> bool:
+    def write(self, data, now):
         """True: all of it went out. What did not waits, and nothing is read until it has gone."""
         try:
             sent = self.sock.send(data)
@@ -6298,7 +6276,7 @@ class TcpConnection:
         self.out = memoryview(data)[sent:]
         return False
 
-    def writable(self, now: float) -> None:
+    def writable(self, now):
         if self.sock.fileno() < 0:          # closed, to make room, after the selector had seen it
             return
         if self.write(self.out, now) and not self.session.done:
@@ -6306,7 +6284,7 @@ class TcpConnection:
         else:
             self.settle(now)
 
-    def settle(self, now: float) -> None:
+    def settle(self, now):
         """See to what the session has asked for, and to the end once everything is written."""
         session = self.session
         if self.events == selectors.EVENT_READ and not (
@@ -6326,13 +6304,13 @@ class TcpConnection:
                 return
         self.watch()
 
-    def resume(self, result: Any, now: float) -> None:
+    def resume(self, result, now):
         """The session's job is done."""
         self.waiting = False
         if self.sock.fileno() >= 0 and not self.session.done:
             self.answer(self.session.resume, result, now)
 
-    def watch(self) -> None:
+    def watch(self):
         """Have the selector watch for what is wanted. Nothing is read while output waits or is
         being made: that bounds both."""
         events = selectors.EVENT_READ
@@ -6350,7 +6328,7 @@ class TcpConnection:
             self.server.selector.register(self.sock, events, (TCP_ORDER, call))
             self.events = events
 
-    def finish(self, now: float) -> None:
+    def finish(self, now):
         """Everything is written: end our side, and read away what still comes, as closing with
         unread input sends a reset."""
         try:
@@ -6364,7 +6342,7 @@ class TcpConnection:
         self.linger_until = now + LINGER_S
         self.watch()
 
-    def tick(self, now: float) -> None:
+    def tick(self, now):
         if self.sock.fileno() < 0:
             return
         if self.linger_until:
@@ -6377,7 +6355,7 @@ class TcpConnection:
         else:
             self.answer(self.session.tick, now)
 
-    def close(self, now: float) -> None:
+    def close(self, now):
         if self.sock.fileno() < 0:
             return
         if self.events:
@@ -6394,13 +6372,12 @@ class TcpConnection:
 class TcpListener:
     """A listening socket and its protocol."""
 
-    def __init__(self, server: MasterServer, name: str, sock: socket.socket, protocol: TcpProtocol,
-                 tally: Tally) -> None:
+    def __init__(self, server, name, sock, protocol, tally):
         self.server, self.name, self.sock, self.protocol = server, name, sock, protocol
         self.tally = tally
         self.paused_until = 0.0
 
-    def ready(self, now: float) -> None:
+    def ready(self, now):
         """Take those who have connected, up to a bound."""
         for _ in range(ACCEPT_CONNECTIONS):
             try:
@@ -6419,7 +6396,7 @@ class TcpListener:
                 log.info("%s: connections are accepted again", self.name)
             self.server.connections.accept(self, sock, canonical(peer[0]), now)
 
-    def pause(self, now: float, error: OSError) -> None:
+    def pause(self, now, error):
         """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop.
         """
         if "descriptors" not in self.server.health:
@@ -6428,7 +6405,7 @@ class TcpListener:
         self.server.selector.unregister(self.sock)
         self.paused_until = now + ACCEPT_PAUSE_S
 
-    def tick(self, now: float) -> None:
+    def tick(self, now):
         if self.paused_until and now >= self.paused_until:
             # It may fail too; then it is tried again
             self.server.selector.register(self.sock, selectors.EVENT_READ, (TCP_ORDER, self.ready))
@@ -6442,13 +6419,13 @@ class Worker:
 
     `done(result, now)` is called in the event loop; the result may be an exception."""
 
-    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+    def __init__(self, name, wake):
         self.name, self.wake = name, wake
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.results: collections.deque[Any] = collections.deque()
         self.thread: Optional[threading.Thread] = None
 
-    def submit(self, job: Callable[[], Any], done: Callable[[Any, float], None]) -> None:
+    def submit(self, job, done):
         if self.jobs.qsize() >= WORKER_JOBS:
             self.results.append((done, RuntimeError("too many others are waiting")))
             self.wake()
@@ -6459,7 +6436,7 @@ class Worker:
             self.thread.start()
         self.jobs.put((job, done))
 
-    def work(self) -> None:
+    def work(self):
         for job, done in iter(self.jobs.get, None):
             try:
                 result = job()
@@ -6469,7 +6446,7 @@ class Worker:
             self.wake()
             del job, done, result           # the next one may come in days
 
-    def deliver(self, now: float) -> None:
+    def deliver(self, now):
         for _ in range(len(self.results)):
             done, result = self.results.popleft()
             try:
@@ -6477,7 +6454,7 @@ class Worker:
             except Exception:
                 log.exception("a fault of the program after a job of the thread %s", self.name)
 
-    def stop(self, timeout: float) -> bool:
+    def stop(self, timeout):
         """True: it has ended. False: it is still at something."""
         if self.thread is None:
             return True
@@ -6488,7 +6465,7 @@ class Worker:
 
 # --- What is asked of the system -----------------------------------------------------------------
 
-def file_stamp(path: str) -> Tuple[int, ...]:
+def file_stamp(path):
     """A value that changes when the file does; () if there is none."""
     try:
         found = os.stat(path)
@@ -6497,18 +6474,18 @@ def file_stamp(path: str) -> Tuple[int, ...]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def is_special(path: str) -> bool:
+def is_special(path):
     """There, and no plain file: a pipe, a terminal, a folder."""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
-def check_is_file(path: str) -> None:
+def check_is_file(path):
     """Raise ValueError where reading may wait for ever."""
     if is_special(path) and path != os.devnull:
         raise ValueError("%s: not a plain file; reading from a pipe may take for ever" % path)
 
 
-def read_text_files(settings: Settings) -> None:
+def read_text_files(settings):
     """Put the files that the settings name into `settings.texts`; raises SettingsError."""
     for name in TEXT_FILES:
         path = settings.file(name)
@@ -6528,7 +6505,7 @@ def read_text_files(settings: Settings) -> None:
         settings.texts[name] = text
 
 
-def descriptor_limit(raise_to: int = 0) -> int:
+def descriptor_limit(raise_to=0):
     """How many files and sockets this process may have open, raised to `raise_to` if it may."""
     if WINDOWS:
         return 512                          # what its select() serves
@@ -6542,7 +6519,7 @@ def descriptor_limit(raise_to: int = 0) -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def own_address(far: str = "192.0.2.1") -> str:
+def own_address(far="192.0.2.1"):
     """This machine's address on the way to `far`, as the machine knows it; "" where no way leads.
 
     Nothing is sent. The default stands for the internet: an address for documentation."""
@@ -6555,7 +6532,7 @@ def own_address(far: str = "192.0.2.1") -> str:
         return ""
 
 
-def addresses(host: str) -> List[str]:
+def addresses(host):
     """The addresses of a host, IPv4 first; those with a route to them, if any. Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
@@ -6563,12 +6540,12 @@ def addresses(host: str) -> List[str]:
     return list(filter(own_address, known)) or known
 
 
-def resolved(host: str) -> str:
+def resolved(host):
     """The first of its addresses()."""
     return addresses(host)[0]
 
 
-def bound_socket(family: int, transport: str, address: str, port: int) -> socket.socket:
+def bound_socket(family, transport, address, port):
     """A non-blocking socket on this address; port 0 takes a free one. Raises OSError."""
     tcp = transport == "tcp"
     sock = socket.socket(family, socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM)
@@ -6576,7 +6553,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if WINDOWS:                     # there SO_REUSEADDR would let another program take the port
-            exclusive: int = getattr(socket, "SO_EXCLUSIVEADDRUSE")  # noqa: B009
+            exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE")  # noqa: B009
             sock.setsockopt(socket.SOL_SOCKET, exclusive, 1)
         elif tcp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -6592,7 +6569,7 @@ def bound_socket(family: int, transport: str, address: str, port: int) -> socket
         raise
 
 
-def listen(sock: socket.socket) -> None:
+def listen(sock):
     """With what connections inherit: writes go out at once, the system finds vanished peers."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -6604,7 +6581,7 @@ def listen(sock: socket.socket) -> None:
     sock.listen(BACKLOG)
 
 
-def enlarge_buffer(sock: socket.socket) -> None:
+def enlarge_buffer(sock):
     """Have as much room for datagrams as the system grants, 8 MB to 256 kB."""
     options = (SO_RCVBUFFORCE, socket.SO_RCVBUF) if sys.platform == "linux" else (socket.SO_RCVBUF,)
     for halved, option in itertools.product(range(6), options):
@@ -6631,14 +6608,14 @@ CLEANERS: Dict[type, Callable[[Any], Any]] = {
     dict: lambda details: {clean(name): clean(str(details[name])) for name in details}}
 
 
-def stored_row(server: Server, epoch: float) -> Tuple[Any, ...]:
+def stored_row(server, epoch):
     """A ListedRow, the fields not yet encoded. `epoch`: wall clock minus monotonic clock."""
     seen = server.last_seen + epoch
     return (*server.key, seen + server.lifetime, server.first_seen + epoch, seen,
             [getattr(server, name) for name in STORED])
 
 
-def restored_server(row: Sequence[Any], now: float, wall: float) -> Optional[Server]:
+def restored_server(row, now, wall):
     """The server of a saved row, unconfirmed; None if it is too old or has noise."""
     game, address, port, expires, first_seen, last_seen, text = row
     if not is_unicast(address) or wall - last_seen > RESTORE_WITHIN_S:
@@ -6666,15 +6643,14 @@ class SavedList:
     """Carries the registry to the database and back. One batch is under way at a time; what fails
     is tried again with the next one."""
 
-    def __init__(self, database: Database, registry: Registry, worker: Worker,
-                 health: Dict[str, str]) -> None:
+    def __init__(self, database, registry, worker, health):
         self.database, self.registry = database, registry
         self.worker, self.health = worker, health
         self.recent: Dict[Key, Counts] = {}         # the last day's hourly player counts
         self.began: Optional[float] = None          # the batch under way
         self.whole: Any = None                      # when everybody was saved last
 
-    def restore(self, now: float, wall: float, needed: bool = False) -> None:
+    def restore(self, now, wall, needed=False):
         """List what was listed before the restart. Raises sqlite3.Error if the file is `needed`,
         does not exist and cannot be created."""
         needed = needed and not os.path.exists(self.database.path)
@@ -6703,14 +6679,14 @@ class SavedList:
         log.info("restored as before the restart, unconfirmed: %s",
                  plural(registry.total, "server"))
 
-    def tick(self, now: float, wall: float) -> None:
+    def tick(self, now, wall):
         """Once a second: hand over what has changed, and once a minute everybody's players."""
         if self.began is not None:
             if now - self.began >= SAVE_LATE_S:
                 self.report("nothing has been written for %d s or more" % SAVE_LATE_S)
             return
         registry = self.registry
-        sample: List[Tuple[str, str, int, int]] = []
+        sample = []
         # The times of all move, and a damaged file may have been begun anew
         whole = wall // MINUTE, self.database.set_aside
         if whole != self.whole:
@@ -6732,13 +6708,12 @@ class SavedList:
         rows = [stored_row(server, epoch) for server in servers if server]
         return rows, keys.difference(row[:3] for row in rows)
 
-    def write(self, rows: List[Any], gone: Set[Key], wall: float, sample: List[Any]
-              ) -> Optional[Dict[Key, Counts]]:
+    def write(self, rows, gone, wall, sample):
         """In the disk thread, as encoding 10,000 rows takes 60 ms."""
         self.database.save([(*row[:6], ENCODER.encode(row[6])) for row in rows], gone)
         return self.database.sample(wall, sample) if sample else None
 
-    def written(self, keys: Set[Key], result: Any, now: float) -> None:
+    def written(self, keys, result, now):
         self.began = None
         if isinstance(result, Exception):
             self.whole = None                       # the next batch is everybody, …
@@ -6750,12 +6725,12 @@ class SavedList:
         if self.health.pop("database", ""):
             log.info("the list is saved again")
 
-    def report(self, trouble: str) -> None:
+    def report(self, trouble):
         if "database" not in self.health:
             log.error("the list is not saved: %s: %s", self.database.path, trouble)
         self.health["database"] = trouble
 
-    def close(self, now: float, wall: float) -> None:
+    def close(self, now, wall):
         """The last batch, once the worker has stopped."""
         try:
             if self.registry.altered:
@@ -6788,7 +6763,7 @@ class EventLoop:
     leave: Callable[[], None]
     close_all: Callable[[], None]
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.bound = self.closed = False
         self.stopping = threading.Event()
         self.thread: Optional[threading.Thread] = None
@@ -6801,7 +6776,7 @@ class EventLoop:
         self.next_look = self.next_tick = 0.0
         self.busy_s = 0.0                   # the longest that one round took, since the last tick
 
-    def bind(self) -> None:
+    def bind(self):
         """Open what can fail, once; raises StartError."""
         if not self.bound:
             self.bound = True
@@ -6812,7 +6787,7 @@ class EventLoop:
                 self.close()
                 raise
 
-    def run(self) -> None:
+    def run(self):
         """Serve until stop(); opens what bind() has not."""
         there = self.thread not in (None, threading.current_thread())
         if there and not self.stopping.is_set():
@@ -6828,7 +6803,7 @@ class EventLoop:
         finally:
             self.close()
 
-    def start(self) -> None:
+    def start(self):
         """Serve in a thread; returns once everything is bound. Raises StartError."""
         if self.stopping.is_set():
             raise StartError("It has been stopped; make a new one.")
@@ -6837,7 +6812,7 @@ class EventLoop:
             self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
             self.thread.start()
 
-    def stop(self) -> None:
+    def stop(self):
         """End run(), from any thread, a callback or a signal handler, and wait for the thread of
         start(): answers on their way and work for the disk may take some seconds."""
         self.stopping.set()
@@ -6848,7 +6823,7 @@ class EventLoop:
         elif self.serving is None:
             self.close()
 
-    def close(self) -> None:
+    def close(self):
         if not self.closed:
             self.closed = True
             self.close_all()
@@ -6856,15 +6831,15 @@ class EventLoop:
             self.wake_in.close()
             self.wake_out.close()
 
-    def wake(self) -> None:
+    def wake(self):
         """Make select() return; from any thread."""
         with contextlib.suppress(OSError):
             self.wake_out.send(b"\0")
 
-    def woken(self, now: float) -> None:
+    def woken(self, now):
         self.wake_in.recv(4096)
 
-    def round(self, until: float = math.inf) -> None:
+    def round(self, until=math.inf):
         """Handle what comes next, waiting for it no longer than `until`, and do what is due."""
         due = min(until, self.next_look, self.next_tick)
         events = self.selector.select(max(0.0, due - time.monotonic()))
@@ -6886,7 +6861,7 @@ class EventLoop:
             self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
-    def guarded(self, call: Callable[..., None], *arguments: Any) -> None:
+    def guarded(self, call, *arguments):
         """No fault of the program in one place ends it in the others."""
         try:
             call(*arguments)
@@ -6898,13 +6873,13 @@ class Connections:
     """The open connections of all listeners, the one idle for longest first: bounded in number, by
     source, and in what waits for their readers."""
 
-    def __init__(self, server: MasterServer) -> None:
+    def __init__(self, server):
         self.server = server
         self.all: collections.OrderedDict[TcpConnection, None] = collections.OrderedDict()
         self.by_source: Dict[str, int] = collections.defaultdict(int)
         self.most = 1                       # as many as there are descriptors for
 
-    def accept(self, listener: TcpListener, sock: socket.socket, address: str, now: float) -> None:
+    def accept(self, listener, sock, address, now):
         rules, protocol, settings = self.server.rules, listener.protocol, self.server.settings
         if rules.blocked and rules.verdict(address) == BLOCKED:
             listener.tally.limited += 1
@@ -6931,7 +6906,7 @@ class Connections:
         if sock.fileno() >= 0:
             connection.watch()
 
-    def make_room(self, now: float) -> None:
+    def make_room(self, now):
         """Close a connection that has had its answer, or the one idle for longest, publishing
         game servers last."""
         idle = next((one for one in self.all if one.linger_until), None)
@@ -6940,12 +6915,12 @@ class Connections:
         idle.tally.limited += 1
         idle.close(now)
 
-    def forget(self, connection: TcpConnection) -> None:
+    def forget(self, connection):
         """The connection is about to be closed."""
         del self.all[connection]
         uncount(self.by_source, connection.source)
 
-    def bound_output(self, now: float) -> None:
+    def bound_output(self, now):
         """What waits for slow readers is bounded in all: the longest wait is closed first."""
         waiting = [connection for connection in self.all if connection.out]
         waiting.sort(key=lambda connection: -connection.out_since)
@@ -6963,7 +6938,7 @@ class Connections:
 class Sockets:
     """What listens: a socket for each row of PROTOCOLS and each address that the settings name."""
 
-    def __init__(self, server: MasterServer) -> None:
+    def __init__(self, server):
         self.server = server
         self.hosts: Tuple[str, ...] = server.settings["server.bind"]
         self.listeners: List[Listener] = []
@@ -6972,8 +6947,7 @@ class Sockets:
         self.tcp: List[TcpListener] = []
         self.vector = MessageVector.make()
 
-    def open_row(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol],
-                 ports: Iterable[int]) -> List[str]:
+    def open_row(self, row, protocol, ports):
         """Serve a protocol on these ports; what went wrong."""
         problems = []
         for port in ports:
@@ -6983,7 +6957,7 @@ class Sockets:
                 problems.append(str(error))
         return problems
 
-    def open(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol], port: int) -> None:
+    def open(self, row, protocol, port):
         """Bind this row's port on every address that the settings name."""
         wanted = port + row.offset if port else 0
         for address in self.hosts:
@@ -7003,8 +6977,7 @@ class Sockets:
                     error.strerror or error, self.way_out(row, error.errno))) from None
             self.attach(row, protocol, sock)
 
-    def attach(self, row: Row, protocol: Union[UdpProtocol, TcpProtocol],
-               sock: socket.socket) -> None:
+    def attach(self, row, protocol, sock):
         """Serve this protocol on this bound socket."""
         tally = self.tallies.setdefault(row.name, Tally())
         host, port = sock.getsockname()[:2]
@@ -7021,7 +6994,7 @@ class Sockets:
         order = UDP_ORDER if row.transport == "udp" else TCP_ORDER
         self.server.selector.register(sock, selectors.EVENT_READ, (order, place.ready))
 
-    def way_out(self, row: Row, status: Optional[int]) -> str:
+    def way_out(self, row, status):
         """What to do where a port cannot be had."""
         if status in DESCRIPTORS_SHORT:
             return "It needs more open files than it may have (ulimit -n)."
@@ -7030,10 +7003,10 @@ class Sockets:
         return "Is another program using it? Change it with [%s] %s (--set %s=PORT)." % (
             *row.setting.split("."), row.setting)
 
-    def send(self, protocol: UdpProtocol, replies: Replies) -> None:
+    def send(self, protocol, replies):
         """By the protocol's first socket of each peer's family; who binds several addresses of a
         family names the one that can reach everybody first."""
-        answers: Dict[int, Answers] = {socket.AF_INET: [], socket.AF_INET6: []}
+        answers = {socket.AF_INET: [], socket.AF_INET6: []}
         for data, to in replies:
             answers[socket.AF_INET6 if ":" in to[0] else socket.AF_INET].append((data, to))
         for place in self.udp:
@@ -7042,7 +7015,7 @@ class Sockets:
                 answers[place.sock.family] = []
                 place.count(len(ours), place.send_all(ours))
 
-    def close(self) -> None:
+    def close(self):
         for sock in [place.sock for place in self.udp] + [place.sock for place in self.tcp]:
             sock.close()
 
@@ -7050,12 +7023,12 @@ class Sockets:
 class EventLog:
     """Who comes and goes, told to the log once a second: one by one unless they are many."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry):
         self.seen: List[Tuple[str, Server]] = []            # in this second
         registry.watch(lambda event, server: self.seen.append((event, server)),
                        events=("listed", "gone"))
 
-    def tell(self) -> None:
+    def tell(self):
         for event, server in self.seen[:LOGGED_EVENTS]:
             place = endpoint(server.address, server.port)
             log.info("%s %s %s %s", place, server.game, event, ascii(server.name))
@@ -7067,25 +7040,25 @@ class EventLog:
 class SettingsFiles:
     """The ini and the text files that it names, read again when they change."""
 
-    def __init__(self, settings: Settings, read: Optional[Callable[[], Settings]]) -> None:
+    def __init__(self, settings, read):
         """`read` reads the ini and raises SettingsError; None: the settings never change."""
         self.settings, self.read = settings, read
         self.seen = self.stamps()
         self.looked_at = 0.0
 
-    def stamps(self) -> Dict[str, Tuple[int, ...]]:
+    def stamps(self):
         """For each file a value that changes when the file does."""
         paths = [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]
         return {path: file_stamp(path) for path in paths}
 
-    def changed(self, now: float) -> bool:
+    def changed(self, now):
         """Looks at the files now and then."""
         if self.read is None or now - self.looked_at < RELOAD_LOOK_S:
             return False
         self.looked_at = now
         return self.stamps() != self.seen
 
-    def reload(self) -> List[str]:
+    def reload(self):
         """The names of the settings that have changed and hold from now on.
 
         With any error the old ones stay in force, whole."""
@@ -7156,23 +7129,23 @@ class MasterServer(EventLoop):
         if on_event is not None:
             self.registry.watch(functools.partial(self.guarded, on_event))
 
-    def make_core(self) -> Core:
-        def recent() -> Mapping[Key, Sequence[Optional[int]]]:
+    def make_core(self):
+        def recent():
             return self.saved.recent if self.saved else {}
         return Core(self.settings, self.registry, self.poller, self.resolve, {}, self.database,
                     self.tallies, self.health, self.listeners, self.gauges, recent)
 
-    def __enter__(self: Started) -> Started:
+    def __enter__(self):
         self.start()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception):
         self.stop()
 
-    def held_up(self, now: float) -> None:
+    def held_up(self, now):
         self.registry.deaf_until = now          # silence before it proves nothing
 
-    def woken(self, now: float) -> None:
+    def woken(self, now):
         super().woken(now)
         self.disk.deliver(now)
         self.names.deliver(now)
@@ -7180,14 +7153,14 @@ class MasterServer(EventLoop):
             self.reload_asked = False
             self.reload()
 
-    def ask_reload(self) -> None:
+    def ask_reload(self):
         """Read the settings again soon; from any thread or a signal handler."""
         self.reload_asked = True
         self.wake()
 
     # Sockets
 
-    def open_all(self) -> None:
+    def open_all(self):
         # all of them, as another program often holds several ports
         problems = []
         for row in PROTOCOLS:
@@ -7212,11 +7185,11 @@ class MasterServer(EventLoop):
                                  "or leave it empty." % (self.saved.database.path, error)) from None
         self.event_log.seen.clear()        # not of those restored
 
-    def look(self, now: float) -> None:
+    def look(self, now):
         for connection in list(self.connections.all):
             self.guarded(connection.tick, now)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now):
         self.tell_epoch()
         self.gauges["loop_delay_seconds"] = self.busy_s
         longest = self.gauges.get("loop_delay_max_seconds", 0.0) * LOOP_DELAY_FADES
@@ -7237,28 +7210,28 @@ class MasterServer(EventLoop):
         if self.files.changed(now):
             self.guarded(self.reload)
 
-    def tick_protocol(self, protocol: Union[UdpProtocol, TcpProtocol], now: float) -> None:
+    def tick_protocol(self, protocol, now):
         replies = protocol.tick(now)
         if replies and isinstance(protocol, UdpProtocol):
             self.sockets.send(protocol, replies)
 
-    def tell_epoch(self) -> None:
+    def tell_epoch(self):
         """Tell the pages what the wall clock says."""
         for protocol in self.protocols:
             if isinstance(protocol, Web):
                 protocol.epoch = time.time() - time.monotonic()
 
-    def resolve(self, host: str, done: Callable[[str, float], None]) -> None:
+    def resolve(self, host, done):
         """Look a host name up in a thread of its own, which can take half a minute."""
-        def found(result: Any, now: float) -> None:
+        def found(result, now):
             done(result if isinstance(result, str) else "", now)
         self.names.submit(functools.partial(resolved, host), found)
 
-    def reload(self) -> None:
+    def reload(self):
         if self.files.reload():
             self.apply()
 
-    def apply(self) -> None:
+    def apply(self):
         """Let the live settings take effect."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections.all):
@@ -7269,7 +7242,7 @@ class MasterServer(EventLoop):
         if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(self.settings["server.log_level"].upper())
 
-    def leave(self) -> None:
+    def leave(self):
         """Accept nobody more; what was asked is answered for a moment, as there are clients that
         die of an answer cut off by a reset."""
         now = time.monotonic()
@@ -7285,7 +7258,7 @@ class MasterServer(EventLoop):
             self.round(now + STOP_LOOK_S)
             now = time.monotonic()
 
-    def close_all(self) -> None:
+    def close_all(self):
         """The list is saved once more."""
         now = time.monotonic()
         self.event_log.tell()
@@ -7409,7 +7382,7 @@ class Announcer:
         self.tell(why)
 
 
-def text_field(text: str, size: int, coding: str = "utf-8") -> bytes:
+def text_field(text, size, coding="utf-8"):
     """At most `size` bytes of whole characters; in UTF-8 if `coding` does not have them all."""
     try:
         return text.encode(coding)[:size].decode(coding, "ignore").encode(coding)
@@ -7424,7 +7397,7 @@ class IceballAnnouncer(Announcer):
     sent = 0                        # of the present burst
     answered_at = -math.inf
 
-    def tick(self, now: float) -> bytes:
+    def tick(self, now):
         if now < self.due:
             return b""
         gap = ICEBALL_GAP_S
@@ -7441,7 +7414,7 @@ class IceballAnnouncer(Announcer):
             server.port, server.players, server.max_players,
             text_field(server.name, 30), text_field(server.mode, 10), text_field(server.map, 30))
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data, now):
         kind = data[:4]
         if kind == b"MSOK":
             self.answered_at = now
@@ -7467,7 +7440,7 @@ class SubSpaceAnnouncer(Announcer):
     master_port = 4990
     port_offset = query_offset = 1
 
-    def tick(self, now: float) -> bytes:
+    def tick(self, now):
         if now < self.due:
             return b""
         self.due = max(self.due + SUBSPACE_PERIOD_S, now + SUBSPACE_PERIOD_S / 2)
@@ -7479,7 +7452,7 @@ class SubSpaceAnnouncer(Announcer):
             text_field(server.name, 31, "cp1252"), ZONE_PASSWORD,
         ) + text_field(server.description, 385, "cp1252") + b"\0"
 
-    def answer(self, data: bytes) -> bytes:
+    def answer(self, data):
         if len(data) not in (4, 8):
             raise Malformed("a ping has 4 or 8 bytes")
         total, playing = self.server.players, self.server.playing
@@ -7501,16 +7474,16 @@ class AioAnnouncer(Announcer):
     heard_at = 0.0
     confirmed = False               # what was published last
 
-    def opened(self, now: float) -> bytes:
+    def opened(self, now):
         self.buffer, self.heard_at = b"", now
         return self.publish(now)
 
-    def publish(self, now: float) -> bytes:
+    def publish(self, now):
         self.stale = self.confirmed = False
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.publication()
 
-    def publication(self) -> bytes:
+    def publication(self):
         server = self.server
         name = server.name
         if server.players or server.max_players:
@@ -7519,7 +7492,7 @@ class AioAnnouncer(Announcer):
         texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
         return ("13#%s#%s#%d#%%\n" % (texts[0], texts[1], server.port)).encode("utf-8")
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data, now):
         self.heard_at = now
         self.buffer = self.buffer[-AIO_MASTER_BYTES:] + data
         if b"SUCCESS#13#%" in self.buffer:
@@ -7527,7 +7500,7 @@ class AioAnnouncer(Announcer):
             self.accepted("announced")
         return b""
 
-    def tick(self, now: float) -> bytes:
+    def tick(self, now):
         if now - self.heard_at >= AIO_SILENT_S:
             self.failed("no answer for %d s" % AIO_SILENT_S, now)
             return b""
@@ -7546,10 +7519,10 @@ class FramedAioAnnouncer(AioAnnouncer):
     query_offset = 0
     keepalive = aio_frame(b"\4")
 
-    def publication(self) -> bytes:
+    def publication(self):
         return aio_frame(struct.pack("<BH", 3, self.server.port))
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data, now):
         self.heard_at = now
         self.buffer += data
         while (found := aio_unframe(self.buffer, AIO_MASTER_BYTES)) is not None:
@@ -7562,7 +7535,7 @@ class FramedAioAnnouncer(AioAnnouncer):
                 self.refuse(why or "no reason given", now)
         return b""
 
-    def answer(self, data: bytes) -> bytes:
+    def answer(self, data):
         if data != b"\0":
             raise Malformed("a query is the one byte 00")
         server = self.server
@@ -7580,7 +7553,7 @@ class HttpAnnouncer(Announcer):
     ipv4_only = False
     leaving = False
 
-    def fields(self) -> Dict[str, Any]:
+    def fields(self):
         """What is posted now."""
         names = ["game", "port"]
         if not self.leaving:
@@ -7588,7 +7561,7 @@ class HttpAnnouncer(Announcer):
         fields = {name: getattr(self.server, name) for name in names}
         return dict(fields, action="stop") if self.leaving else fields
 
-    def answered(self, status: int, body: bytes, now: float) -> None:
+    def answered(self, status, body, now):
         if self.leaving:
             return
         try:
@@ -7616,7 +7589,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
     ipv4_only = True
     query_offset = 0
 
-    def answer(self, data: bytes) -> bytes:
+    def answer(self, data):
         if len(data) != 5 or data[0] != 2:
             raise Malformed("a query is 02 and a timestamp")
         server = self.server
@@ -7639,7 +7612,7 @@ ANNOUNCERS: Dict[Tuple[str, str], type[Announcer]] = {      # by game and dialec
 NO_SUCH_NAME = {None, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
-def connected_socket(address: str, port: int, kind: int) -> socket.socket:
+def connected_socket(address, port, kind):
     """`kind`: SOCK_STREAM or SOCK_DGRAM, which then hears nobody else. Raises OSError."""
     sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
     try:
@@ -7654,7 +7627,7 @@ def connected_socket(address: str, port: int, kind: int) -> socket.socket:
 class AnnouncerThread(threading.Thread):
     """Takes the bytes of an announcer to its master and back, until it is to stop."""
 
-    def __init__(self, announcer: Announcer, host: str, port: int) -> None:
+    def __init__(self, announcer, host, port):
         super().__init__(name="masterserver announce", daemon=True)
         self.announcer, self.host, self.port = announcer, host, port
         self.tcp = announcer.transport != "udp"
@@ -7664,11 +7637,11 @@ class AnnouncerThread(threading.Thread):
         self.stopping = False
 
     @property
-    def hopeless(self) -> bool:
+    def hopeless(self):
         """The master has never had the server, and has refused it or does not exist."""
         return (self.announcer.refused or self.unknown) and not self.announcer.taken
 
-    def run(self) -> None:
+    def run(self):
         announcer = self.announcer
         while not self.stopping:
             if time.monotonic() >= announcer.due:
@@ -7683,7 +7656,7 @@ class AnnouncerThread(threading.Thread):
             with contextlib.suppress(OSError):
                 self.exchange()
 
-    def exchange(self) -> None:
+    def exchange(self):
         """One request, or a connection until it ends. Raises OSError and Malformed."""
         with self.connect() as sock:
             self.address = sock.getpeername()[0]
@@ -7692,7 +7665,7 @@ class AnnouncerThread(threading.Thread):
             else:
                 self.converse(self.announcer, sock)
 
-    def connect(self) -> socket.socket:
+    def connect(self):
         """To the first of the master's addresses that leads there. Raises OSError."""
         try:
             found = addresses(self.host)        # IPv4 first
@@ -7710,7 +7683,7 @@ class AnnouncerThread(threading.Thread):
                 wrong = error
         raise OSError("no connection: %s" % (wrong.strerror or wrong))
 
-    def post(self, announcer: HttpAnnouncer, sock: socket.socket) -> None:
+    def post(self, announcer, sock):
         sock.settimeout(RESPONSE_S)
         try:
             with contextlib.closing(http.client.HTTPConnection(self.host, self.port)) as connection:
@@ -7724,7 +7697,7 @@ class AnnouncerThread(threading.Thread):
                           % ascii(error)[:TEXT_CHARACTERS]) from None
         announcer.answered(response.status, body, time.monotonic())
 
-    def converse(self, announcer: Announcer, sock: socket.socket) -> None:
+    def converse(self, announcer, sock):
         """Send what is due, and answer what comes. Raises OSError and Malformed."""
         now = time.monotonic()
         # A connection ends when the master moves; for datagrams its name is looked up anew
@@ -7924,7 +7897,7 @@ class Announcement:
         self.stop()
 
 
-def read_players(line: str) -> Dict[str, Any]:
+def read_players(line):
     """`5`, `5/16` or `5/16 map name`: players, their maximum, the map. Raises ValueError."""
     match = re.fullmatch(r"(?P<players>\d{1,5})(?:\s*/\s*(?P<max_players>\d{1,5}))?"
                          r"(?:\s+(?P<map>\S.*))?", line.strip())
@@ -7935,7 +7908,7 @@ def read_players(line: str) -> Dict[str, Any]:
             for name, text in match.groupdict().items() if text}
 
 
-def command_announce(arguments: argparse.Namespace) -> int:
+def command_announce(arguments):
     """announce: until a signal or the end of standard input."""
     fields = {name: value for name, value in vars(arguments).items()
               if name in ANNOUNCED and value is not None}
@@ -7978,13 +7951,12 @@ HYPERBOL_LIST_BYTES = 12 * 65536    # 65,536 servers are more than any master ha
 class ToolError(Exception):
     """A tool's end: its exit status and a message."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status, message):
         super().__init__(message)
         self.status = status
 
 
-def udp_ask(sock: socket.socket, question: Callable[[int], bytes],
-            answer: Callable[[bytes], Any]) -> Tuple[Any, float]:
+def udp_ask(sock, question, answer):
     """Send `question(attempt)` until `answer(data)` takes what comes: its result, milliseconds.
 
     `sock` is connected. Raises OSError."""
@@ -8005,11 +7977,11 @@ def udp_ask(sock: socket.socket, question: Callable[[int], bytes],
     raise TimeoutError("no answer from UDP port %d%s" % (sock.getpeername()[1], wrong))
 
 
-def udp_socket(host: str, port: int) -> socket.socket:
+def udp_socket(host, port):
     return connected_socket(resolved(host), port, socket.SOCK_DGRAM)
 
 
-def ping_subspace(host: str, port: int) -> Facts:
+def ping_subspace(host, port):
     if port == 65535:
         raise OSError("zones are pinged on the next port, and there is none")
     poll = ZonePoll()
@@ -8027,7 +7999,7 @@ def ping_subspace(host: str, port: int) -> Facts:
     return dict(poll.fields(), arenas=poll.arenas_text(), ping_ms=ping_ms)
 
 
-def ping_hyperbol(host: str, port: int) -> Facts:
+def ping_hyperbol(host, port):
     nonce = CHANCE.getrandbits(32)
     with udp_socket(host, port) as sock:
         found, ping_ms = udp_ask(sock, lambda attempt: struct.pack("<BI", 2, nonce),
@@ -8035,7 +8007,7 @@ def ping_hyperbol(host: str, port: int) -> Facts:
     return dict(found, ping_ms=ping_ms, **found.pop("details"))
 
 
-def ping_aio(host: str, port: int) -> Facts:
+def ping_aio(host, port):
     with udp_socket(host, port) as sock:
         found, ping_ms = udp_ask(sock, lambda attempt: b"\0", aio_info)
     names = "name", "description", "players", "max_players", "version"
@@ -8043,7 +8015,7 @@ def ping_aio(host: str, port: int) -> Facts:
 
 
 @contextlib.contextmanager
-def connection(host: str, port: int, silence_s: float = FETCH_S) -> Iterator[socket.socket]:
+def connection(host, port, silence_s=FETCH_S):
     """A TCP connection that ends after ASK_TOTAL_S, however slowly the other side sends.
 
     `silence_s`: to connect, and for each piece. Raises OSError."""
@@ -8059,7 +8031,7 @@ def connection(host: str, port: int, silence_s: float = FETCH_S) -> Iterator[soc
                 raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
 
 
-def read_more(sock: socket.socket, data: bytes) -> bytes:
+def read_more(sock, data):
     """`data` and what comes next. Raises OSError and Malformed."""
     more = sock.recv(RECV_BYTES)
     if not more or len(data) > FETCH_BYTES:
@@ -8070,12 +8042,12 @@ def read_more(sock: socket.socket, data: bytes) -> bytes:
 class ZoneListLink(SubSpaceLink):
     """The player's end of SubSpaceList's exchange: the list in `zones`, of `total` bytes."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now):
         super().__init__(now, [b"\1" + bytes(4)])       # zones with at least 0 players
         self.zones = bytearray()
         self.total = FETCH_BYTES
 
-    def packet(self, data: bytes, now: float) -> List[bytes]:
+    def packet(self, data, now):
         if data[:2] == b"\0\x0a":
             total = int.from_bytes(data[2:6], "little")
             if total > FETCH_BYTES:
@@ -8089,10 +8061,10 @@ class ZoneListLink(SubSpaceLink):
         return []
 
 
-def list_subspace(host: str, port: int) -> List[Facts]:
+def list_subspace(host, port):
     key = os.urandom(3) + b"\0"
 
-    def accept(data: bytes) -> None:
+    def accept(data):
         if data[:6] != b"\0\2" + key:
             raise Malformed("another key: the master wants encryption")
 
@@ -8121,7 +8093,7 @@ def list_subspace(host: str, port: int) -> List[Facts]:
     return zone_entries(bytes(link.zones))
 
 
-def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
+def hyperbol_list(host, port):
     """Address, port and flavor of every server that a master lists. Raises OSError, Malformed."""
     with connection(host, port, HYPERBOL_LIST_S) as sock, sock.makefile("rb") as file:
         key, _ = hyperbol_greeting(file.read(HYPERBOL_GREETING.size))
@@ -8129,18 +8101,18 @@ def hyperbol_list(host: str, port: int) -> List[Tuple[str, int, int]]:
         return hyperbol_entries(file.read(HYPERBOL_LIST_BYTES))
 
 
-def list_hyperbol(host: str, port: int) -> List[Facts]:
+def list_hyperbol(host, port):
     return [dict(zip(("address", "port", "flavor"), entry)) for entry in hyperbol_list(host, port)]
 
 
-def list_aio(host: str, port: int) -> List[Facts]:
+def list_aio(host, port):
     # A master without the text dialect waits for more, or hangs up
     with contextlib.suppress(socket.timeout, ConnectionResetError, Malformed):
         return list_aio_text(host, port)
     return list_aio_framed(host, port)
 
 
-def list_aio_text(host: str, port: int) -> List[Facts]:
+def list_aio_text(host, port):
     data, start = b"", None
     with connection(host, port, AIO_TEXT_S) as sock:
         sock.sendall(b"12#%\n")
@@ -8163,7 +8135,7 @@ def list_aio_text(host: str, port: int) -> List[Facts]:
     return servers
 
 
-def list_aio_framed(host: str, port: int) -> List[Facts]:
+def list_aio_framed(host, port):
     data = payload = b""
     with connection(host, port) as sock:
         sock.sendall(aio_frame(b"\2"))
@@ -8184,7 +8156,7 @@ def list_aio_framed(host: str, port: int) -> List[Facts]:
     return servers
 
 
-def list_iceball(host: str, port: int) -> List[Facts]:
+def list_iceball(host, port):
     try:
         with connection(host, port) as sock:
             request = http.client.HTTPConnection(host, port)
@@ -8216,16 +8188,16 @@ LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with t
 
 # --- Command line -------------------------------------------------------------------------------
 
-def read_place(text: str) -> Tuple[str, Optional[int]]:
+def read_place(text):
     """HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT."""
     with contextlib.suppress(ValueError):
         return read_address(text), None
     return (text, None) if text and ":" not in text else read_endpoint(text)
 
 
-def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def argument(read):
     """A type for argparse that keeps the reader's words."""
-    def read_argument(text: str) -> Any:
+    def read_argument(text):
         try:
             return read(text)
         except ValueError as error:
@@ -8233,7 +8205,7 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_argument
 
 
-def say(text: str) -> None:
+def say(text):
     """Write to standard output. Raises ToolError."""
     try:
         print(text, flush=True)
@@ -8243,7 +8215,7 @@ def say(text: str) -> None:
         raise ToolError(EXIT_FAILED, "standard output: %s" % error) from None
 
 
-def complain(text: str) -> None:
+def complain(text):
     """The last words, after the log."""
     end_log()
     with contextlib.suppress(OSError):          # whatever standard error is, the status tells
@@ -8251,7 +8223,7 @@ def complain(text: str) -> None:
             print("masterserver.py:", text, file=sys.stderr, flush=True)
 
 
-def write_file(path: str, data: bytes) -> None:
+def write_file(path, data):
     """Readers find the old file or the new one, whole. A pipe or device is written to directly.
 
     Raises OSError."""
@@ -8263,9 +8235,9 @@ def write_file(path: str, data: bytes) -> None:
         os.replace(new, path)
 
 
-def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
+def read_stdin(line, end):
     """In a thread of its own: each line of standard input, then `end`."""
-    def read() -> None:
+    def read():
         # None there, or taken away, is the same as its end
         with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
             for text in file:
@@ -8275,7 +8247,7 @@ def read_stdin(line: Callable[[str], None], end: Callable[[], None]) -> None:
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
-def stop_on_signals(stop: Callable[[], None]) -> None:
+def stop_on_signals(stop):
     """SIGINT, SIGTERM and Ctrl+Break end the program cleanly."""
     for name in ("SIGINT", "SIGTERM", "SIGBREAK"):          # the last is Windows' own
         if hasattr(signal, name):
@@ -8295,13 +8267,13 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
     reopen = False
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         if self.reopen:
             self.reopen = False
             self.close()
         super().emit(record)
 
-    def rotate(self, source: str, dest: str) -> None:
+    def rotate(self, source, dest):
         # In a folder that cannot be written, or while Windows has it open, the file grows
         with contextlib.suppress(OSError):
             super().rotate(source, dest)
@@ -8311,7 +8283,7 @@ class LogQueue(logging.handlers.QueueHandler):
     """Lines for the thread that writes them: a terminal in which somebody selects text, or a disk
     that hangs, keeps nobody else waiting. Lines for which there is no room are lost and counted."""
 
-    def __init__(self, writer: logging.Handler) -> None:
+    def __init__(self, writer):
         self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         super().__init__(self.waiting)              # type: ignore[arg-type,unused-ignore]
         self.lost = 0
@@ -8320,7 +8292,7 @@ class LogQueue(logging.handlers.QueueHandler):
         self.lines = logging.handlers.QueueListener(self.queue, writer)
         self.lines.start()
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         if record.exc_info and not self.faults.allow("", time.monotonic()):
             return
         if self.waiting.qsize() >= LOG_LINES:
@@ -8331,12 +8303,12 @@ class LogQueue(logging.handlers.QueueHandler):
             log.error("%d lines of the log are missing here", lost)
         super().emit(record)
 
-    def finish(self) -> None:
+    def finish(self):
         self.lines.stop()
         self.writer.close()
 
 
-def start_log(settings: Settings) -> logging.Handler:
+def start_log(settings):
     """Log to where the settings say: what writes it. Raises StartError."""
     path = settings.file("server.log_file")
     try:
@@ -8352,7 +8324,7 @@ def start_log(settings: Settings) -> logging.Handler:
     return writer
 
 
-def end_log() -> None:
+def end_log():
     """Write what waits, unless that takes too long."""
     for handler in log.handlers[:]:
         if isinstance(handler, LogQueue):
@@ -8364,7 +8336,7 @@ def end_log() -> None:
 
 # --- Serving ------------------------------------------------------------------------------------
 
-def load_settings(arguments: argparse.Namespace) -> Settings:
+def load_settings(arguments):
     # PyInstaller and the like unpack this file into a folder that is gone with the process
     program = sys.executable if getattr(sys, "frozen", False) else __file__
     beside = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
@@ -8373,14 +8345,14 @@ def load_settings(arguments: argparse.Namespace) -> Settings:
                          missing_ok=arguments.config is None)
 
 
-def summary(server: MasterServer) -> str:
+def summary(server):
     """One line for people: what listens where."""
     return "; ".join(dict.fromkeys(             # once, however many addresses
         "%s on %s %d" % (listener.protocol, listener.transport.upper(), listener.port)
         for listener in server.listeners))
 
 
-def first_contact(server: MasterServer) -> List[str]:
+def first_contact(server):
     """For people: what to put into game servers' settings, and where players look."""
     host = server.settings["server.public_address"] or own_address() or "localhost"
     found = contact_lines(server.listeners, lambda protocol: host, server.settings["games"])
@@ -8389,7 +8361,7 @@ def first_contact(server: MasterServer) -> List[str]:
     return lines + ["Players and browsers: http://%s/" % endpoint(host, page) for page in pages[:1]]
 
 
-def write_ready_file(path: str, server: MasterServer) -> None:
+def write_ready_file(path, server):
     """Tell programs what listens where, but for the port that nobody contacts first."""
     listeners = [listener._asdict() for listener in server.listeners if listener.protocol != "poll"]
     ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
@@ -8399,13 +8371,13 @@ def write_ready_file(path: str, server: MasterServer) -> None:
         raise StartError("the ready file cannot be written: %s" % error) from None
 
 
-def serve(settings: Settings, arguments: argparse.Namespace) -> int:
+def serve(settings, arguments):
     """Open everything, tell everybody, serve. Raises StartError."""
     writer = start_log(settings)
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
     server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
 
-    def hung_up(number: int, frame: Any) -> None:
+    def hung_up(number, frame):
         writer.reopen = True  # type: ignore[attr-defined]
         server.ask_reload()
 
@@ -8435,7 +8407,7 @@ def serve(settings: Settings, arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def command_serve(arguments: argparse.Namespace) -> int:
+def command_serve(arguments):
     if arguments.print_config:
         say(config_text()[:-1])
         return EXIT_OK
@@ -8449,16 +8421,16 @@ def command_serve(arguments: argparse.Namespace) -> int:
 
 # --- Checking the settings ----------------------------------------------------------------------
 
-def writable(path: str) -> bool:
+def writable(path):
     """Can this file be written, and others made beside it, as SQLite and rotation do?"""
     folder = os.path.join(os.path.dirname(os.path.abspath(path)), "")
     return os.access(folder, os.W_OK) and (
         not os.path.exists(path) or not os.path.isdir(path) and os.access(path, os.W_OK))
 
 
-def check(settings: Settings) -> Tuple[List[str], List[str]]:
+def check(settings):
     """What keeps the server from starting on this machine, and what is probably wrong."""
-    errors: List[str] = []
+    errors = []
     warnings = settings.warnings + check_reach(settings)
     for name in ("server.database", "server.log_file"):
         path = settings.file(name)
@@ -8476,7 +8448,7 @@ def check(settings: Settings) -> Tuple[List[str], List[str]]:
     return errors, warnings
 
 
-def check_reach(settings: Settings) -> List[str]:
+def check_reach(settings):
     """Settings with which players do not find, or do not reach, what is listed."""
     public, bound = settings["server.public_address"], settings["server.bind"]
     iceball = settings["iceball.port"] is not None
@@ -8501,7 +8473,7 @@ def check_reach(settings: Settings) -> List[str]:
     return [text for wrong, text in rows if wrong]
 
 
-def command_check(settings: Settings) -> int:
+def command_check(settings):
     errors, warnings = check(settings)
     lines = ["The settings can be read, but not used as they are:" if errors
              else "The settings are good."]
@@ -8512,7 +8484,7 @@ def command_check(settings: Settings) -> int:
 
 # --- list and ping ------------------------------------------------------------------------------
 
-def show(arguments: argparse.Namespace, ask: Callable[[str, int], Facts], port: int) -> int:
+def show(arguments, ask, port):
     """Print what `ask(host, port)` learns, as JSON or in words; the exit status."""
     host = arguments.place[0]
     try:
@@ -8528,16 +8500,16 @@ def show(arguments: argparse.Namespace, ask: Callable[[str, int], Facts], port: 
     return EXIT_OK
 
 
-def command_ping(arguments: argparse.Namespace) -> int:
+def command_ping(arguments):
     return show(arguments, PINGS[arguments.game], arguments.place[1])
 
 
-def command_list(arguments: argparse.Namespace) -> int:
+def command_list(arguments):
     fetch, port = LISTS[arguments.game]
     return show(arguments, lambda *place: {"servers": fetch(*place)}, arguments.place[1] or port)
 
 
-def list_line(row: Facts) -> str:
+def list_line(row):
     players = str(row.get("players", "-"))
     if row.get("max_players"):
         players += "/%d" % row["max_players"]
@@ -8568,7 +8540,7 @@ not a Hyperbol master; 6 its list is empty; 7 the file cannot be written; 8 the 
 --every it goes on until a signal or Ctrl+C, and ends with 0."""
 
 
-def command_export(arguments: argparse.Namespace) -> int:
+def command_export(arguments):
     if not arguments.every:
         say(export_once(arguments))
         return EXIT_OK
@@ -8585,7 +8557,7 @@ def command_export(arguments: argparse.Namespace) -> int:
         return EXIT_OK
 
 
-def export_once(arguments: argparse.Namespace) -> str:
+def export_once(arguments):
     """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
     host, port = arguments.master[0], arguments.master[1] or LISTS["hyperbol"][1]
     place, path = endpoint(host, port), arguments.output
@@ -8612,14 +8584,14 @@ def export_once(arguments: argparse.Namespace) -> str:
         " and uploaded to " + arguments.ftp.hostname if arguments.ftp else "")
 
 
-def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Server]:
+def query_hyperbol_servers(entries):
     """Query all of them at once; those that do not answer have responding False."""
-    servers: Dict[Peer, Server] = {}
+    servers = {}
     for address, port, flavor in entries:
         servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0,
                                         flavor=flavor, responding=False)
     silent = dict(servers)
-    asked: Dict[Peer, Tuple[int, float]] = {}       # with which timestamp, and when
+    asked = {}       # with which timestamp, and when
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _ in range(EXPORT_ROUNDS):
             for number, place in enumerate(list(silent), 1):
@@ -8633,8 +8605,7 @@ def query_hyperbol_servers(entries: Iterable[Tuple[str, int, int]]) -> List[Serv
     return list(servers.values())
 
 
-def read_answers(sock: socket.socket, asked: Mapping[Peer, Tuple[int, float]],
-                 silent: Dict[Peer, Server], seconds: float) -> None:
+def read_answers(sock, asked, silent, seconds):
     """Take answers for so long, or until nobody is silent; strike their servers off `silent`."""
     now = time.monotonic()
     until = now + seconds
@@ -8652,7 +8623,7 @@ def read_answers(sock: socket.socket, asked: Mapping[Peer, Tuple[int, float]],
         now = time.monotonic()
 
 
-def read_ftp_url(text: str) -> urllib.parse.SplitResult:
+def read_ftp_url(text):
     """ftp://USER@HOST[:PORT]/PATH/"""
     place = urllib.parse.urlsplit(text)
     if place.scheme != "ftp" or not place.hostname or place.port == 0:
@@ -8663,7 +8634,7 @@ def read_ftp_url(text: str) -> urllib.parse.SplitResult:
     return place
 
 
-def ftp_login(place: urllib.parse.SplitResult) -> Tuple[str, str]:
+def ftp_login(place):
     """User and password; both empty stands for the anonymous one."""
     user = urllib.parse.unquote(place.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD")
@@ -8675,7 +8646,7 @@ def ftp_login(place: urllib.parse.SplitResult) -> Tuple[str, str]:
     return user, password or ""
 
 
-def upload(place: urllib.parse.SplitResult, name: str, data: bytes) -> None:
+def upload(place, name, data):
     """Store `data` there, under `name` if the URL has none. Raises ToolError."""
     folder, _, last = (urllib.parse.unquote(part, "latin-1")
                        for part in place.path[1:].rpartition("/"))
@@ -8693,7 +8664,7 @@ def upload(place: urllib.parse.SplitResult, name: str, data: bytes) -> None:
             place.hostname, clean(error_text(error), TEXT_CHARACTERS))) from None
 # --- The arguments ------------------------------------------------------------------------------
 
-def serve_arguments(parser: argparse.ArgumentParser) -> None:
+def serve_arguments(parser):
     add = parser.add_argument
     add("--config", metavar="FILE",
         help="read the settings from FILE, not from masterserver.ini beside the program")
@@ -8711,21 +8682,21 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--version", action="version", version="masterserver.py " + __version__)
 
 
-def ping_arguments(parser: argparse.ArgumentParser) -> None:
+def ping_arguments(parser):
     parser.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
                         help="the game port, even where another one is queried")
     parser.add_argument("--game", choices=sorted(PINGS), required=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def list_arguments(parser: argparse.ArgumentParser) -> None:
+def list_arguments(parser):
     parser.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place),
                         help="the master; without a port on its game's default")
     parser.add_argument("--game", choices=sorted(LISTS), required=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def export_arguments(parser: argparse.ArgumentParser) -> None:
+def export_arguments(parser):
     parser.description = EXPORT_HELP
     add = parser.add_argument
     add("--game", choices=["hyperbol"], default="hyperbol", help="the master's game (hyperbol)")
@@ -8738,7 +8709,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeat, with this long a pause")
 
 
-def announce_arguments(parser: argparse.ArgumentParser) -> None:
+def announce_arguments(parser):
     parser.description = """\
 Announce a game server to one or several masters, in its game's own protocol, until told to stop.
 Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
@@ -8781,7 +8752,7 @@ COMMANDS = (
 )
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="masterserver.py", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.",
