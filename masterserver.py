@@ -36,6 +36,7 @@ import argparse
 import array
 import codecs
 import collections
+import concurrent.futures
 import configparser
 import contextlib
 import copy
@@ -46,7 +47,6 @@ import functools
 import gc
 import gzip
 import hashlib
-import heapq
 import html
 import http.client
 import http.server
@@ -71,12 +71,11 @@ import struct
 import sys
 import threading
 import time
-import types
 import urllib.parse
 import zlib
 from datetime import datetime, timezone
 from typing import (Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional,
-                    Sequence, Set, Tuple, TypeVar, Union)
+                    Sequence, Tuple, Union)
 
 __version__ = "1.0"
 
@@ -100,7 +99,6 @@ log = logging.getLogger("masterserver")
 
 TICK_S = 1.0                        # protocols are ticked this often; documents count whole seconds
 LOOK_S = 0.25                       # connections are ticked so often: AIO greets after 1.2 s
-TURN_S = 0.01                       # work for connections, after which datagrams have their turn
 # a tick this late: the program was stopped (Ctrl+Z, docker pause)
 HELD_UP_S = 5.0
 DRAIN_DATAGRAMS = 128               # read from one socket before the others get their turn: 1 ms
@@ -113,17 +111,13 @@ RECV_BYTES = 65536                  # one read from a connection
 SEND_BUFFER_BYTES = 1 << 18         # the system's own megabytes would hide a slow reader's progress
 LINGER_S = 5.0                      # how long what a peer sends after our last byte is read away …
 LINGER_BYTES = 65536                # … and how much of it; then the connection is closed
-OUTPUT_STALL_S = 20.0               # a reader that takes nothing for so long has gone
-OUTPUT_TOTAL_S = 120.0              # and one that takes longer for one answer is not reading it
+OUTPUT_TOTAL_S = 120.0              # who takes longer for one answer is not reading it
 # waiting for all readers together: three lists of 50,000 servers
 OUTPUT_BYTES = 64 << 20
-ACCEPT_PAUSE_S = 1.0                # out of descriptors: accept() would fail at once again
 WORKER_JOBS = 64                    # waiting for one thread; others are told to try again
 STOP_S = 2.0                        # at a stop, for answers on their way: people wait no longer
-STOP_FRESH_S = 0.3                  # a round trip: within it a request that was sent arrives
-STOP_LOOK_S = 0.05                  # how often to look whether all have ended
 STOP_DISK_S = 5.0                   # and for a batch being written, which takes milliseconds
-DESCRIPTORS_KEPT = 20               # for all but connections: streams, selector, database, log
+DESCRIPTORS_KEPT = 40               # for all but connections: listeners, streams, database, log
 DESCRIPTORS_UNTOLD = 256            # assumed where the system does not tell: macOS's limit
 FAULT_RATE = 1, 20                  # tracebacks a second / at once: a fault must not fill the disk
 
@@ -155,8 +149,7 @@ HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese char
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
 # an announcement needs 500, with every text at its longest 12,500
 HTTP_BODY_BYTES = 16384
-HTTP_HEAD_S = 10.0                  # from a request's first byte to the end of its head
-HTTP_BODY_S = 10.0                  # and from there to the end of its body
+HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_MEMO_BYTES = 16 << 20          # answers remembered; /servers.json of 50,000 servers has 20 MB
 GZIP_MIN_BYTES = 600                # a shorter one fits one packet with its head, compressed or not
@@ -178,32 +171,35 @@ CHECK_FINDINGS = 100                # on one page of /check, the latest
 # ================================================================================================
 
 
-Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
-Pattern = Any                       # re.Pattern[str], which Python 3.8 cannot subscript
-
-
 class SettingsError(Exception):
     """A setting that cannot be used; the text names file, key and the nearest right name."""
 
 
+# Readers take the text of a setting and give its value. A wrong one raises ValueError or re.error
+
 read_text = str.strip
 
 
-def read_line(text: str) -> str:
+def read_line(text):
     if "\n" in text.strip():        # settings in the lines below would be lost without a word
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
 
-def read_flag(text: str) -> bool:
-    value = configparser.ConfigParser.BOOLEAN_STATES.get(text.strip().lower())
-    if value is None:
-        raise ValueError("expected yes or no")
-    return value
+def read_choice(choices):
+    def read(text):
+        if text.strip().lower() not in choices:
+            raise ValueError("expected one of %s" % ", ".join(choices))
+        return choices[text.strip().lower()]
+    return read
 
 
-def read_number(low: float, high: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+read_flag = read_choice(configparser.ConfigParser.BOOLEAN_STATES)
+read_log_level = read_choice({level: level for level in ("debug", "info", "warning", "error")})
+
+
+def read_number(low, high, kind=int):
+    def read(text):
         try:
             value = kind(text.strip())
         except ValueError:
@@ -214,45 +210,45 @@ def read_number(low: float, high: float, kind: Callable[[str], Any] = int) -> Ca
     return read
 
 
-def read_port(text: str) -> Optional[int]:
+def read_port(text):
     """A port; empty switches the listener off, 0 takes a free one."""
     # 65535 is for nobody: SubSpace also listens on the port after the one in the ini
     return read_number(0, 65534)(text) if text.strip() else None
 
 
-def read_list(read: Callable[[str], Any],
-              separator: str = ",") -> Callable[[str], Tuple[Any, ...]]:
-    def read_all(text: str) -> Tuple[Any, ...]:
+def read_list(read, separator=","):
+    def read_all(text):
         return tuple(read(part.strip()) for part in text.split(separator) if part.strip())
     return read_all
 
 
-def read_address(text: str) -> str:
-    """An IP address as lists have it; IPv4-mapped IPv6 as IPv4."""
-    try:
-        parsed = ipaddress.ip_address(text.strip().strip("[]"))
-    except ValueError:
-        raise ValueError("%r is not an IP address" % text.strip()) from None
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+def parsed_address(text):
+    """IPv4-mapped IPv6 as IPv4."""
+    parsed = ipaddress.ip_address(text)
+    return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
-def read_addresses(text: str) -> Tuple[str, ...]:
+def read_address(text):
+    """An IP address as lists have it."""
+    return str(parsed_address(text.strip().strip("[]")))
+
+
+def read_addresses(text):
     return tuple(read_address(part) for part in text.split(","))
 
 
-def is_unicast(address: str) -> bool:
+def is_unicast(address):
     """An IP address that a game server can have; with a scope it means nothing elsewhere."""
     try:
-        parsed = ipaddress.ip_address(address)
+        parsed = parsed_address(address)
     except ValueError:
         return False
-    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     # RFC 1122 and 1112: IPv4 unicast is 1.0.0.0 to 223.255.255.255
     reserved = parsed.version == 4 and not 1 <= parsed.packed[0] < 224
     return not (reserved or parsed.is_multicast or parsed.is_unspecified or "%" in address)
 
 
-def read_unicast(text: str) -> str:
+def read_unicast(text):
     """An address that a list may carry."""
     address = read_address(text)
     if not is_unicast(address):
@@ -260,17 +256,13 @@ def read_unicast(text: str) -> str:
     return address
 
 
-def read_public(text: str) -> str:
+def read_public(text):
     """The same, or nothing."""
     return read_unicast(text) if text.strip() else ""
 
 
-def read_network(text: str) -> Network:
-    try:
-        return ipaddress.ip_network(text.strip(), strict=False)
-    except ValueError:
-        raise ValueError("%r is not a network such as 203.0.113.0/24 or an address"
-                         % text.strip()) from None
+def read_network(text):
+    return ipaddress.ip_network(text.strip(), strict=False)
 
 
 def read_endpoint(text: str) -> Tuple[str, int]:
@@ -281,50 +273,40 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
-def read_numeric_endpoint(text: str) -> Tuple[str, int]:
+def read_numeric_endpoint(text):
     host, port = read_endpoint(text)
     return read_address(host), port
 
 
-def read_known_hyperbol(text: str) -> Tuple[str, int, int]:
+def read_known_hyperbol(text):
     """`ADDRESS:PORT FLAVOR`; the address may be a host name."""
     place, flavor = (text.split(None, 1) + ["0"])[:2]
     return (*read_endpoint(place), read_number(0, 255)(flavor))
 
 
-def read_pattern(text: str) -> Pattern:
-    try:
-        return re.compile(text, re.IGNORECASE)
-    except re.error as error:
-        raise ValueError("%r is not a regular expression: %s" % (text, error)) from None
+def read_pattern(text):
+    return re.compile(text, re.IGNORECASE)
 
 
-def read_log_level(text: str) -> str:
-    levels = ("debug", "info", "warning", "error")
-    if text.strip().lower() not in levels:
-        raise ValueError("expected one of %s" % ", ".join(levels))
-    return text.strip().lower()
-
-
-def read_game_id(text: str) -> str:
+def read_game_id(text):
     if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
         raise ValueError("a game's id is 1 to 32 characters: a-z, 0-9, - and _")
     return text
 
 
-def read_own_game_id(text: str) -> str:
+def read_own_game_id(text):
     if text in SECTIONS:
         raise ValueError("the id %s is taken" % text)
     return read_game_id(text)
 
 
-def read_rate(text: str) -> Tuple[float, float]:
+def read_rate(text):
     """`100/400`: 100 a second, 400 at once."""
     rate, _, burst = text.partition("/")
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
 
 
-def read_iceball_version(text: str) -> int:
+def read_iceball_version(text):
     """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits.
 
     Written w.x[.y][letter][-z]."""
@@ -452,58 +434,52 @@ class Settings:
 
     `values`: texts by name as for --set; anything wrong raises SettingsError."""
 
-    def __init__(self, values: Optional[Mapping[str, str]] = None) -> None:
+    def __init__(self, values=None):
         self.path = ""                          # of the ini, there or not
         self.found = False                      # it is there, and not empty
         # Where relative paths begin; None: settings made by a program, which keeps nothing unasked
         self.folder: Optional[str] = None
-        self.given: Set[str] = set()            # names of those that are not left at their default
-        self.warnings: List[str] = []
-        self.texts: Dict[str, str] = {}         # of TEXT_FILES, by name of the setting
-        self.values: Dict[str, Any] = {
-            row.name: row.read(row.default) if row.key else {} for row in SETTINGS}
+        self.given = set()                      # names of those that are not left at their default
+        self.warnings = []
+        self.texts = {}                         # of TEXT_FILES, by name of the setting
+        self.values = {row.name: row.read(row.default) if row.key else {} for row in SETTINGS}
         for name, text in (values or {}).items():
             self.put(name, str(text), "setting")
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         return self.values[name]
 
-    def put(self, name: str, text: str, where: str) -> None:
+    def put(self, name, text, where):
         """`name`: section.key; `where`: the file, or --set, for the errors."""
         section, _, key = name.partition(".")
+        shown = "%s: [%s] %s" % (where, section, key)
         if name in REMOVED:
-            self.warnings.append("%s: [%s] %s is no setting any more; it has no effect"
-                                 % (where, section, key))
+            self.warnings.append(shown + " is no setting any more; it has no effect")
             return
-        if section not in SECTIONS:
-            raise SettingsError("%s: no section [%s]%s"
-                                % (where, section, nearest(section, SECTIONS)))
         row = ROWS.get(name) or ROWS.get(section)
         if row is None:
             keys = [row.key for row in SETTINGS if row.section == section]
-            raise SettingsError("%s: [%s] has no key %s%s"
-                                % (where, section, key, nearest(key, keys)))
+            problem = ("has no key " + key + nearest(key, keys) if keys else
+                       "is no section" + nearest(section, SECTIONS))
+            raise SettingsError("%s: [%s] %s" % (where, section, problem))
         self.given.add(row.name)
         try:
             (name + text).encode()          # bytes of the command line that are no text
             if row.key:
-                self.values[row.name] = row.read(text)
+                self.values[name] = row.read(text)
             else:
-                self.values[row.name][row.read_key(key)] = row.read(text)
-        except ValueError as error:
-            raise SettingsError("%s: [%s] %s = %s: %s" % (
-                where, section, key, " ".join(text.split()), error)) from None
+                self.values[section][row.read_key(key)] = row.read(text)
+        except (ValueError, re.error) as error:
+            raise SettingsError("%s = %s: %s" % (shown, " ".join(text.split()), error)) from None
 
     @classmethod
-    def load(cls, path: str, overrides: Sequence[str] = (), missing_ok: bool = False) -> Settings:
+    def load(cls, path, overrides=(), missing_ok=False):
         """Read the ini at `path`, then the overrides (`section.key=value`)."""
         self = cls()
         self.path, self.folder = path, os.path.dirname(os.path.abspath(path))
         parser = read_ini(path, missing_ok)
         self.found = bool(parser.sections())
         for section in parser.sections():
-            if section not in SECTIONS:
-                self.put(section, "", path)         # an error also where it has no keys
             for key, text in parser.items(section):
                 self.put("%s.%s" % (section, key), text, path)
         for item in overrides:
@@ -513,7 +489,7 @@ class Settings:
             self.put(name.strip(), text.strip(), "--set")
         return self
 
-    def file(self, name: str) -> str:
+    def file(self, name):
         """The path that a setting names, from the ini's folder on; "" if there is none."""
         path = self.values[name]
         if not path or self.folder is None and name not in self.given:
@@ -521,7 +497,7 @@ class Settings:
         return os.path.join(self.folder or "", path)
 
 
-def read_ini(path: str, missing_ok: bool) -> configparser.ConfigParser:
+def read_ini(path, missing_ok):
     # Not strict: a section may come twice, as lines are often appended; of a key the last counts
     parser = configparser.ConfigParser(
         interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"),
@@ -541,14 +517,14 @@ def read_ini(path: str, missing_ok: bool) -> configparser.ConfigParser:
     return parser
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
+def nearest(word, words):
     close = difflib.get_close_matches(word, words, 1, 0.5)
     if close:
         return "; did you mean %s?" % close[0]
     return "; there are %s" % ", ".join(sorted(words))
 
 
-def config_text() -> str:
+def config_text():
     """masterserver.ini: every setting commented out at its default, with its help."""
     lines = [
         "# masterserver.ini: settings of masterserver.py, each at its default or as an example;",
@@ -579,7 +555,7 @@ Key = Tuple[str, str, int]          # a server's identity: game, address, port
 CHANCE = random.SystemRandom()
 
 
-def error_text(error: BaseException) -> str:
+def error_text(error):
     """Its message; its type where there is none, as for a MemoryError."""
     return str(error) or type(error).__name__
 
@@ -615,7 +591,7 @@ ACCENTS = ("[\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff"
 STACKED = re.compile("(%s{3})%s+" % (ACCENTS, ACCENTS))
 
 
-def clean(text: str, characters: int = NAME_CHARACTERS) -> str:
+def clean(text, characters=NAME_CHARACTERS):
     """Text fit for every list: no control, bidirectional or zero-width characters, no outer
     space."""
     if not (text.isascii() and text.isprintable()):
@@ -634,19 +610,20 @@ def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
 def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
     """UTF-8 if valid, whole or cut off within a character, else Windows-1252; cleaned."""
     try:
-        return clean(raw.decode("utf-8"), characters)
-    except UnicodeDecodeError as error:
-        cut_off = error.reason == "unexpected end of data" and not raw[:error.start].isascii()
-        if cut_off:
-            return decode_legacy(raw[:error.start], characters)
-        return clean(raw.decode("cp1252", "replace"), characters)
+        text, used = codecs.utf_8_decode(raw)       # without a character cut off at the end
+    except UnicodeDecodeError:
+        text, used = "", 0
+    # Where all else is ASCII, what seems cut off is a letter of Windows-1252
+    if used < len(raw) and text.isascii():
+        text = raw.decode("cp1252", "replace")
+    return clean(text, characters)
 
 
-def clamp(value: int, high: int = PLAYERS_MAX) -> int:
+def clamp(value, high=PLAYERS_MAX):
     return 0 if value < 0 else high if value > high else value
 
 
-def canonical(address: str) -> str:
+def canonical(address):
     """The address as lists and limits know it: no scope, IPv4-mapped IPv6 as IPv4."""
     if ":" not in address:
         return address
@@ -654,12 +631,12 @@ def canonical(address: str) -> str:
     return str(parsed.ipv4_mapped or parsed)
 
 
-def is_loopback(address: str) -> bool:
+def is_loopback(address):
     """`address`: as read_address() and sockets give it."""
     return address.startswith("127.") or address == "::1"
 
 
-def address_number(address: str) -> int:
+def address_number(address):
     """An address as a number, every IPv6 one above all IPv4 ones, in a third of ipaddress's time.
     """
     if ":" in address:
@@ -674,26 +651,25 @@ class Networks:
     Finding an address takes one look-up a prefix length, however many networks there are: tens of
     thousands of strangers come each second."""
 
-    def __init__(self, networks: Iterable[Network], words: Mapping[Network, str] = {}) -> None:
+    def __init__(self, networks, words=None):
         sizes = collections.defaultdict(dict)
         for network in networks:
             bits = network.max_prefixlen - network.prefixlen
             number = address_number(str(network.network_address))
-            sizes[bits][number >> bits] = words.get(network, "")
-        # the smallest network counts
-        self.sizes = sorted(sizes.items(), key=lambda size: size[0])
+            sizes[bits][number >> bits] = (words or {}).get(network, "")
+        self.sizes = sorted(sizes.items())          # no two are alike; the smallest network counts
 
-    def find(self, number: int) -> Optional[str]:
+    def find(self, number):
         """What is said about the network that has this address_number(); None: none has it."""
         for bits, words in self.sizes:
             if number >> bits in words:
                 return words[number >> bits]
         return None
 
-    def __contains__(self, address: str) -> bool:
+    def __contains__(self, address):
         return self.find(address_number(address)) is not None
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return bool(self.sizes)
 
 
@@ -704,45 +680,47 @@ LOCAL = Networks(map(ipaddress.ip_network, (
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
 
 
-def ipv6_network(address: str, bits: int) -> str:
-    number = int(ipaddress.IPv6Address(address))
-    return "%s/%d" % (ipaddress.IPv6Address(number >> 128 - bits << 128 - bits), bits)
+def ipv6_network(parsed, bits):
+    number = int(parsed) >> 128 - bits << 128 - bits
+    return "%s/%d" % (ipaddress.IPv6Address(number), bits)
 
 
-def source_key(address: str) -> str:
+def source_key(address):
     """What a limit by source counts: an IPv4 address, an IPv6 /64 (a host has all of it)."""
     if ":" not in address:
         return address
-    address = canonical(address)
-    return ipv6_network(address, 64) if ":" in address else address
+    parsed = ipaddress.IPv6Address(address.partition("%")[0])
+    return str(parsed.ipv4_mapped or ipv6_network(parsed, 64))
 
 
-def source_keys(address: str) -> Tuple[str, ...]:
+def source_keys(address):
     """What listed servers are counted by: their source, and of IPv6 its /48 as well."""
     source = source_key(address)
-    return (source, ipv6_network(source[:-3], 48)) if ":" in source else (source,)
+    if ":" not in source:
+        return (source,)
+    return source, ipv6_network(ipaddress.IPv6Address(source[:-3]), 48)
 
 
-def uncount(counts: Dict[Any, int], key: Any) -> None:
+def uncount(counts, key):
     """One fewer of these; a key with none left is dropped."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
 
 
-def keep_latest(table: collections.OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Put this into the table as its latest; the oldest makes room."""
+def keep_latest(table, key, value, most):
+    """Put this into the ordered `table` as its latest; the oldest makes room."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > most:
         table.popitem(last=False)
 
 
-def endpoint(address: str, port: int) -> str:
+def endpoint(address, port):
     return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
 
 
-def ipv4_bytes(address: str) -> bytes:
+def ipv4_bytes(address):
     return ipaddress.IPv4Address(address).packed
 
 
@@ -752,12 +730,11 @@ class Cookie:
     `key`: 16 bytes. `make` gives `size` bytes over the message in the window of `now`; `good`
     accepts those of this window and the one before."""
 
-    def __init__(self, key: bytes, size: int = COOKIE_MAC_BYTES) -> None:
+    def __init__(self, key, size=COOKIE_MAC_BYTES):
         self.key, self.size = key, size
-        self.ends = -math.inf           # of the current window
-        self.current = self.previous = hashlib.blake2b()
+        self.turn(0.0)
 
-    def turn(self, now: float) -> None:
+    def turn(self, now):
         """Begin the window of `now`."""
         window = int(now // COOKIE_WINDOW_S)
         self.ends = (window + 1.0) * COOKIE_WINDOW_S
@@ -766,14 +743,14 @@ class Cookie:
             hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
             for number in (window - 1, window))
 
-    def make(self, message: bytes, now: float) -> bytes:
+    def make(self, message, now):
         if now >= self.ends:
             self.turn(now)
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
 
-    def good(self, mac: bytes, message: bytes, now: float) -> bool:
+    def good(self, mac, message, now):
         if mac == self.make(message, now):
             return True
         older = self.previous.copy()
@@ -792,25 +769,24 @@ class Limiter:
     used one and refuses nobody. `verdict(address)` says once, when a source is first seen, whether
     it is EXEMPT or BLOCKED; else 0. Verdicts are about addresses, buckets about source_key()."""
 
-    def __init__(self, rate: Tuple[float, float],
-                 verdict: Callable[[str], float] = lambda address: 0.0) -> None:
+    def __init__(self, rate, verdict=lambda address: 0.0):
         """`rate`: tokens a second, tokens at once."""
         self.verdict = verdict
-        self.table: collections.OrderedDict[str, float] = collections.OrderedDict()
+        self.table = collections.OrderedDict()
         self.set_rate(rate)
 
-    def set_rate(self, rate: Tuple[float, float]) -> None:
+    def set_rate(self, rate):
         """This rate from now on; every bucket is full, every verdict is asked for anew."""
         self.cost_s = 1.0 / rate[0]
         self.depth_s = (rate[1] + 0.001) / rate[0]      # a bit more, so that sums of fractions fit
         self.table.clear()
 
-    def spent(self, address: str, now: float) -> bool:
+    def spent(self, address, now):
         """Has this source next to nothing left? Asking costs it nothing."""
-        full_at = self.table.get(address) or self.table.get(source_key(address), 0.0)
-        return full_at < BLOCKED and full_at - now > self.depth_s - 2 * self.cost_s
+        full_at = self.table.get(source_key(address), 0.0)
+        return full_at - now > self.depth_s - 2 * self.cost_s
 
-    def allow(self, address: str, now: float, tokens: float = 1) -> bool:
+    def allow(self, address, now, tokens=1.0):
         table = self.table
         full_at = table.get(address)
         if full_at is None:
@@ -852,9 +828,14 @@ class Refused(Exception):
     """A server that is not to be listed: `outcome` is a key of OUTCOMES (section 9); the reason
     in words."""
 
-    def __init__(self, outcome: str, reason: str) -> None:
+    def __init__(self, outcome, reason):
         super().__init__(reason)
         self.outcome = outcome
+
+
+# The settings that give the rates of the limiters in Rules, in their order
+LIMITS = ("limits.datagrams", "limits.datagrams", "limits.connections", "limits.requests",
+          "limits.requests")
 
 
 class Rules:
@@ -863,54 +844,38 @@ class Rules:
     The limiters are shared by all protocols: datagrams, messages within a connection, new
     connections, and requests (what costs more than a look-up, or gets an answer longer than
     itself). What comes by UDP may have a forged address, so it has limiters of its own: a flood in
-    somebody's name takes nothing from what he does by TCP."""
+    somebody's name takes nothing from what he does by TCP. `answers` is for those to the poller,
+    and has but the verdict."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.limiters = {
-            name: [Limiter(settings["limits." + name], self.verdict) for _ in range(number)]
-            for name, number in (("datagrams", 2), ("connections", 1), ("requests", 2))}
-        self.datagrams, self.messages = self.limiters["datagrams"]
-        self.connections, = self.limiters["connections"]
-        self.udp_requests, self.requests = self.limiters["requests"]
+    def __init__(self, settings):
+        (self.datagrams, self.messages, self.connections, self.udp_requests, self.requests,
+         self.answers) = self.limiters = [Limiter(ANSWERS_RATE, self.verdict) for _ in range(6)]
         self.surplus = Limiter(SURPLUS_BYTES)
-        # to the poller; only for the verdict
-        self.answers = Limiter(ANSWERS_RATE, self.verdict)
         self.read(settings)
 
-    def read(self, settings: Settings) -> None:
-        self.public_address: str = settings["server.public_address"]
-        self.address_map: Dict[str, str] = settings["address_map"]
-        self.official: Dict[Tuple[str, int], bool] = settings["official"]
-        self.priority: Dict[Tuple[str, int], int] = settings["priority"]
-        self.games: Dict[str, str] = settings["games"]
+    def read(self, settings):
+        self.public_address = settings["server.public_address"]
+        self.address_map = settings["address_map"]
+        self.official = settings["official"]
+        self.priority = settings["priority"]
+        self.games = settings["games"]
         self.blocked = Networks(settings["blocked"])
         self.exempt = Networks(settings["limits.exempt"])
         # Why one is blocked is for the operator alone
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])
-        self.refuse_names: Tuple[Pattern, ...] = settings["server.refuse_names"]
-        self.servers: int = settings["limits.servers"]
-        self.servers_per_source: int = settings["limits.servers_per_source"]
-        for name, limiters in self.limiters.items():
-            for limiter in limiters:
-                limiter.set_rate(settings["limits." + name])
+        self.refuse_names = settings["server.refuse_names"]
+        self.servers = settings["limits.servers"]
+        self.servers_per_source = settings["limits.servers_per_source"]
+        for limiter, name in zip(self.limiters, LIMITS):
+            limiter.set_rate(settings[name])
         self.answers.set_rate(ANSWERS_RATE)             # who is blocked may have changed
 
-    def crowded(self, counts: Mapping[Any, int], source: str) -> str:
-        """Why a source may have no server more than `counts`, by source_keys(), has of it; or "".
-        """
-        allowances = self.servers_per_source, SITE_SOURCES * self.servers_per_source
-        for key, most in zip(source_keys(source), allowances):
-            if counts.get(key, 0) >= most and not self.exempts(source):
-                network = key[-3:] + " network" if ":" in key else "address"
-                return "at most %d servers of one %s are listed" % (most, network)
-        return ""
-
-    def believes(self, source: str, claimed: str) -> bool:
+    def believes(self, source, claimed):
         """May a server say that it has this address? Only one on a local network, and no
         loopback."""
         return source in LOCAL and is_unicast(claimed) and not is_loopback(canonical(claimed))
 
-    def listed_address(self, source: str, claimed: str = "") -> str:
+    def listed_address(self, source, claimed=""):
         """Where players find a server that sends from `source` and claims to be at `claimed`."""
         if claimed and self.believes(source, claimed):
             return canonical(claimed)
@@ -920,53 +885,53 @@ class Rules:
             return self.public_address
         return source
 
-    def verdict(self, address: str) -> float:
+    def verdict(self, address):
         """For the limiters: BLOCKED, EXEMPT or 0."""
         number = address_number(address)
         if self.blocked.find(number) is not None:
             return BLOCKED
         return EXEMPT if self.exempt.find(number) is not None else 0.0
 
-    def exempts(self, address: str) -> bool:
+    def exempts(self, address):
         # The table costs less than the verdict, and knows most of them
         return (self.datagrams.table.get(address) or self.verdict(address)) == EXEMPT
 
-    def allow_surplus(self, use: str, address: str, size: int, now: float) -> bool:
+    def allow_surplus(self, use, address, size, now):
         """May a source that has proven nothing get `size` bytes more than it sent?
 
         All of them share one bucket: a limit by source does not bind those who forge sources. Each
         `use` has its own: a flood of pings keeps nobody from the list."""
         return size <= 0 or self.exempts(address) or self.surplus.allow(use, now, size)
 
-    def ban(self, *addresses: str) -> str:
+    def ban(self, *addresses):
         """Why none of these addresses may announce, or ""."""
-        for address in addresses if self.bans else ():
+        for address in set(addresses) if self.bans else ():
             reason = self.bans.find(address_number(address))
             if reason is not None:
                 return reason or "banned, no reason given"
         return ""
 
-    def marks(self, place: Tuple[str, int]) -> Tuple[bool, int]:
+    def marks(self, place):
         return self.official.get(place, False), self.priority.get(place, 0)
 
-    def refused_name(self, name: str) -> str:
-        """The pattern that refuses this name, or ""."""
-        return next((pattern.pattern for pattern in self.refuse_names if pattern.search(name)), "")
 
-
-Rank = Tuple[int, bool, int, str, str, int, str]
-NO_DETAILS: Dict[str, str] = {}
+NO_DETAILS = {}
 
 
 class Server:
     """One listed server. Identity is (game, address, port); the rest is what it told last.
 
-    verified     how it is known to be there: handshake, query, connection, or self-reported
     source       the address that its packets come from (differs from `address` behind a router)
     lifetime     seconds that it stays listed after last_seen; infinite where a connection or the
                  poller decides
+    playing      in ships, on the field; None: the protocol is silent
+    verified     how it is known to be there: handshake, query, connection, or self-reported
+    packet       what its protocol remembers of it
+    official, priority   the operator's marks
     confirmed    heard from since this program started
     pinned       named by the ini: it stays, as not responding, however long it is silent
+    rank         as ranking() made it; None after a change
+    parts        its part of each list, as made last
     """
 
     __slots__ = (
@@ -975,35 +940,26 @@ class Server:
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
         "lifetime", "rank", "parts", "packet")
 
-    def __init__(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
-                 name: str = "", mode: str = "", map: str = "", version: str = "",
-                 players: int = 0, max_players: int = 0, verified: str = "self-reported", *,
-                 description: str = "", playing: Optional[int] = None, flavor: int = 0,
-                 responding: bool = True, ping_ms: Optional[float] = None,
-                 details: Dict[str, str] = NO_DETAILS, packet: Any = b"") -> None:
+    def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
+                 version="", players=0, max_players=0, verified="self-reported", *, description="",
+                 playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
+                 packet=b""):
         self.game, self.address, self.port, self.source = game, address, port, source
-        self.name, self.mode, self.map, self.version = name, mode, map, version
-        self.description, self.verified = description, verified
-        self.players, self.max_players = players, max_players
-        # in ships, on the field; None: the protocol is silent
-        self.playing = playing
-        self.flavor, self.details = flavor, details
-        self.responding, self.ping_ms = responding, ping_ms
-        self.official, self.priority = False, 0             # the operator's marks
-        self.confirmed, self.pinned = True, False
         self.first_seen = self.last_seen = now
-        self.lifetime = lifetime
-        # as ranking() made it; None after a change
-        self.rank: Optional[Rank] = None
-        self.parts: Optional[Dict[str, Any]] = None         # its part of each list, as made last
-        self.packet = packet                                # what its protocol remembers of it
+        self.lifetime, self.name, self.mode, self.map = lifetime, name, mode, map
+        self.version, self.players, self.max_players = version, players, max_players
+        self.verified, self.description, self.playing = verified, description, playing
+        self.flavor, self.responding, self.ping_ms = flavor, responding, ping_ms
+        self.details, self.packet = details, packet
+        self.official, self.priority, self.confirmed, self.pinned = False, 0, True, False
+        self.rank = self.parts = None
 
     @property
     def key(self) -> Key:
         return self.game, self.address, self.port
 
 
-def ranking(server: Server) -> Rank:
+def ranking(server):
     """The order of every list: the operator's priority, official, players, name, identity."""
     if server.rank is None:
         server.rank = (-server.priority, not server.official, -server.players,
@@ -1019,7 +975,7 @@ class Census(NamedTuple):
     playing: int = 0
 
 
-def census_of(servers: Iterable[Server]) -> Dict[str, Census]:
+def census_of(servers):
     counts = collections.defaultdict(lambda: [0, 0, 0])
     for server in servers:
         if server.responding:
@@ -1033,35 +989,29 @@ def census_of(servers: Iterable[Server]) -> Dict[str, Census]:
 class Registry:
     """The servers by identity, their expiry, and a generation that moves when a list changes."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules):
         self.rules = rules
-        self.games: Dict[str, Dict[Tuple[str, int], Server]] = collections.defaultdict(dict)
-        self.sources: Dict[str, int] = collections.defaultdict(int)     # servers by source_keys()
+        self.games = collections.defaultdict(dict)          # servers by game, address and port
+        self.sources = collections.defaultdict(int)         # how many, by source_keys()
         self.total = 0
         self.generation = 0
-        # Whom to tell, by event and game ("": all)
-        self.watchers: Dict[Tuple[str, str], List[Callable[[str, Server], Any]]] = (
-            collections.defaultdict(list))
-        self.altered: Set[Key] = set()      # listed, changed or gone since the disk was told
+        self.watchers = []                  # whom to tell: call, game ("": all), events
+        self.altered = set()                # listed, changed or gone since the disk was told
         self.deaf_until = -math.inf         # nobody could be heard before: no silence counts
         # What became of the last packets, for /check: (source, protocol, announced port, 0 if it
         # could not be read) -> (time, a key of OUTCOMES, detail)
-        self.heard: collections.OrderedDict[Tuple[str, str, int], Tuple[float, str, str]] = (
-            collections.OrderedDict())
-        self.notes, self.notes_end = 0, -math.inf           # in this second, and when it ends
+        self.heard = collections.OrderedDict()
+        self.notes, self.notes_end = 0, 0.0                 # in this second, and when it ends
         self.counted = RenderedList(self, "", census_of)
 
-    def watch(self, call: Callable[[str, Server], Any], game: str = "",
-              events: Iterable[str] = ("listed", "changed", "gone")) -> None:
+    def watch(self, call, game="", events=("listed", "changed", "gone")):
         """Have `call(event, server)` called for a game, or for all."""
-        for event in events:
-            self.watchers[event, game].append(call)
+        self.watchers.append((call, game, events))
 
-    def get(self, game: str, address: str, port: int) -> Optional[Server]:
-        return self.games[game].get((address, port)) if game in self.games else None
+    def get(self, game, address, port):
+        return self.games.get(game, {}).get((address, port))
 
-    def admit(self, game: str, address: str, port: int, source: str, name: Optional[str] = None,
-              pinned: bool = False) -> None:
+    def admit(self, game, address, port, source, name=None, pinned=False):
         """Raise Refused if a server that is not listed yet may not be.
 
         `name`: None if it has not told it; `pinned`: named in the ini, without limits."""
@@ -1071,26 +1021,30 @@ class Registry:
         # others
         if address != source and not is_unicast(address) or source[:2] == "0." or "%" in source:
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        self.admit_source(source, address)
-        self.admit_name(name, address, port)
+        self.check(source, address, port, name)
         if pinned:
             return
         if self.total >= self.rules.servers:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.servers)
-        crowded = self.rules.crowded(self.sources, source)
-        if crowded:
-            raise Refused("limit", crowded)
+        most = self.rules.servers_per_source
+        for key in source_keys(source):
+            if self.sources.get(key, 0) >= most and not self.rules.exempts(source):
+                network = key[-3:] + " network" if ":" in key else "address"
+                raise Refused("limit", "at most %d servers of one %s are listed" % (most, network))
+            most *= SITE_SOURCES
 
-    def admit_source(self, source: str, address: str) -> None:
+    def check(self, source, address, port, name):
+        """Raise Refused for who is banned, and for a refused name."""
         ban = self.rules.ban(source, address)
         if ban:
             raise Refused("banned", ban)
+        self.admit_name(name, address, port)
 
-    def admit_name(self, name: Optional[str], address: str = "", port: int = 0) -> None:
+    def admit_name(self, name, address="", port=0):
         """Raise Refused for a refused name; the place itself, for want of a name, never is."""
-        pattern = "" if name is None else self.rules.refused_name(name)
-        if pattern and name != endpoint(address, port):
-            raise Refused("name", "names matching %s are not listed here" % pattern)
+        for pattern in self.rules.refuse_names if name else ():
+            if pattern.search(name) and name != endpoint(address, port):
+                raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
     def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
              fields: Mapping[str, Any], pinned: bool = False) -> Server:
@@ -1104,9 +1058,8 @@ class Registry:
             server.pinned = pinned
             self.insert(server)
             return server
-        self.admit_name(fields.get("name"), address, port)
+        self.check(source, address, port, fields.get("name"))
         if server.source != source:
-            self.admit_source(source, address)
             self.count_source(server, -1)
             server.source = source
             self.count_source(server, 1)
@@ -1114,7 +1067,7 @@ class Registry:
         self.update(server, {**fields, "confirmed": True, "pinned": pinned})
         return server
 
-    def insert(self, server: Server) -> None:
+    def insert(self, server):
         """A new server, admitted or restored."""
         place = server.address, server.port
         server.official, server.priority = self.rules.marks(place)
@@ -1123,13 +1076,13 @@ class Registry:
         self.total += 1
         self.changed("listed", server)
 
-    def confirm(self, server: Server, now: float) -> None:
+    def confirm(self, server, now):
         """The server was heard from, with nothing new."""
         server.last_seen = now
         if not server.confirmed:
             self.update(server, {"confirmed": True})
 
-    def update(self, server: Server, fields: Mapping[str, Any]) -> None:
+    def update(self, server, fields):
         """Take over what the server told; the lists change only if something did."""
         different = [item for item in fields.items() if getattr(server, item[0]) != item[1]]
         if different:
@@ -1137,7 +1090,7 @@ class Registry:
                 setattr(server, name, value)
             self.changed("changed", server)
 
-    def remove(self, server: Optional[Server]) -> None:
+    def remove(self, server):
         """None, and one that has left already, change nothing."""
         if server is None or self.get(*server.key) is not server:
             return
@@ -1146,44 +1099,47 @@ class Registry:
         self.total -= 1
         self.changed("gone", server)
 
-    def count_source(self, server: Server, by: int) -> None:
+    def count_source(self, server, by):
         for key in source_keys(server.source):
             self.sources[key] += by
             if not self.sources[key]:
                 del self.sources[key]
 
-    def changed(self, event: str, server: Server) -> None:
-        self.generation += 1
+    def changed(self, event, server):
         if event != "gone":             # no list counts more players than there is room for
             server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
             if server.playing is not None:
                 server.playing = clamp(server.playing, server.players)
+        self.generation += 1
         server.rank = server.parts = None
         if len(self.altered) < ALTERED_SERVERS:
             self.altered.add(server.key)
-        for watcher in self.watchers[event, server.game] + self.watchers[event, ""]:
-            watcher(event, server)
+        for call, game, events in self.watchers:
+            if event in events and game in ("", server.game):
+                call(event, server)
 
-    def apply_rules(self, settings: Settings) -> None:
+    def apply_rules(self, settings):
         """After a reload: marks as the settings now have them. Servers that are now banned, whose
         game is no longer served or whose address is another one now, go; if they may come back,
         their next announcement lists them again."""
-        rules = self.rules
-        everybody = [server for listed in self.games.values() for server in listed.values()]
-        before = [rules.listed_address(server.source) for server in everybody]
-        closed = rules.games.keys() - settings["games"]
+        rules, before = self.rules, copy.copy(self.rules)
         rules.read(settings)
-        for server, address in zip(everybody, before):
-            moved = server.address == address != rules.listed_address(server.source)
-            place = endpoint(server.address, server.port)
-            if (moved or server.game in closed or rules.ban(server.source, server.address)
-                    or rules.refused_name(server.name) and server.name != place):
+        for server in self.servers():
+            leaves = server.game in before.games and server.game not in rules.games
+            listed_at = before.listed_address(server.source)
+            if server.address == listed_at != rules.listed_address(server.source):
+                leaves = True
+            try:
+                self.check(server.source, server.address, server.port, server.name)
+            except Refused:
+                leaves = True
+            if leaves:
                 self.remove(server)
-                continue
-            official, priority = rules.marks((server.address, server.port))
-            self.update(server, {"official": official, "priority": priority})
+            else:
+                official, priority = rules.marks((server.address, server.port))
+                self.update(server, {"official": official, "priority": priority})
 
-    def expire(self, now: float) -> None:
+    def expire(self, now):
         """Drop every server that was silent for its lifetime; called once a second."""
         # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
         silent = [server for listed in self.games.values() for server in listed.values()
@@ -1195,24 +1151,22 @@ class Registry:
             if self.deaf_until + server.lifetime <= now and not flooded:
                 self.remove(server)
 
-    def servers(self, game: str = "") -> List[Server]:
+    def servers(self, game=""):
         """All servers, or those of a game, in the master's order; the list is the caller's."""
         games = [self.games.get(game, {})] if game else list(self.games.values())
         return sorted([server for listed in games for server in list(listed.values())], key=ranking)
 
-    def census(self, now: float) -> Dict[str, Census]:
-        """By game; at most RENDER_S old."""
+    def census(self, now):
+        """A Census by game; at most RENDER_S old."""
         return self.counted.get(now)
 
-    def forget_parts(self) -> None:
+    def forget_parts(self):
         """What was made of servers no longer holds, though none has changed."""
         self.generation += 1
-        for listed in self.games.values():
-            for server in listed.values():
-                server.parts = None
+        for server in self.servers():
+            server.parts = None
 
-    def note(self, source: str, protocol: str, port: int, outcome: str, now: float,
-             detail: str = "") -> None:
+    def note(self, source, protocol, port, outcome, now, detail=""):
         """Remember what became of a packet, for the operator of that server."""
         if now >= self.notes_end:
             self.notes, self.notes_end = 0, now + 1.0
@@ -1222,7 +1176,7 @@ class Registry:
         keep_latest(self.heard, (source, protocol, port), (now, outcome, detail), HEARD_SOURCES)
 
 
-def parts(servers: Iterable[Server], name: str, render: Callable[[Server], Any]) -> List[Any]:
+def parts(servers, name, render):
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
@@ -1244,20 +1198,20 @@ class RenderedList:
     def __init__(self, registry, game, make):
         self.registry, self.game, self.make = registry, game, make
         self.generation = -1
-        self.made_at = -math.inf
-        self.made: Any = None
+        self.due = 0.0
+        self.made = None
 
     def get(self, now):
         registry = self.registry
-        if registry.generation != self.generation:
-            size = len(registry.games.get(self.game, ())) if self.game else registry.total
-            if now - self.made_at >= min(RENDER_S, RENDER_SERVER_S * size):
-                self.made = self.make(registry.servers(self.game))
-                self.generation, self.made_at = registry.generation, now
+        if registry.generation != self.generation and now >= self.due:
+            servers = registry.servers(self.game)
+            self.made = self.make(servers)
+            self.generation = registry.generation
+            self.due = now + min(RENDER_S, RENDER_SERVER_S * len(servers))
         return self.made
 
 
-# ==================================================================================================
+# ================================================================================================
 # 6  Storage
 #
 # The list and the history of player counts in one SQLite file. It knows sqlite3 and the name of its
@@ -1265,22 +1219,23 @@ class RenderedList:
 # in, rows go out. The disk thread alone calls it, but for the start and the stop. A damaged file is
 # renamed and a new one begun; any other trouble (a full disk, a lock) is raised as sqlite3.Error,
 # and the next call opens the file again.
-# ==================================================================================================
+# ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
 # The longest of each, so that a whole one is always there
 WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
-# How history is kept: step -> (seconds that a block covers, seconds that it is kept, bytes of a
+# How history is kept: step -> (seconds that a block covers, seconds that it is kept, form of a
 # sample). A sample is one number for a minute, mean and peak for the others. A number has 16 bits,
 # little-endian: 0 is away, n + 1 is n players. A block is one row of the table: 120, 384 or 672
 # bytes. A WITHOUT ROWID table moves what exceeds 1,002 bytes to a page of its own, which would
 # waste most of it: hence a week of hours and not a fortnight.
-BLOCKS = {MINUTE: (HOUR, DAY, 2), QUARTER: (DAY, MONTH, 4), HOUR: (WEEK, YEAR, 4)}
+PLAYERS, MEAN_AND_PEAK = struct.Struct("<H"), struct.Struct("<HH")
+BLOCKS = {MINUTE: (HOUR, DAY, PLAYERS), QUARTER: (DAY, MONTH, MEAN_AND_PEAK),
+          HOUR: (WEEK, YEAR, MEAN_AND_PEAK)}
 SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH),
          "year": (HOUR, YEAR)}
 SAMPLE_MAX = 65534
-WALL_END = 3e10             # the year 2920; later times are noise, and Windows cannot show them
 
 STORAGE_BUSY_S = 0.2        # how long SQLite waits for another program's lock
 
@@ -1289,7 +1244,7 @@ STORAGE_BUSY_S = 0.2        # how long SQLite waits for another program's lock
 # twice (AUTOINCREMENT), so that the blocks of a forgotten server belong to nobody else. Blocks sort
 # by time first: one sample of all servers lies together, and so does what has become too old. There
 # is no NOT NULL: no row from outside breaks a constraint, so a broken one means damage.
-SCHEMA_VERSION = 1          # PRAGMA user_version: the tables, and what the bytes in a block mean
+# PRAGMA user_version = 1 says what the tables are, and what the bytes in a block mean.
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -1301,7 +1256,7 @@ SERVER_ID = "(SELECT id FROM server WHERE game = ? AND address = ? AND port = ?)
 GONE_SERVERS = " FROM server WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
 
 # Game, address, port, expires, first seen, last seen, fields as a JSON list
-ListedRow = Tuple[str, str, int, float, float, float, str]
+LISTED_ROW = str, str, int, float, float, float, str
 Counts = List[Optional[int]]        # of players; None where the server or the master was away
 DISK_ERRORS = sqlite3.Error, OSError        # what any method of Database may raise
 
@@ -1321,29 +1276,18 @@ class Remembered(NamedTuple):
     name: str
 
 
-def stored_fields(text: Any) -> List[Any]:
-    """The list in a row's `fields`; empty if the text is noise."""
-    try:
-        fields = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return []
-    return fields if isinstance(fields, list) else []
+def stored_fields(text: str) -> List[Any]:
+    """The list in a row's `fields`."""
+    return json.loads(text)
 
 
-def whole_block(step: int, samples: Any) -> bytes:
-    """The samples, if they are a block; one of gaps if there is none or the file has noise."""
-    covers, _, width = BLOCKS[step]
-    size = covers // step * width
-    return samples if isinstance(samples, bytes) and len(samples) == size else bytes(size)
-
-
-def mean_and_peak(samples: Sequence[int]) -> bytes:
+def mean_and_peak(samples):
     """Of the samples that are no gaps, as 4 bytes; 0 and 0 where all are gaps."""
     here = [sample for sample in samples if sample] or [0]
-    return struct.pack("<HH", (sum(here) + len(here) // 2) // len(here), max(here))
+    return MEAN_AND_PEAK.pack((sum(here) + len(here) // 2) // len(here), max(here))
 
 
-def series_end(step: int, wall: float) -> int:
+def series_end(step, wall):
     """Where a series ends, so that it never closes with a gap which the next sample fills. The
     running minute may have no sample yet. The others are made of minutes when the first sample of
     the next quarter hour comes, within a minute."""
@@ -1351,13 +1295,16 @@ def series_end(step: int, wall: float) -> int:
     return (int(wall) - late) // step * step + step
 
 
-def is_damage(error: BaseException) -> bool:
-    """Is the file itself broken? Locks, full disks and the like are OperationalErrors. Damage is
-    the bare base class (SQLITE_CORRUPT, SQLITE_NOTADB), a broken constraint, text that is not
-    UTF-8, or noise in the file's head. https://www.sqlite.org/rescode.html"""
-    broken = sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError
-    return type(error) in broken or str(error).startswith(
-        ("Could not decode to UTF-8", "unsupported file format"))
+def counts(found, times, which=0):
+    """Of players at these times. `found`: a sample by its time; `which` of its numbers."""
+    return [found[at][which] - 1 if at in found else None for at in times]
+
+
+# What says that the file itself is broken: SQLite (the bare class; a constraint), or values that
+# are not what was written. Locks, full disks and the like are sqlite3.OperationalErrors.
+# https://www.sqlite.org/rescode.html
+DAMAGE = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError, json.JSONDecodeError,
+          struct.error, TypeError)
 
 
 class Database:
@@ -1386,16 +1333,19 @@ class Database:
     # -- the list
 
     def load(self, wall):
-        """All that is listed, as save() took it, with the time each was first seen ever. Noise in
-        the file may have changed any value; a row with one of another type, or with a time that
-        no calendar has, is left out."""
+        """All that is listed, as save() took it, with the time each was first seen ever."""
         self._wall = wall
-        return self._read(
-            "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
-            " FROM listed JOIN server ON id = server WHERE typeof(game) = 'text'"
-            " AND typeof(address) = 'text' AND typeof(port) = 'integer'"
-            " AND typeof(expires) = 'real' AND first_seen BETWEEN 0 AND ?"
-            " AND listed.last_seen BETWEEN 0 AND ? ORDER BY server", WALL_END, WALL_END)
+
+        def work(db):
+            rows = db.execute(
+                "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
+                " FROM listed JOIN server ON id = server ORDER BY server").fetchall()
+            for row in rows:
+                if tuple(map(type, row)) != LISTED_ROW:
+                    raise TypeError("a row has values of another type")
+                stored_fields(row[-1])
+            return rows
+        return self._run(work)
 
     def save(self, rows, gone):
         """List these rows, new or changed, and list these keys no longer: one transaction. On
@@ -1413,20 +1363,17 @@ class Database:
                 [row[:3] + row[4:] for row in rows])
             db.executemany("INSERT OR REPLACE INTO listed VALUES (" + SERVER_ID + ", ?, ?)",
                            [row[:4] + row[5:6] for row in rows])
-        self._run(work, "BEGIN IMMEDIATE")
+        self._run(work)
 
     def known(self, game, address, port):
         """What is remembered of a server, also of one that left within the year."""
-        # A text is more than any number: the comparison is about types as well
-        rows = self._read(
-            "SELECT first_seen, coalesce(listed.last_seen, server.last_seen) AS seen, fields"
-            " FROM server LEFT JOIN listed ON id = server WHERE id = " + SERVER_ID
-            + " AND first_seen BETWEEN 0 AND ? AND seen BETWEEN 0 AND ?",
-            game, address, port, WALL_END, WALL_END)
-        for first_seen, last_seen, fields in rows:
-            name = (stored_fields(fields) or [""])[0]
-            return Remembered(first_seen, last_seen, str(name))
-        return None
+        def work(db):
+            row = db.execute(
+                "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
+                " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL AND id = "
+                + SERVER_ID, (game, address, port)).fetchone()
+            return row and Remembered(row[0], row[1], stored_fields(row[2])[0])
+        return self._run(work)
 
     # -- history
 
@@ -1442,14 +1389,14 @@ class Database:
             if ended:
                 self._roll_up(db, minute)
                 self._forget(db, minute)
-            db.executemany(
-                "INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen)"
-                " VALUES (?, ?, ?, ?, ?)", [row[:3] + (wall, wall) for row in players])
             for *key, count in players:
+                db.execute(
+                    "INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen)"
+                    " VALUES (?, ?, ?, ?, ?)", (*key, wall, wall))
                 [(server,)] = db.execute("SELECT " + SERVER_ID, key)
-                sample = struct.pack("<H", clamp(count, SAMPLE_MAX) + 1)
+                sample = PLAYERS.pack(clamp(count, SAMPLE_MAX) + 1)
                 self._write_samples(db, MINUTE, minute, server, sample)
-        self._run(work, "BEGIN IMMEDIATE")
+        self._run(work)
         self._quarter = minute // QUARTER
         return self.recent(wall) if ended else None
 
@@ -1459,47 +1406,46 @@ class Database:
         Raises KeyError for another span."""
         step, length = SPANS[span]
         end = series_end(step, wall)
-        start = end - length
-        found = self._counts(step, start, end, " AND id = " + SERVER_ID, game, address, port)
-        size = BLOCKS[step][2] // 2
-        counts = found.get((game, address, port), [None] * (length // step * size))
-        return Series(start, step, counts[::size], counts[size - 1::size])
+        times = range(end - length, end, step)
+        key = game, address, port
+        found = self._samples(step, times, " AND id = " + SERVER_ID, key).get(key, {})
+        return Series(times.start, step, counts(found, times), counts(found, times, -1))
 
     def recent(self, wall):
         """The hourly means of the last 24 hours, for every server and game that has any."""
         end = series_end(HOUR, wall)
-        found = self._counts(HOUR, end - DAY, end)
-        return {key: counts[::2] for key, counts in found.items()
-                if counts.count(None) < len(counts)}
+        times = range(end - DAY, end, HOUR)
+        return {key: counts(found, times) for key, found in self._samples(HOUR, times).items()}
 
-    def _counts(self, step, start, end, where="", *values):
-        """The numbers from `start` to `end`, of servers that have a block there."""
-        covers, _, width = BLOCKS[step]
-        starts = range(start // covers * covers, end, covers)
-        servers = collections.defaultdict(dict)
-        for game, address, port, at, samples in self._read(
-                "SELECT game, address, port, start, samples FROM block JOIN server ON id = server"
-                " WHERE step = ? AND start IN (" + ",".join(map(str, starts)) + ")" + where,
-                step, *values):
-            servers[game, address, port][at] = samples
-        found = {}
-        for key, blocks in servers.items():
-            samples = b"".join(whole_block(step, blocks.get(at)) for at in starts)
-            samples = samples[(start - starts[0]) // step * width:(end - starts[0]) // step * width]
-            found[key] = [value - 1 if value else None
-                          for value, in struct.iter_unpack("<H", samples)]
-        return found
+    def _samples(self, step, times, where="", values=()):
+        """By server and time, those that are no gaps."""
+        covers, _, form = BLOCKS[step]
+        starts = range(times.start // covers * covers, times.stop, covers)
+
+        def work(db):
+            servers = collections.defaultdict(dict)
+            for *key, start, block in db.execute(
+                    "SELECT game, address, port, start, samples FROM block JOIN server"
+                    " ON id = server WHERE step = ? AND start IN ("
+                    + ",".join(map(str, starts)) + ")" + where, (step, *values)):
+                begin = max(start, times.start)
+                samples = form.iter_unpack(block[(begin - start) // step * form.size:])
+                for at, sample in zip(range(begin, times.stop, step), samples):
+                    if sample[0]:
+                        servers[tuple(key)][at] = sample
+            return servers
+        return self._run(work)
 
     def _write_samples(self, db, step, at, server, samples):
         """Write the samples from the time `at` on, all of them in one block."""
-        covers, _, width = BLOCKS[step]
-        start = at // covers * covers
+        covers, _, form = BLOCKS[step]
+        block = step, at // covers * covers, server
         found = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
-                           (step, start, server)).fetchone()
-        block = whole_block(step, found and found[0])
-        offset = (at - start) // step * width
-        block = block[:offset] + samples + block[offset + len(samples):]
-        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)", (step, start, server, block))
+                           block).fetchone()
+        whole = bytearray(found[0] if found else covers // step * form.size)
+        offset = at % covers // step * form.size
+        whole[offset:offset + len(samples)] = samples
+        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)", (*block, whole))
 
     def _roll_up(self, db, minute):
         """Make the quarter hours and the hour of the last minutes there are. Doing it again changes
@@ -1507,73 +1453,65 @@ class Database:
         # Not those that a clock running ahead has left
         [(hour,)] = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
                                (MINUTE, minute))
-        for server, samples in db.execute(
+        for server, block in db.execute(
                 "SELECT server, samples FROM block WHERE step = ? AND start = ?",
                 (MINUTE, hour)).fetchall():
-            minutes = struct.unpack("<60H", whole_block(MINUTE, samples))
-            quarters = [mean_and_peak(minutes[at:at + 15]) for at in range(0, 60, 15)]
-            self._write_samples(db, QUARTER, hour, server, b"".join(quarters))
-            self._write_samples(db, HOUR, hour, server, mean_and_peak(minutes))
+            minutes = struct.unpack("<60H", block)
+            for step, size in ((QUARTER, 15), (HOUR, 60)):
+                samples = [mean_and_peak(minutes[at:at + size]) for at in range(0, 60, size)]
+                self._write_samples(db, step, hour, server, b"".join(samples))
 
     def _forget(self, db, minute):
         """Drop what is too old, and what is too much."""
         for step, (covers, kept, _) in BLOCKS.items():
-            # An hour more, as a series ends up to 16 minutes ago. Only the oldest at a time: an
-            # hour with the clock ahead costs little.
-            db.execute("DELETE FROM block WHERE step = ? AND start < ?"
-                       " AND start = (SELECT min(start) FROM block WHERE step = ?)",
-                       (step, minute - kept - covers - HOUR, step))
+            # An hour more, as a series ends up to 16 minutes ago
+            db.execute("DELETE FROM block WHERE step = ? AND start < ?",
+                       (step, minute - kept - covers - HOUR))
         # The sums of games stay: they are one row each
         db.execute("DELETE" + GONE_SERVERS + " AND last_seen < (SELECT min(start) FROM block"
                    " WHERE step = ?)", (HOUR,))
         # Those who were here for the shortest time, so that nobody who lists one server after
-        # another drives out others or fills the disk; 5 % at once, as their blocks are all over it
-        [(count,)] = db.execute("SELECT count(*)" + GONE_SERVERS)
-        if count > KNOWN_SERVERS:
-            db.execute("DELETE FROM server WHERE id IN (SELECT id" + GONE_SERVERS
-                       + " ORDER BY last_seen - first_seen, last_seen LIMIT ?)",
-                       (count - KNOWN_SERVERS + KNOWN_SERVERS // 20,))
+        # another drives out others or fills the disk
+        many = db.execute("DELETE FROM server WHERE id IN (SELECT id" + GONE_SERVERS
+                          + " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET ?)",
+                          (KNOWN_SERVERS,)).rowcount
+        if many:
             db.execute("DELETE FROM block WHERE server NOT IN (SELECT id FROM server)")
 
     # -- the file
 
-    def _read(self, query, *values):
-        return self._run(lambda db: db.execute(query, values).fetchall(), "BEGIN")
-
-    def _run(self, work, begin):
+    def _run(self, work):
         """Do `work` in a transaction; if the file turns out to be damaged, once more in a new
         one."""
         for last in (False, True):
             try:
-                db = self._db or self._open()
-                db.execute(begin)
-                result = work(db)
-                db.execute("COMMIT")
-                return result
-            except BaseException as error:
+                with self._db or self._open() as db:
+                    return work(db)
+            except Exception as error:
                 # It rolls back, and the next call looks afresh at a file that was read-only
                 self.close()
-                if last or not is_damage(error):
+                # Noise in the head, and text that is not UTF-8, are OperationalErrors
+                damaged = type(error) in DAMAGE or str(error).startswith(
+                    ("Could not decode to UTF-8", "unsupported file format"))
+                if last or not damaged:
                     raise
             # Outside of `except`: the error keeps the file open, and Windows renames no such file
             self._rename_damaged()
         return None
 
     def _open(self):
-        db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, isolation_level=None,
-                                        check_same_thread=False)
+        # A transaction begins with the first statement that writes
+        db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
+                                        isolation_level="IMMEDIATE")
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
         [(version,)] = db.execute("PRAGMA user_version")
-        if not tables and not version:
-            mark = "PRAGMA user_version = %d" % SCHEMA_VERSION
-            for statement in ("BEGIN IMMEDIATE", *SCHEMA, mark, "COMMIT"):
-                db.execute(statement)
-        elif version not in (0, SCHEMA_VERSION) or tables.isdisjoint(SCHEMA):
+        if not tables:
+            db.executescript("; ".join(
+                ("BEGIN IMMEDIATE", *SCHEMA, "PRAGMA user_version = 1", "COMMIT")))
+        elif not tables.issuperset(SCHEMA) or version not in (0, 1):
             # 0: restored from a .dump, which does not tell
             raise sqlite3.OperationalError("it belongs to another program or to a later version of"
                                            " this one; change [server] database")
-        elif not tables.issuperset(SCHEMA):
-            raise sqlite3.DatabaseError("the tables are not those of this program")
         # A file system without shared memory has no log: SQLite's default is slower and as safe
         with contextlib.suppress(sqlite3.OperationalError):
             # With the log and NORMAL a commit is a write without fsync. It outlives the process; a
@@ -1705,32 +1643,29 @@ POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit; what is 
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone
-POLL_PHASE = 0.6180339887           # multiples of the golden ratio, modulo 1, lie evenly
 # host names in the ini are looked up anew: home addresses change
 RESOLVE_S = 600.0
 RESOLVE_RETRY_S = 60.0              # sooner where one was not found: the network may have come up
 
 
 class Target:
-    """One game server to be queried. `step` and `scratch` belong to its querier."""
+    """One game server to be queried. `scratch` belongs to its querier."""
 
-    __slots__ = ("querier", "key", "address", "port", "server_port", "pinned", "phase", "due",
-                 "asked_at", "nonce", "attempt", "step", "missed", "ping_ms", "wrong", "scratch")
+    pinned = False                  # named in the ini: queried however long it is silent
+    due = 0.0                       # when it is asked next, or given up on
+    asked_at: Optional[float] = None    # a query is open since then
+    nonce = 0                       # of that query
+    unanswered = 0                  # queries of this poll
+    missed = 0                      # polls in a row
+    ping_ms = 0.0                   # round trip of the answer at hand
+    wrong = ""                      # why what came in this poll is no answer
+    scratch: Any = None
 
-    def __init__(self, querier, address, server_port, phase):
+    def __init__(self, querier, address, server_port):
         self.querier, self.address, self.server_port = querier, address, server_port
         self.port = server_port + querier.offset
-        self.key: Key = querier.game, address, server_port
-        self.phase = phase                      # its place in the interval, from 0 to 1
-        # named in the ini: queried however long it is silent
-        self.pinned = False
-        self.due = 0.0                          # when it is asked next, or given up on
-        self.asked_at: Optional[float] = None   # a query is open since then
-        self.nonce = 0
-        self.attempt = self.step = self.missed = 0
-        self.ping_ms = 0.0                      # round trip of the answer at hand
-        self.wrong = ""                         # why what came in this poll is no answer
-        self.scratch: Any = None
+        self.key = querier.game, address, server_port
+        self.phase = CHANCE.random()        # its place in the interval, from 0 to 1
 
 
 class Querier:
@@ -1739,7 +1674,6 @@ class Querier:
     registry: Registry
     game = ""                       # as in the registry
     offset = 0                      # from a server's port to the one that answers queries
-    attempts = POLL_ATTEMPTS
 
     def nonce(self) -> int:
         """What a query carries and its answer must: an unsigned 32-bit integer."""
@@ -1749,8 +1683,8 @@ class Querier:
         raise NotImplementedError
 
     def answer(self, target: Target, data: bytes, now: float) -> bool:
-        """Take an answer. True: the poll is complete. False: ask again at once (`target.step` says
-        what). Raises Malformed if it is none, or not to this query (`target.nonce`)."""
+        """Take an answer. True: the poll is complete. False: the next tick asks a further question.
+        Raises Malformed if it is none, or not to this query (`target.nonce`)."""
         raise NotImplementedError
 
     def missed(self, target: Target, now: float) -> bool:
@@ -1777,56 +1711,36 @@ class Poller(UdpProtocol):
     ipv4_only = False
     datagram_bytes = POLL_ANSWER_BYTES
 
-    def __init__(self, settings, rules):
-        self.rules = rules
-        self.queriers: Dict[str, Querier] = {}          # whoever has added a target, by game
-        self.targets: Dict[Key, Target] = {}            # by game, source and the server's own port
-        self.counts: Dict[str, Dict[str, int]] = collections.defaultdict(dict)  # by game, source
-        self.queue: List[Tuple[float, int, Target]] = []        # a heap by Target.due
-        self.numbers = itertools.count()                # of its entries, to keep equals in order
-        self.asked = 0                                  # queries since the last tick …
-        self.ticked_at = 0.0                            # … and when that was
+    def __init__(self, settings):
+        self.queriers = set()                   # whoever has added a target
+        self.targets = {}                       # by game, source and the server's own port
         self.read(settings)
 
     def read(self, settings):
-        self.interval: float = settings["poll.interval"]
-        self.rate: int = settings["poll.rate"]
+        self.interval, self.rate = settings["poll.interval"], settings["poll.rate"]
 
     def find(self, querier, address, server_port):
         """The target behind a game server's own port."""
         return self.targets.get((querier.game, address, server_port))
 
-    def crowded(self, querier, address):
-        """Why one more that announces itself from here would be too many, or "": silent ones count
-        too, or a liar could have thousands queried."""
-        return self.rules.crowded(self.counts[querier.game], address)
-
-    def add(self, querier, address, server_port, pinned=False, in_turn=False):
-        """Poll this game server from now on. `pinned`: the ini names it; `in_turn`: it has time."""
+    def add(self, querier, address, server_port):
+        """Poll this game server from now on: at the next tick, then at its place in the interval.
+        """
         target = self.find(querier, address, server_port)
         if target is None:
-            phase = next(self.numbers) * POLL_PHASE % 1.0
-            target = Target(querier, address, server_port, phase)
-            self.queriers[querier.game] = querier
+            target = Target(querier, address, server_port)
+            self.queriers.add(querier)
             self.targets[target.key] = target
-            counts = self.counts[querier.game]
-            for key in source_keys(address):
-                counts[key] = counts.get(key, 0) + 1
-            late = pinned or in_turn        # a long list in the ini or on disk takes its turn
-            self.wait(target, self.ticked_at + (phase * self.interval if late else 0.0))
-        target.pinned = target.pinned or pinned
         return target
 
-    def remove(self, target: Optional[Target]) -> None:
+    def remove(self, target):
         """None, and one that is removed already, change nothing."""
-        if target is not None and self.targets.get(target.key) is target:
-            del self.targets[target.key]
-            for key in source_keys(target.address):
-                uncount(self.counts[target.querier.game], key)
+        if target is not None:
+            self.targets.pop(target.key, None)
 
     def datagram(self, data, peer, now):
         wrong = "an answer that nobody asked for"
-        for querier in self.queriers.values():          # two games may be at one endpoint
+        for querier in self.queriers:                   # two games may be at one endpoint
             target = self.find(querier, canonical(peer[0]), peer[1] - querier.offset)
             if target is None or target.asked_at is None:
                 continue
@@ -1836,163 +1750,119 @@ class Poller(UdpProtocol):
             except Malformed as error:                  # perhaps another game's
                 wrong = target.wrong = str(error)
                 continue
+            target.missed = 0
             if complete:
-                target.missed = 0
                 self.rest(target, now)
-            elif self.asked < self.rate:
-                return self.ask(target, now)
-            else:                                       # no more queries in this second
-                target.asked_at = None
-                self.wait(target, now)
+            else:
+                target.asked_at, target.due = None, now
             return []
         raise Malformed(wrong)
 
     def tick(self, now):
         """The queries that are due, as many as the rate allows; who is silent is asked again."""
         out = []
-        self.asked, self.ticked_at = 0, now
-        while self.queue and self.queue[0][0] <= now and self.asked < self.rate:
-            due, _, target = heapq.heappop(self.queue)
-            if self.targets.get(target.key) is not target or target.due != due:
-                continue                                # removed, or put off since
+        # Looking at all 10,000 takes a millisecond, less than keeping them in order
+        due = [target for target in self.targets.values() if target.due <= now]
+        due.sort(key=lambda target: target.due)
+        for target in due:
             if target.asked_at is not None:
-                target.attempt += 1
-            if target.attempt < target.querier.attempts:
-                out += self.ask(target, now)
-                continue
-            target.missed += 1
-            if target.querier.missed(target, now):
-                self.remove(target)
-            else:
+                target.asked_at = None
+                target.unanswered += 1
+            if target.unanswered == POLL_ATTEMPTS:
+                target.missed += 1
+                if target.querier.missed(target, now):
+                    self.remove(target)
                 self.rest(target, now)
+            elif len(out) < self.rate:
+                target.nonce = target.querier.nonce()
+                target.asked_at, target.due = now, now + POLL_TIMEOUT_S
+                out.append((target.querier.query(target), (target.address, target.port)))
         return out
-
-    def ask(self, target: Target, now: float) -> Replies:
-        if self.targets.get(target.key) is not target:          # its answer has ended it
-            return []
-        self.asked += 1
-        target.nonce = target.querier.nonce()
-        target.asked_at = now
-        self.wait(target, now + POLL_TIMEOUT_S)
-        return [(target.querier.query(target), (target.address, target.port))]
 
     def rest(self, target, now):
         """The poll is over; the next one comes at the target's place in the interval."""
-        target.asked_at = None
-        target.attempt, target.step, target.wrong = 0, 0, ""
-        pause = (target.phase * self.interval - now) % self.interval
-        self.wait(target, now + (pause or self.interval))
-
-    def wait(self, target, due):
-        target.due = due
-        heapq.heappush(self.queue, (due, next(self.numbers), target))
-        if len(self.queue) > 4 * len(self.targets) + 100:       # most are of targets put off since
-            self.queue = [entry for entry in self.queue if entry[2].due == entry[0]
-                          and self.targets.get(entry[2].key) is entry[2]]
-            heapq.heapify(self.queue)
+        target.asked_at, target.unanswered, target.wrong = None, 0, ""
+        target.due = now + self.interval - (now - target.phase * self.interval) % self.interval
 
 
 class PolledGame(Querier):
     """A game whose servers are listed for as long as they answer the poller.
 
-    They come from the ini (`read_pinned`, by address or host name), announce themselves in their
+    They are named in the ini by address or host name (`read_pinned`), announce themselves in their
     protocol or by HTTP (`announced`), or were listed before a restart. `take` lists what answers,
     `missed` removes what does not; one that the ini names is then shown as not responding."""
 
     def __init__(self, core):
         self.core = core
         self.registry, self.poller, self.rules = core.registry, core.poller, core.registry.rules
-        # by host and port in the ini
-        self.pinned: Dict[Tuple[str, int], Optional[Target]] = {}
-        self.unresolved: Set[str] = set()       # host names that the log has told of
+        # What the ini says of each host and port, and of each address and port that they lead to
+        self.named, self.pinned = {}, {}
+        self.addresses = {}                     # by host, "" while it has none
         self.resolve_at = -math.inf
         core.announcers[self.game] = self
         self.registry.watch(self.watch, self.game, ["listed", "gone"])
 
     def announced(self, source, port, fields, now):
-        """An announcement by HTTP, with fields for the registry; raises Refused."""
+        """A server said by HTTP, from `source`, that it is there. Raises Refused."""
         raise NotImplementedError
 
-    def watch(self, event, server):
-        """Every listed server is queried, also one that was restored from disk; nobody who left."""
-        if event == "listed":
-            self.poller.add(self, server.source, server.port, in_turn=not server.confirmed)
-            return
-        target = self.poller.find(self, server.source, server.port)
-        if target is not None and not target.pinned:
-            self.poller.remove(target)
-
     def stopped(self, source, port):
-        """The game server says that it is stopping; False: it was not queried."""
+        """The game server has left, or says so; False: it was not queried."""
         target = self.poller.find(self, source, port)
         if target is not None and not target.pinned:
             self.poller.remove(target)
         return target is not None
 
+    def watch(self, event, server):
+        """Every listed server is queried, also one that was restored from disk; nobody who left."""
+        if event == "listed":
+            target = self.poller.add(self, server.source, server.port)
+            target.pinned |= server.pinned
+        else:
+            self.stopped(server.source, server.port)
+
     def place(self, target):
         """Where its server is listed."""
         return self.rules.listed_address(target.address), target.server_port
 
-    def server(self, source, port):
-        """The listed server that sends from here."""
-        server = self.registry.get(self.game, self.rules.listed_address(source), port)
-        return server if server is not None and server.source == source else None
-
     # Those that the ini names
 
-    def read_pinned(self, places):
-        """The hosts and ports that the ini names now."""
-        before, self.pinned = self.pinned, dict.fromkeys(places)
-        for place, target in before.items():
-            if place in self.pinned:
-                self.pinned[place] = target
-        for target in before.values():
-            self.unpin(target)
-        self.resolve_at = -math.inf
-
-    def unpin(self, target):
-        """Drop a server that the ini does not lead to any more; it may announce itself again."""
-        if target is not None and target not in self.pinned.values():
-            target.pinned = False
-            self.poller.remove(target)
-            self.registry.remove(self.registry.get(self.game, *self.place(target)))
+    def read_pinned(self, named):
+        """What the ini names now, by host and port."""
+        self.named, self.resolve_at = named, -math.inf
 
     def resolve_pinned(self, now):
-        """Once a second: see where the ini's names lead when that is due."""
-        if now < self.resolve_at:
-            return
-        if self.resolve_at != -math.inf:     # by now it is known where the names lead
-            self.drop_unpinned()
-        first = self.resolve_at == -math.inf
-        self.resolve_at = now + (RESOLVE_RETRY_S if first else RESOLVE_S)
-        for host, port in self.pinned:
-            if is_unicast(host):
-                self.pin(host, port, canonical(host), now)
-            else:
-                self.core.resolve(host, functools.partial(self.pin, host, port))
+        """Once a second: query what the ini names, where its names lead now, and drop what it
+        named before, which may announce itself again."""
+        hosts = {host for host, _ in self.named}
+        if now >= self.resolve_at:
+            self.resolve_at = now + RESOLVE_S
+            for host in hosts:
+                if is_unicast(host):
+                    self.addresses[host] = canonical(host)
+                else:
+                    self.core.resolve(host, functools.partial(self.resolved, host))
+        self.pinned = {(self.addresses[host], port): said
+                       for (host, port), said in self.named.items() if self.addresses.get(host)}
+        for place in self.pinned:
+            self.poller.add(self, *place).pinned = True
+        if hosts <= self.addresses.keys():      # it is known where all of them lead
+            for target in list(self.poller.targets.values()):
+                left = target.querier is self and target.key[1:] not in self.pinned
+                if left and target.pinned:
+                    self.poller.remove(target)
+                    self.registry.remove(self.registry.get(self.game, *self.place(target)))
 
-    def drop_unpinned(self):
-        """Drop what the ini named before a restart, and does not name any more."""
-        for server in list(self.registry.games[self.game].values()):
-            target = self.poller.find(self, server.source, server.port)
-            if server.pinned and (target is None or not target.pinned):
-                self.registry.remove(server)
-
-    def pin(self, host, port, address, now):
-        """`address`: where a host that the ini names leads; "" if nowhere."""
-        if (host, port) not in self.pinned:
+    def resolved(self, host, address, now):
+        """Where a host that the ini names leads; "" if nowhere: then the last address counts."""
+        if is_unicast(address):
+            self.addresses[host] = address
             return
-        if not is_unicast(address):
-            self.resolve_at = min(self.resolve_at, now + RESOLVE_RETRY_S)
-            if host not in self.unresolved:
-                self.unresolved.add(host)
-                log.warning("%s: the host name %s in the ini has no address; "
-                            "it will be looked up again", self.game, ascii(host))
-            return
-        self.unresolved.discard(host)
-        before = self.pinned[host, port]
-        self.pinned[host, port] = self.poller.add(self, address, port, pinned=True)
-        self.unpin(before)
+        self.resolve_at = min(self.resolve_at, now + RESOLVE_RETRY_S)
+        if host not in self.addresses:
+            self.addresses[host] = ""
+            log.warning("%s: the host name %s in the ini has no address; "
+                        "it will be looked up again", self.game, ascii(host))
 
     # What the poller finds
 
@@ -2002,13 +1872,12 @@ class PolledGame(Querier):
         before = self.registry.get(self.game, address, port)
         was_there = before is not None and before.responding
         try:
-            server = self.registry.hear(self.game, address, port, target.address, now,
-                                        lifetime, fields, target.pinned)
+            server = self.registry.hear(self.game, address, port, target.address, now, lifetime,
+                                        fields, target.pinned)
         except Refused as refused:
             self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
             self.registry.remove(before)
-            if not target.pinned:
-                self.poller.remove(target)
+            self.stopped(target.address, port)
             return None
         if server.responding and not was_there:
             self.registry.note(target.address, self.game, port, "listed", now)
@@ -2040,8 +1909,10 @@ class PolledGame(Querier):
 ICEBALL_HBVERSION = 2
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size          # 86
+ICEBALL_VERSIONS = struct.Struct("<HI")                         # hbversion, ibversion
 ICEBALL_HEAD = b"1CEB\2\0"
-ICEBALL_SAME = b"MSOKsame"          # to a listed server that repeats itself; nobody needs its HSHK
+# To a listed server that repeats itself, and what comes back, which nobody needs
+ICEBALL_SAME, ICEBALL_SAME_RETURNED = b"MSOKsame", b"HSHKsame"
 # With so much in its cookie MSOK is as long as the announcement that it answers
 ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
 ICEBALL_PROOF_LIFETIMES = 2         # after so many lifetimes every server is to prove itself again
@@ -2050,7 +1921,7 @@ ICEBALL_REPROACHES = 1 / 8, 5       # BADV or BADF by source: one an announcemen
 
 
 @functools.lru_cache(maxsize=256)               # all servers of one version share the text
-def iceball_version_text(number: int) -> str:
+def iceball_version_text(number):
     """8421413 -> "0.2.1-37": the way back from read_iceball_version."""
     w, x, y = number >> 27, number >> 22 & 31, number >> 15 & 127
     letter, build = number >> 10 & 31, number & 1023
@@ -2064,12 +1935,13 @@ def iceball_version_text(number: int) -> str:
     return text
 
 
-@functools.lru_cache(maxsize=4096)              # modes and maps are few
-def iceball_text(field: bytes) -> str:
+def iceball_text(field):
     """A text field: UTF-8, or UTF-8 that the game server has taken for Latin-1 and encoded again.
 
     A character that is cut off at the end goes."""
     raw = c_string(field)
+    if raw.isascii():
+        return clean(raw.decode())
     text = codecs.utf_8_decode(raw, "replace")[0]
     try:
         inner = codecs.utf_8_decode(text.encode("latin-1"))[0]
@@ -2080,9 +1952,7 @@ def iceball_text(field: bytes) -> str:
     return clean(inner if cut_off or not inner.isascii() else text)
 
 
-# Identifies a datagram and its source. With 64 bits two of a million are alike once in 40 million
-# times; with 32 it has to be the whole
-fingerprint: Callable[[Tuple[bytes, str]], Any] = hash if sys.hash_info.width >= 64 else tuple
+iceball_word = functools.lru_cache(maxsize=4096)(iceball_text)      # modes and maps are few
 
 
 class Iceball(UdpProtocol):
@@ -2110,8 +1980,9 @@ class Iceball(UdpProtocol):
         self.cookie = Cookie(os.urandom(16))
         self.draft = IceballDraft(self)
         self.timeout = core.settings["iceball.timeout"]
-        # Listed servers by the fingerprint (also in server.packet) of what they have proven
-        self.known: Dict[Any, Server] = {}
+        # Listed servers by the hash of what they have proven and its source, also in server.packet.
+        # With 64 bits two of a million are alike once in 40 million times
+        self.known = {}
         self.prove_at = -math.inf
         self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.registry.watch(self.forget, "iceball", ["gone"])
@@ -2119,12 +1990,11 @@ class Iceball(UdpProtocol):
 
     def read(self, settings):
         self.version = settings["iceball.version"]
-        self.accepted = settings["iceball.accept_versions"]
+        self.accepted = set(settings["iceball.accept_versions"])
         self.known.clear()                      # each is checked once against the new settings
 
     def forget(self, event, server):
         self.known.pop(server.packet, None)
-        self.draft.sessions.pop(server.packet, None)
 
     def tick(self, now):
         # Forged announcements keep nobody: who proves nothing more leaves a lifetime after this
@@ -2137,7 +2007,7 @@ class Iceball(UdpProtocol):
         # Among 100,000 servers each look-up waits for memory three times. Done one right after the
         # other, those of a batch wait together: an announcement costs 1.10 to 1.12 times that among
         # 100 servers; the bar is 1.15
-        fingerprints = list(map(fingerprint, zip(data, [peer[0] for peer in peers])))
+        fingerprints = list(map(hash, zip(data, [peer[0] for peer in peers])))
         servers = list(map(self.known.get, fingerprints))
         for server in servers:
             if server is not None:
@@ -2154,69 +2024,65 @@ class Iceball(UdpProtocol):
             elif b"\1" <= kind[:1] <= b"\7":
                 answer = self.draft.answer(data, peer, now)
             else:
-                raise Refused("bad packet", "neither 1CEB nor HSHK nor a packet of the first draft")
-        except Refused as refused:
-            self.registry.note(source, "iceball", 0, refused.outcome, now, str(refused))
-            raise Malformed(str(refused)) from None
+                raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
+        except Malformed as wrong:
+            self.registry.note(source, "iceball", 0, "bad packet", now, str(wrong))
+            raise
         return [(answer, peer)] if answer else []
 
     def announcement(self, data, source, now):
-        reproach = self.reproach(data, source, now)
-        if reproach:
-            return reproach
+        if len(data) < 10:
+            raise Malformed("an announcement too short for its versions")
+        hbversion, version = ICEBALL_VERSIONS.unpack_from(data, 4)
+        outcome, why = "version", ""
+        if hbversion != ICEBALL_HBVERSION:
+            why = "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
+        elif self.accepted and not {version, version & ~ICEBALL_BUILD} & self.accepted:
+            accepted = ", ".join(map(iceball_version_text, sorted(self.accepted)))
+            why = "Iceball version %s, only %s" % (iceball_version_text(version), accepted)
+        elif len(data) != ICEBALL_ANNOUNCEMENT_BYTES:   # that of another version may differ
+            outcome = "bad packet"
+            why = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
+        if why:
+            return self.reproach(source, now, outcome, why)
         registry, rules = self.registry, self.registry.rules
         port = data[10] | data[11] << 8
         if registry.get("iceball", rules.listed_address(source), port) is None:
             registry.note(source, "iceball", port, "announced", now)
         packed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
         surplus = len(packed) - ICEBALL_PACKED_BYTES
-        if (source not in registry.sources
-                and not rules.allow_surplus("cookie", source, surplus, now)):
+        if surplus > 0 and not rules.allow_surplus("cookie", source, surplus, now):
             packed = packed[:ICEBALL_PACKED_BYTES]      # the end of the map comes a second later
-        return b"MSOK" + self.cookie.make(b"%s=%s" % (source.encode(), packed), now) + packed
+        return b"MSOK" + self.cookie.make(source.encode() + b"=" + packed, now) + packed
 
-    def reproach(self, data, source, now):
-        """BADV or BADF to an announcement that cannot be listed; b"": it can. Raises Refused where
-        an answer may do harm. Another version may have another length, so that comes last."""
-        if len(data) < 10:
-            raise Refused("bad packet", "an announcement too short for its versions")
-        hbversion, version = struct.unpack_from("<HI", data, 4)
-        outcome = "version"
-        if hbversion != ICEBALL_HBVERSION:
-            why = "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
-        elif self.accepted and not {version, version & ~ICEBALL_BUILD} & set(self.accepted):
-            accepted = ", ".join(map(iceball_version_text, self.accepted))
-            why = "Iceball version %s, only %s" % (iceball_version_text(version), accepted)
-        elif len(data) != ICEBALL_ANNOUNCEMENT_BYTES:
-            outcome = "bad packet"
-            why = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
-        else:
-            return b""
-        # Its receiver falls silent towards every master. So who has a listed server gets none, as
-        # the packet may be forged to silence it, and nobody gets many; loopback is not forged
+    def reproach(self, source, now, outcome, why):
+        """BADV or BADF to an announcement that cannot be listed, or silence.
+
+        Its receiver falls silent towards every master. So who has a listed server gets none, as
+        the packet may be forged to silence it, and nobody gets many; loopback is not forged."""
+        self.registry.note(source, "iceball", 0, outcome, now, why)
         if not is_loopback(source) and (source in self.registry.sources
                                         or not self.reproaches.allow(source, now)):
-            raise Refused(outcome, why)
-        self.registry.note(source, "iceball", 0, outcome, now, why)
+            return b""
         if outcome == "version":
-            return b"BADV" + struct.pack("<HI", ICEBALL_HBVERSION, self.version)
+            return b"BADV" + ICEBALL_VERSIONS.pack(ICEBALL_HBVERSION, self.version)
         return b"BADF"
 
     def handshake(self, data, source, now):
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
-        if mac == ICEBALL_SAME[4:]:
+        if data == ICEBALL_SAME_RETURNED:
             return b""
-        if not self.cookie.good(mac, b"%s=%s" % (source.encode(), packed), now):
-            raise Refused("bad packet", "a cookie that went to another address, or is older "
-                                        "than %d s" % COOKIE_WINDOW_S)
+        if not self.cookie.good(mac, source.encode() + b"=" + packed, now):
+            raise Malformed("a cookie that went to another address, or is older than %d s"
+                            % COOKIE_WINDOW_S)
         packet = (ICEBALL_HEAD + packed).ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
         _, _, version, port, players, maximum, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
         server = self.hear(source, "", port, now, {
-            "name": iceball_text(name), "mode": iceball_text(mode), "map": iceball_text(map),
-            "version": iceball_version_text(version), "players": min(players, maximum),
-            "max_players": maximum})
+            "name": iceball_text(name), "mode": iceball_word(mode), "map": iceball_word(map),
+            "version": iceball_version_text(version), "players": players, "max_players": maximum})
         if server is not None:
-            server.packet = fingerprint((packet, source))
+            self.forget("changed", server)
+            server.packet = hash((packet, source))
             self.known[server.packet] = server
         return b""
 
@@ -2231,12 +2097,11 @@ class Iceball(UdpProtocol):
             registry.note(source, "iceball", port, refused.outcome, now, str(refused))
             return None
         registry.note(source, "iceball", port, "listed", now)
-        self.forget("changed", server)
         return server
 
 
 # By type and field number
-DRAFT_FIELDS = {(3, 1): "name", (3, 2): "mode", (4, 1): "players", (4, 2): "max_players"}
+DRAFT_FIELDS = {b"\3\1": "name", b"\3\2": "mode", b"\4\1": "players", b"\4\2": "max_players"}
 DRAFT_HBVERSION = b"\1\0"
 DRAFT_SESSIONS = 1024               # the latest; whoever is pushed out asks for a new id
 DRAFT_NO_SESSION = b"\6"
@@ -2259,9 +2124,8 @@ class IceballDraft:
 
     def __init__(self, iceball):
         self.iceball, self.registry = iceball, iceball.registry
-        # By peer, which server.packet has too: the id, the address that it claims, its port
-        self.sessions: collections.OrderedDict[Peer, Tuple[bytes, str, int]] = (
-            collections.OrderedDict())
+        # By peer: the id, the address that it claims, its port, and when it ends
+        self.sessions = collections.OrderedDict()
 
     def answer(self, data, peer, now):
         kind = data[0]
@@ -2269,17 +2133,24 @@ class IceballDraft:
             return self.request(data, peer, now)
         if kind not in (3, 4, 5):
             raise Malformed("type %d is sent by masters only" % kind)
-        session = self.sessions.get(peer)
-        if session is None or data[1:5] != session[0]:
+        identity, claim, port, ends = self.sessions.get(peer, (b"", "", 0, now))
+        if data[1:5] != identity or now >= ends:
             return DRAFT_NO_SESSION
-        server = self.iceball.hear(peer[0], session[1], session[2], now, {})
+        name, value = DRAFT_FIELDS.get(data[:1] + data[5:6]), None
+        if kind == 3:
+            value = decode_utf8(draft_text(data, 6))
+        elif kind == 4:
+            value = draft_number(data, 6)
+        server = self.iceball.hear(peer[0], claim, port, now, {name: value} if name else {})
         if server is None:
-            return DRAFT_NO_SESSION
-        server.packet = peer
-        keep_latest(self.sessions, peer, session, DRAFT_SESSIONS)
+            return b""
+        self.remember(peer, identity, claim, port, now)
         if not server.name:
             self.registry.update(server, {"name": endpoint(server.address, server.port)})
-        return b"" if kind == 5 else self.set_field(data, server)
+        if name is None:
+            return b""
+        stored = getattr(server, name)
+        return data[:6] + (stored.encode() + b"\0" if kind == 3 else struct.pack("<i", stored))
 
     def request(self, data, peer, now):
         if len(data) < 3:
@@ -2287,39 +2158,31 @@ class IceballDraft:
         if data[1:3] != DRAFT_HBVERSION:
             return b"\7" + DRAFT_HBVERSION
         claim = draft_text(data, 5).decode("ascii", "replace")
-        port = data[3] | data[4] << 8
         identity = struct.pack("<I", CHANCE.getrandbits(32))
         rules = self.registry.rules
         address = rules.listed_address(peer[0], claim).encode()
         answer = b"\2" + identity + data[3:5] + address + b"\0"
         if not rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
             return b""
-        keep_latest(self.sessions, peer, (identity, claim, port), DRAFT_SESSIONS)
+        self.remember(peer, identity, claim, data[3] | data[4] << 8, now)
         return answer
 
-    def set_field(self, data, server):
-        value: Any
-        if data[0] == 3:
-            value = decode_utf8(draft_text(data, 6))
-        elif len(data) == 10:
-            value = clamp(struct.unpack_from("<i", data, 6)[0])
-        else:
-            raise Malformed("number field: expected 10 bytes")
-        name = DRAFT_FIELDS.get((data[0], data[5]))
-        if name is None:
-            return b""
-        if name == "name":
-            self.registry.admit_name(value)
-        self.registry.update(server, {name: value})
-        stored = getattr(server, name)
-        return data[:6] + (stored.encode() + b"\0" if data[0] == 3 else struct.pack("<i", stored))
+    def remember(self, peer, identity, claim, port, now):
+        session = identity, claim, port, now + self.iceball.timeout
+        keep_latest(self.sessions, peer, session, DRAFT_SESSIONS)
 
 
-def draft_text(data: bytes, start: int) -> bytes:
+def draft_text(data, start):
     text, end, rest = data[start:].partition(b"\0")
     if not end or rest:
         raise Malformed("text: expected one with a NUL at its end")
     return text
+
+
+def draft_number(data, start):
+    if len(data) != start + 4:
+        raise Malformed("number: expected 4 bytes")
+    return clamp(int.from_bytes(data[start:], "little", signed=True))
 
 
 # --- Hyperbol ------------------------------------------------------------------------------------
@@ -2356,23 +2219,19 @@ class Hyperbol(TcpProtocol, PolledGame):
         super().__init__(core)
         self.everything = RenderedList(self.registry, self.game, hyperbol_everything)
         self.official = RenderedList(self.registry, self.game, hyperbol_official)
-        self.places: Dict[Tuple[str, int], int] = {}        # where the ini leads, and the flavor
+        self.flavors = {}                       # by listed address and port
         self.read(core.settings)
 
     def read(self, settings):
-        self.flavors: Dict[Tuple[str, int], int] = {
-            (host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
-        self.read_pinned(self.flavors)
+        self.read_pinned({(host, port): flavor
+                          for host, port, flavor in settings["hyperbol.servers"]})
 
     def tick(self, now):
         self.resolve_pinned(now)
-        places = {self.place(target): self.flavors[name]
-                  for name, target in self.pinned.items() if target is not None}
-        if places != self.places:
-            self.places = places
-            for server in self.registry.servers(self.game):
-                flavor = places.get((server.address, server.port), 0)
-                self.registry.update(server, {"flavor": flavor})
+        self.flavors = {(self.rules.listed_address(address), port): flavor
+                        for (address, port), flavor in self.pinned.items()}
+        for place, server in self.registry.games[self.game].items():
+            self.registry.update(server, {"flavor": self.flavors.get(place, 0)})
 
     def session(self, address, now):
         return HyperbolSession(self, address, now)
@@ -2382,30 +2241,23 @@ class Hyperbol(TcpProtocol, PolledGame):
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
                                         "this came from %s" % source)
-        address = self.rules.listed_address(source)
-        if self.registry.get(self.game, address, port) is None:
-            self.registry.admit(self.game, address, port, source)
-            if self.poller.find(self, source, port) is None:
-                crowded = self.poller.crowded(self, source)
-                if crowded:
-                    raise Refused("limit", crowded)
-                self.registry.note(source, self.game, port, "announced", now)
-        self.poller.add(self, source, port)
+        if self.poller.find(self, source, port) is None:
+            self.registry.admit(self.game, self.rules.listed_address(source), port, source)
+            self.registry.note(source, self.game, port, "announced", now)
+            self.poller.add(self, source, port)
 
     def query(self, target):
         return struct.pack("<BI", 2, target.nonce)
 
     def answer(self, target, data, now):
         fields = hyperbol_info(data, target.nonce)
-        fields["name"] = fields["name"] or endpoint(*self.place(target))
+        place = self.place(target)
+        fields["name"] = fields["name"] or endpoint(*place)
         # Whole milliseconds: jitter alone makes no new list
-        fields.update(responding=True, verified="query", ping_ms=round(target.ping_ms))
+        fields.update(responding=True, verified="query", ping_ms=round(target.ping_ms),
+                      flavor=self.flavors.get(place, 0))
         self.take(target, fields, now)
         return True
-
-    def take(self, target, fields, now, lifetime=math.inf):
-        fields["flavor"] = self.places.get(self.place(target), 0)
-        return super().take(target, fields, now, lifetime)
 
 
 class HyperbolSession(Session):
@@ -2440,21 +2292,21 @@ class HyperbolSession(Session):
         return b""
 
 
-def hyperbol_everything(servers: Iterable[Server]) -> bytes:
+def hyperbol_everything(servers):
     """12 bytes for each server that answers."""
     shown = [server for server in servers if server.responding and ":" not in server.address]
     return b"".join(parts(shown, "hyperbol", hyperbol_entry))
 
 
-def hyperbol_official(servers: Iterable[Server]) -> bytes:
+def hyperbol_official(servers):
     return hyperbol_everything(server for server in servers if server.flavor)
 
 
-def hyperbol_entry(server: Server) -> bytes:
+def hyperbol_entry(server):
     return HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor)
 
 
-def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
+def hyperbol_info(data, timestamp):
     """What a game server answers to the query with this timestamp: attributes of Server.
 
     Raises Malformed."""
@@ -2473,7 +2325,7 @@ def hyperbol_info(data: bytes, timestamp: int) -> Dict[str, Any]:
                         "factions": "IMF %d, Syndicate %d, Republic %d" % values[20:23]}}
 
 
-def hyperbol_greeting(data: bytes) -> Tuple[int, int]:
+def hyperbol_greeting(data):
     """Key and number of players in a master's greeting, 12 bytes. Raises Malformed."""
     if len(data) < HYPERBOL_GREETING.size or data[:4] != b"HBSL":
         raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
@@ -2481,7 +2333,7 @@ def hyperbol_greeting(data: bytes) -> Tuple[int, int]:
     return HYPERBOL_GREETING.unpack_from(data)[1:]
 
 
-def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
+def hyperbol_entries(data):
     """Address, port and flavor of each server in a list; a rest of under 12 bytes is ignored."""
     whole = len(data) - len(data) % HYPERBOL_ENTRY.size
     return [(".".join(map(str, address)), port, flavor)
@@ -2491,7 +2343,6 @@ def hyperbol_entries(data: bytes) -> List[Tuple[str, int, int]]:
 # --- SubSpace ------------------------------------------------------------------------------------
 
 ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")      # 94 bytes, then the description
-ZONE_ANNOUNCEMENT_MAX = 480
 ZONE_ENTRY = struct.Struct("<4sHHHI64s")                # in a list, then the description
 ZONE_DESCRIPTION_BYTES = 480        # in a list, its NUL included: the most that clients take
 ZONE_VERSION = 134                  # what every zone announces; for those that the ini names
@@ -2505,7 +2356,6 @@ PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
 PING_BYTES = 512                    # the document: no packet is larger …
 PING_BYTES_SEEN = 520               # … but one implementation sends up to 520
 PING_FORMS = b"", b"\3\0\0\0", b"\2\0\0\0"      # what follows the timestamp, as asked in turn
-Arena = Tuple[bytes, int, int]      # name, total, playing
 
 
 class ZonePoll:
@@ -2522,14 +2372,10 @@ class ZonePoll:
     """
 
     def __init__(self):
-        self.step = 0                               # the one of PING_FORMS to ask
-        self.count = self.total = 0                 # players, by the first and the second form
-        self.playing: Optional[int] = None
-        self.arenas: Optional[List[Arena]] = None
-
-    @property
-    def answered(self):
-        return self.step > 0
+        self.step = 0                   # the one of PING_FORMS to ask; so many were answered
+        self.players = 0
+        self.playing = None             # None: it has not told
+        self.arenas = ""                # `(Public 0) 2/1, duel 1/1`: total and playing
 
     def question(self, nonce, attempt=0):
         """4 or 8 bytes, the same at each attempt."""
@@ -2542,50 +2388,37 @@ class ZonePoll:
             raise Malformed("timestamp: not the one that was sent, or %d bytes" % len(data))
         self.step += 1
         if self.step == 1:
-            self.count = int.from_bytes(data[:4], "little")
+            self.players = clamp(int.from_bytes(data[:4], "little"))
             return False
         options, blocks = data[4], data[8:]
         if options & PING_SUMMARY and len(blocks) >= 8:
-            self.total, self.playing = struct.unpack_from("<II", blocks)
-            blocks = blocks[8:]
+            total, playing = struct.unpack_from("<II", blocks)
+            # Two players may have come since. More: it is one of several zones of a server, and
+            # this answer counts all of them
+            if total > self.players + 2:
+                return True
+            self.playing, blocks = playing, blocks[8:]
         if options & PING_ARENAS:
-            self.arenas = arena_blocks(blocks)
-        return self.arenas is not None or self.step == len(PING_FORMS)
-
-    @property
-    def virtual(self):
-        """One of several zones of a server: the longer answer counts all of them. Two players may
-        come between the questions."""
-        return self.total > self.count + 2
-
-    def fields(self):
-        """For the registry."""
-        known = self.playing is not None and self.playing <= self.count and not self.virtual
-        return {"players": clamp(self.count), "playing": self.playing if known else None}
-
-    def arenas_text(self):
-        """`(Public 0) 2/1, duel 1/1`: total and playing."""
-        return ", ".join("%s %d/%d" % (arena_name(name), total, playing)
-                         for name, total, playing in self.arenas or [] if not self.virtual)
+            self.arenas = arenas_text(blocks)
+            return True
+        return self.step == len(PING_FORMS)
 
 
-def arena_name(raw: bytes) -> str:
-    return "(Public %s)" % raw.decode("ascii") if raw.isdigit() else decode_legacy(raw) or "?"
+def arenas_text(data):
+    """Of blocks `name\\0 total.u16 playing.u16`, ended by an empty name; one that is cut off ends
+    them too."""
+    arenas = []
+    name, _, data = data.partition(b"\0")
+    while name and len(data) >= 4:
+        shown = "(Public %s)" % name.decode() if name.isdigit() else decode_legacy(name) or "?"
+        arenas.append("%s %d/%d" % (shown, *struct.unpack_from("<HH", data)))
+        name, _, data = data[4:].partition(b"\0")
+    return ", ".join(arenas)
 
 
-def arena_blocks(data: bytes) -> List[Arena]:
-    """`name\\0 total.u16 playing.u16`, ended by an empty name; one that is cut off ends there."""
-    blocks = []
-    while True:
-        name, nul, data = data.partition(b"\0")
-        if not name or not nul or len(data) < 4:
-            return blocks
-        blocks.append((name,) + struct.unpack_from("<HH", data))
-        data = data[4:]
-
-
-def ping_answer(data: bytes, total: int, playing: int, arenas: Iterable[Arena]) -> bytes:
-    """The answer of at most 512 bytes to a ping of 4 or 8."""
+def ping_answer(data: bytes, total: int, playing: int,
+                arenas: Iterable[Tuple[bytes, int, int]]) -> bytes:
+    """The answer of at most 512 bytes to a ping of 4 or 8; `arenas`: name, total, playing."""
     if len(data) == 4:
         return struct.pack("<I", total) + data
     options = data[4] & (PING_SUMMARY | PING_ARENAS)
@@ -2602,7 +2435,7 @@ def ping_answer(data: bytes, total: int, playing: int, arenas: Iterable[Arena]) 
     return out
 
 
-def ping_nonce() -> int:
+def ping_nonce():
     """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500`
     means the total."""
     return 3000 * CHANCE.randrange((1 << 32) // 3000) + CHANCE.randrange(300)
@@ -2618,26 +2451,18 @@ class Claim(NamedTuple):
     lifetime: float                 # infinite: it came by HTTP
 
 
-def zone_announcement(data: bytes) -> Claim:
-    """The 95 to 480 bytes of an announcement; raises Malformed with the field."""
-    if not ZONE_ANNOUNCEMENT.size < len(data) <= ZONE_ANNOUNCEMENT_MAX:
-        raise Malformed("length: %d bytes instead of 4, 8 or %d to %d" % (
-            len(data), ZONE_ANNOUNCEMENT.size + 1, ZONE_ANNOUNCEMENT_MAX))
+def zone_announcement(data):
+    """The claim in the 95 to 480 bytes of an announcement; raises Malformed with the field."""
+    if not ZONE_ANNOUNCEMENT.size < len(data) <= 480:
+        raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
     _, port, _, scores, version, name, password = ZONE_ANNOUNCEMENT.unpack_from(data)
     description = c_string(data[ZONE_ANNOUNCEMENT.size:])
     fields = {"name": decode_legacy(c_string(name)), "version": str(version),
               "description": decode_legacy(description, TEXT_CHARACTERS),
               "details": {"scores": "yes" if scores & 255 else "no"}}
-    if not fields["name"]:
-        raise Malformed("name: it is empty")
     if port == 65535:
         raise Malformed("port: 65535 leaves no next one for pings")
     return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
-
-
-def alike(name: str) -> str:
-    """What names share that look the same on the page, where several spaces show as one."""
-    return " ".join(name.casefold().split())
 
 
 class SubSpacePing(UdpProtocol, PolledGame):
@@ -2665,14 +2490,13 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def __init__(self, core):
         super().__init__(core)
         self.cookie = Cookie(os.urandom(16), 4)
-        # By source and announced port
-        self.claims: collections.OrderedDict[Tuple[str, int], Claim] = collections.OrderedDict()
-        self.pings: Replies = []                # for what came by HTTP
+        self.claims = collections.OrderedDict()         # by source and announced port
+        self.pings = []                                 # for what came by HTTP
         self.echoes = Limiter(ECHO_RATE)
         self.read(core.settings)
 
     def read(self, settings):
-        self.read_pinned(settings["subspace.zones"])
+        self.read_pinned(dict.fromkeys(settings["subspace.zones"]))
 
     def tick(self, now):
         self.resolve_pinned(now)
@@ -2683,10 +2507,15 @@ class SubSpacePing(UdpProtocol, PolledGame):
         if len(data) in (4, 8):
             return self.ping(data, peer, now)
         try:
-            return self.announcement(peer[0], zone_announcement(data), now)
+            claim = zone_announcement(data)
+            return self.announcement(peer[0], claim, now)
         except Malformed as wrong:
             self.registry.note(peer[0], self.game, 0, "bad packet", now, str(wrong))
             raise
+        except Refused as refused:
+            self.registry.note(
+                peer[0], self.game, claim.port, refused.outcome, now, str(refused))
+            return []
 
     def ping(self, data, peer, now):
         """Answer for this master itself, or take a zone's answer to a ping of ours."""
@@ -2696,30 +2525,41 @@ class SubSpacePing(UdpProtocol, PolledGame):
             if len(data) == 8:                  # else it came back to ourselves: we are no zone
                 self.proves(peer[0], peer[1] - 1, int.from_bytes(data[:4], "little"), now)
             return []
-        census = self.registry.census(now)
-        arenas = [(game.encode(), clamp(census[game].players), clamp(census[game].playing))
-                  for game in sorted(census)]
-        answer = ping_answer(data, sum(total for _, total, _ in arenas),
-                             sum(playing for _, _, playing in arenas), arenas)
+        arenas = [(game.encode(), clamp(players), clamp(playing))
+                  for game, (_, players, playing) in sorted(self.registry.census(now).items())]
+        answer = ping_answer(data, sum(arena[1] for arena in arenas),
+                             sum(arena[2] for arena in arenas), arenas)
         surplus = len(answer) - len(data)
-        if surplus:
-            allowed = self.rules.allow_surplus("ping", peer[0], surplus, now)
-        else:
-            allowed = self.echoes.allow(peer[0], now)
-        return [(answer, peer)] if allowed else []
+        if (self.rules.allow_surplus("ping", peer[0], surplus, now)
+                and (surplus or self.echoes.allow(peer[0], now))):
+            return [(answer, peer)]
+        return []
 
     # Announcements
 
     def announcement(self, source, claim, now):
-        """Refresh a zone that repeats itself; ping another one."""
-        server = self.zone(source, claim.port)
-        if server is not None and server.packet == claim:
-            self.registry.confirm(server, now)
-            return []
+        """Refresh a zone that repeats itself; ping another one. Raises Refused."""
+        address, name = self.rules.listed_address(source), claim.fields.get("name", "")
+        server = self.registry.get(self.game, address, claim.port)
         place = source, claim.port + 1
         if server is None:
+            self.registry.admit(self.game, address, claim.port, source, name)
             self.registry.note(source, self.game, claim.port, "silent", now,
                                "no answer yet to a ping on UDP port %d" % place[1])
+        elif server.packet == claim:
+            self.registry.confirm(server, now)
+            return []
+        elif server.packet and server.packet.password != claim.password:
+            raise Refused("password", "this zone is listed with another one; a new one is taken "
+                                      "once it was silent for %d s" % ZONE_LIFETIME_S)
+        # The first password that comes with a name owns it while a zone of that name is there.
+        # After a restart passwords are not known for a minute, and nobody else gets the name
+        if server is None or server.name != name:
+            for zone in self.registry.games[self.game].values():
+                shared = zone.packet and zone.packet.password == claim.password
+                if zone.responding and zone.name.casefold() == name.casefold() and not shared:
+                    raise Refused("name", "the name %s belongs to another zone, with another "
+                                          "password, for as long as that is listed" % zone.name)
         keep_latest(self.claims, (source, claim.port), claim, ZONE_CLAIMS)
         return [(self.cookie.make(endpoint(*place).encode(), now), place)]
 
@@ -2727,61 +2567,24 @@ class SubSpacePing(UdpProtocol, PolledGame):
         if ":" in source or port == 65535:
             raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
                                         "this is %s" % endpoint(source, port))
-        claim = Claim(port, dict(fields), ZONE_PASSWORD, math.inf)
-        self.admit(source, claim)
+        claim = Claim(port, fields, ZONE_PASSWORD, math.inf)
         self.pings += self.announcement(source, claim, now)
-
-    def zone(self, source, port):
-        """What is listed where a zone that sends from here is listed."""
-        return self.registry.get(self.game, self.rules.listed_address(source), port)
-
-    def admit(self, source, claim):
-        """Raise Refused if a zone may not be listed, or one that is listed not changed so.
-
-        The first password that comes with a name owns it while a zone of that name is there."""
-        server, name = self.zone(source, claim.port), claim.fields.get("name", "")
-        if server is None:
-            address = self.rules.listed_address(source)
-            self.registry.admit(self.game, address, claim.port, source, name)
-        wanted = alike(name)
-        keeps = server is not None and alike(server.name) == wanted
-        for zone in self.registry.games[self.game].values():
-            known = bool(zone.packet)           # after a restart it is not for a minute
-            if known and zone.packet.password == claim.password:
-                continue
-            if known and zone is server:
-                raise Refused("password", "this zone is listed with another one; a new one is "
-                                          "taken once it was silent for %d s" % ZONE_LIFETIME_S)
-            if not keeps and zone.responding and alike(zone.name) == wanted:
-                raise Refused("name", "the name %s belongs to another zone, with another password, "
-                                      "for as long as that is listed" % zone.name)
 
     def proves(self, source, port, players, now):
         """The zone on this port has answered a ping: list it, or change it to what it claims."""
-        claim, server = self.claims.pop((source, port), None), self.zone(source, port)
-        if claim is None:                       # it answered twice, or too late
-            return
-        address = self.rules.listed_address(source)
-        name, lifetime = endpoint(address, port), claim.lifetime
-        if server is not None:
-            name, lifetime = server.name, max(server.lifetime, lifetime)
-        fields = {**claim.fields, "name": claim.fields.get("name") or name,
-                  "players": clamp(players), "verified": "query"}
-        try:
-            self.admit(source, claim)
-            server = self.registry.hear(self.game, address, port, source, now, lifetime, fields)
-        except Refused as refused:
-            self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
-            return
-        server.packet = claim
-        self.poller.add(self, source, port)
-        self.registry.note(source, self.game, port, "listed", now)
+        claim = self.claims.pop((source, port), None)
+        if claim:                               # else it answered twice, or too late
+            target = self.poller.add(self, source, port)
+            name = claim.fields.get("name") or endpoint(*self.place(target))
+            fields = {**claim.fields, "name": name, "players": clamp(players), "verified": "query"}
+            server = self.take(target, fields, now, claim.lifetime)
+            if server:
+                server.packet = claim
 
     # Polls
 
     def query(self, target):
-        if target.scratch is None:
-            target.scratch = ZonePoll()
+        target.scratch = target.scratch or ZonePoll()
         return target.scratch.question(target.nonce)
 
     def answer(self, target, data, now):
@@ -2791,7 +2594,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         return complete
 
     def missed(self, target, now):
-        if not target.scratch.answered:
+        if not target.scratch.step:
             return super().missed(target, now)
         target.missed = 0                       # an old zone knows the first question alone
         self.polled(target, now)
@@ -2799,27 +2602,25 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     def polled(self, target, now):
         """Bring the zone up to date with what it answered to the poll; list it if the ini does."""
-        poll, server = target.scratch, self.zone(target.address, target.server_port)
-        target.scratch = None
-        fields = {**poll.fields(), "responding": True, "verified": "query",
-                  "ping_ms": round(target.ping_ms)}
+        poll, target.scratch = target.scratch, None
+        server = self.registry.get(self.game, *self.place(target))
+        fields = {"players": poll.players, "playing": poll.playing, "responding": True,
+                  "verified": "query", "ping_ms": round(target.ping_ms)}
         if server is None:
             fields["name"] = endpoint(*self.place(target))
-        elif poll.arenas is not None:
-            fields["details"] = {**server.details, "arenas": poll.arenas_text()}
-        if target.pinned or server is not None and server.lifetime == math.inf:
+        else:
+            fields["details"] = {**server.details, "arenas": poll.arenas}
+        if target.pinned or server and server.lifetime == math.inf:
             self.take(target, fields, now)
-        elif server is not None:                # it lives by its announcements
+        elif server:                            # it lives by its announcements
             self.registry.update(server, {**fields, "confirmed": True})
 
 
 LINK_WINDOW = 4                     # packets in flight: what deployed clients are used to
-LINK_AHEAD = 16                     # and how far beyond the oldest missing one: 8 kB to keep
 LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
-LINK_TRIES = 16                     # packets in a row without an acknowledgement: at a fifth lost
-                                    # each way, once in 10 million; 8 kB to a false address
 LINK_ANSWERS = 8                    # to the parts of one datagram: it could have seventy
-LINK_IDLE_S = 30.0                  # a peer that says nothing for so long has gone
+LINK_IDLE_S = 20.0                  # a peer that takes nothing for so long has gone: twenty packets
+                                    # in a row were lost, or 10 kB went to a false address
 LINK_CHUNK_BYTES = 480              # of a list in a packet: with headers below the 512 of clients
 LINK_PACKET_BYTES = 520             # the longest that any end sends
 
@@ -2827,8 +2628,8 @@ LINK_PACKET_BYTES = 520             # the longest that any end sends
 class SubSpaceLink:
     """One end of the SubSpace core protocol, unencrypted. Its packets begin with 00.
 
-        00 03 seq[4] packet                     reliable: acknowledged, taken in order, sent again
-                                                until it is
+        00 03 seq[4] packet                     reliable: taken in order and acknowledged; what is
+                                                not acknowledged is sent again
         00 04 seq[4]                            acknowledgement
         00 05 time[4] …                         sync, answered with 00 06 time[4] servertime[4]
         00 07                                   disconnect
@@ -2840,91 +2641,70 @@ class SubSpaceLink:
     """
 
     def __init__(self, now, payloads=()):
-        self.heard_at = now
-        self.closed = False
-        self.proven = False                             # the peer has acknowledged something
-        self.expected = 0                               # the peer's next sequence number
-        self.early: Dict[int, bytes] = {}               # its packets that came before their turn
-        self.sequence = 0                               # our next one
         self.payloads = iter(payloads)
-        # Packets under way, and when they were sent, by sequence number
-        self.flights: Dict[int, Tuple[bytes, float]] = {}
-        self.unanswered = 0                             # sent since the last acknowledgement
+        self.flights = {}               # packets under way, and when they were sent, by number
+        self.sequence = 0               # the number of our next packet …
+        self.expected = 0               # … and of the peer's
+        self.active_at = now            # when the peer last sent or acknowledged one
+        self.closed = False
+
+    @property
+    def proven(self):
+        """The peer has acknowledged something."""
+        return self.sequence > len(self.flights)
 
     def packet(self, data, now):
-        """A packet that is not the link's own."""
-        raise Malformed("type %s, %d bytes" % (data[:2].hex(), len(data)))
+        """A packet that is not the link's own. Those that are not known are ignored."""
 
     def allowed(self, packet, now):
         """May this one go out now? Else it waits."""
         return True
 
     def receive(self, data, now):
-        self.heard_at = now
-        out = []
-        packets = [data]
+        out, packets = [], [data]
         while packets:
             packet = packets.pop(0)
             kind, number = packet[:2], int.from_bytes(packet[2:6], "little")
-            if kind == b"\0\x0e":
-                packets = cluster_packets(packet) + packets
+            if kind == b"\0\x0e" and len(packet) > 2:       # its first packet, and the rest
+                end = 3 + packet[2]
+                packets[:0] = packet[3:end], kind + packet[end:]
             elif kind == b"\0\7":
                 self.closed = True
-            elif len(packet) < 6 or kind not in (b"\0\3", b"\0\4", b"\0\5", b"\0\6"):
-                try:
-                    out += self.packet(packet, now)
-                except Malformed:                       # within another one it spoils nothing
-                    if packet is data:
-                        raise
-            elif kind == b"\0\3" and number < self.expected + LINK_AHEAD:
+            elif len(packet) < 6:
+                self.packet(packet, now)
+            elif kind == b"\0\3" and number <= self.expected:       # a later one comes again
                 out.append(b"\0\4" + packet[2:6])
-                if number >= self.expected:             # else our acknowledgement was lost
-                    self.early[number] = packet[6:]
-                while self.expected in self.early:
-                    packets.append(self.early.pop(self.expected))
+                if number == self.expected:             # else our acknowledgement was lost
                     self.expected += 1
+                    self.active_at = now
+                    packets.insert(0, packet[6:])
             elif kind == b"\0\4" and number in self.flights:
                 del self.flights[number]
-                self.proven, self.unanswered = True, 0
+                self.active_at = now
             elif kind == b"\0\5":
-                hundredths = int(now * 100) & 0xFFFFFFFF
-                out.append(b"\0\6" + packet[2:6] + struct.pack("<I", hundredths))
-        return out[:LINK_ANSWERS] + self.send(now)
+                hundredths = int(now * 100)
+                out.append(b"\0\6" + packet[2:6] + struct.pack("<I", hundredths & 0xFFFFFFFF))
+            else:
+                self.packet(packet, now)
+        return out[:LINK_ANSWERS] + self.tick(now)
 
     def tick(self, now):
-        if now - self.heard_at > LINK_IDLE_S:
-            self.closed = True
-        return self.send(now)
-
-    def send(self, now):
         """What is due: packets that seem lost, then new ones as far as the window allows."""
         flights, out = self.flights, []
-        room = min((LINK_WINDOW if self.proven else 1) - len(flights),
-                   min(flights, default=self.sequence) + LINK_AHEAD - self.sequence)
-        for payload in itertools.islice(self.payloads, room):
-            head = b"\0\3" + struct.pack("<I", self.sequence)
-            flights[self.sequence] = head + payload, -math.inf
+        self.closed = self.closed or now - self.active_at > LINK_IDLE_S
+        # Never more than a window beyond the oldest one that is missing
+        end = min(flights, default=self.sequence) + (LINK_WINDOW if self.proven else 1)
+        for payload in itertools.islice(self.payloads, end - self.sequence):
+            packet = b"\0\3" + struct.pack("<I", self.sequence) + payload
+            flights[self.sequence] = packet, -math.inf
             self.sequence += 1
         for number, (packet, sent_at) in flights.items():
-            if now - sent_at < LINK_RESEND_S:
-                continue
-            self.closed = self.closed or self.unanswered == LINK_TRIES
-            if self.closed or not self.allowed(packet, now):
-                break
-            flights[number] = packet, now
-            self.unanswered += 1
-            out.append(packet)
+            if now - sent_at >= LINK_RESEND_S:
+                if self.closed or not self.allowed(packet, now):
+                    break
+                flights[number] = packet, now
+                out.append(packet)
         return out
-
-
-def cluster_packets(data: bytes) -> List[bytes]:
-    """The packets in a cluster; one that is cut off ends it."""
-    packets, at = [], 2
-    while at < len(data):
-        end = at + 1 + data[at]
-        packets.append(data[at + 1:end])
-        at = end
-    return packets
 
 
 LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at
@@ -2942,20 +2722,18 @@ class ListLink(SubSpaceLink):
         self.protocol, self.address, self.key = protocol, address, key
 
     def packet(self, data, now):
-        if data[:1] != b"\1" or len(data) != 5:
-            return super().packet(data, now)
         # One list at a time, which has arrived when no packet is under way
-        if not self.flights and self.protocol.rules.udp_requests.allow(self.address, now):
+        if (data[:1] == b"\1" and len(data) == 5 and not self.flights
+                and self.protocol.rules.udp_requests.allow(self.address, now)):
             self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
-        return []
 
     def allowed(self, packet, now):
-        protocol, rules, size = self.protocol, self.protocol.rules, len(packet)
+        protocol, size = self.protocol, len(packet)
         if self.proven:
             return (protocol.limiter.allow(self.address, now, size)
                     and protocol.limiter_in_all.allow("", now, size))
-        return (rules.udp_requests.allow(self.address, now)
-                and rules.allow_surplus("list", self.address, size, now))
+        return (protocol.rules.udp_requests.allow(self.address, now)
+                and protocol.rules.allow_surplus("list", self.address, size, now))
 
 
 class SubSpaceList(UdpProtocol):
@@ -2967,7 +2745,7 @@ class SubSpaceList(UdpProtocol):
         < 00 04 00000000
         < 00 03 seq[4] 00 0a total[4] …         at most 480 bytes of the list; and so on
         > 00 04 seq[4]
-        > 00 07                                 disconnect
+        > 00 07                                 disconnect, often twice
 
     The list is `01` and for each zone
     ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL.
@@ -2978,43 +2756,38 @@ class SubSpaceList(UdpProtocol):
     datagram_bytes = LINK_PACKET_BYTES
 
     def __init__(self, core):
-        self.registry, self.rules = core.registry, core.registry.rules
+        self.rules = core.registry.rules
         self.limiter, self.limiter_in_all = Limiter(LIST_RATE), Limiter(LIST_RATE_IN_ALL)
-        self.links: collections.OrderedDict[Peer, ListLink] = collections.OrderedDict()
-        self.zones = RenderedList(self.registry, "subspace", zone_list)
+        self.links = collections.OrderedDict()          # by peer
+        self.zones = RenderedList(core.registry, "subspace", zone_list)
 
     def datagram(self, data, peer, now):
         link = self.links.get(peer)
         if data[:2] == b"\0\1":
             return self.connect(data, peer, link, now)
-        if link is not None:
-            self.links.move_to_end(peer)
-            return self.post(link.receive(data, now), link, peer)
-        if data == b"\0\7":                             # often sent twice
-            return []
-        if len(data) > ZONE_ANNOUNCEMENT.size:
-            self.registry.note(peer[0], "subspace", 0, "bad packet", now,
-                               "on the list's port; zones announce themselves on the next one")
-        raise Malformed("a packet outside an exchange")
+        if not link:
+            raise Malformed("a packet outside an exchange")
+        self.links.move_to_end(peer)
+        return [(packet, peer) for packet in link.receive(data, now)]
 
     def connect(self, data, peer, link, now):
         key, version = data[2:6], data[6:]
         if version not in (b"\1\0", b"\x11\0"):
             raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
         # Repeated, it changes nothing, unless the peer has its list: then it wants another
-        if link is None or link.key != key or link.sequence and not link.flights:
+        if (not link or link.closed or link.key != key
+                or link.sequence and not link.flights):
             link = ListLink(self, peer[0], key, now)
         keep_latest(self.links, peer, link, LIST_LINKS)
         return [(b"\0\2" + key, peer)]
 
-    def post(self, packets, link, peer):
-        if link.closed:
-            del self.links[peer]
-        return [(packet, peer) for packet in packets]
-
     def tick(self, now):
-        return [reply for peer, link in list(self.links.items())
-                for reply in self.post(link.tick(now), link, peer)]
+        out = []
+        for peer, link in list(self.links.items()):
+            out += [(packet, peer) for packet in link.tick(now)]
+            if link.closed:
+                del self.links[peer]
+        return out
 
     def chunks(self, minimum, now):
         """The list of zones with at least so many players, in packets, made one by one as they can
@@ -3029,13 +2802,13 @@ class SubSpaceList(UdpProtocol):
         yield head + rest
 
 
-def zone_list(servers: List[Server]) -> List[Tuple[int, bytes]]:
+def zone_list(servers):
     """Each zone's players and list entry."""
     zones = [server for server in servers if ":" not in server.address and server.responding]
     return parts(zones, "subspace", lambda zone: (zone.players, zone_entry(zone)))
 
 
-def zone_entry(server: Server) -> bytes:
+def zone_entry(server):
     """A zone in the list: 78 bytes and the description, as Windows-1252."""
     version = int(server.version) if server.version.isdecimal() else ZONE_VERSION
     name, description = (text.encode("cp1252", "replace")
@@ -3071,38 +2844,34 @@ def zone_entries(data: bytes) -> List[Dict[str, Any]]:
 
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0; greets framed peers as well
 AIO_GREETING_S = 1.2                # of silence before the text greeting; text clients wait for it
-AIO_MESSAGE_S = 20.0                # to the first message, and from a first byte to the last
 AIO_IDLE_S = 330.0                  # who publishes nothing; framed clients speak every 270 s
 AIO_KEEPALIVE_S = 120.0             # without one from who has sent some; they come every 20 to 40 s
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted them
 AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest have 2,600
 AIO_ANSWER_BYTES = 16384            # of a game server's answer, unpacked; 2,600 can be shown
 AIO_ZLIB_BYTES = 1200               # a longer frame does not fit one packet, and is compressed
-AIO_SERVERS = 65535                 # a list's index and count are u16
-AIO_NEWS_BYTES = 65000              # a string16 carries 65,535
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
-# Text clients unescape nothing in names, so there the full-width forms stand
-AIO_NAME_HASH, AIO_NAME_PERCENT = "\uff03".encode(), "\uff05".encode()
 
 
-# The variable-size integer: bytes, bits of the tag, the tag, the lowest value
-AIO_UINTV = (1, 1, 1, 0), (2, 2, 2, 0x80), (3, 3, 4, 0x4080), (4, 3, 0, 0x204080)
+AIO_UINTV = 0, 0x80, 0x4080, 0x204080           # the lowest values of 1 to 4 bytes
 
 
-def uintv(value: int) -> bytes:
-    """0 = 01, 127 = ff, 128 = 0200, 8080 = 427c, 16512 = 040000, 27010 = 144801, 65535 = fcfb05."""
-    size, bits, tag, base = [row for row in AIO_UINTV if value >= row[3]][-1]
-    return (value - base << bits | tag).to_bytes(size, "little")
+def uintv(port):
+    """The variable-size integer: 27010 = 144801, 8080 = 427c; as many bytes as its tag has bits.
+    """
+    size = sum(port >= lowest for lowest in AIO_UINTV)
+    return (port - AIO_UINTV[size - 1] << size | 1 << size - 1).to_bytes(size, "little")
 
 
-def read_uintv(data: bytes, at: int) -> Tuple[int, int]:
+def read_uintv(data, at):
     """The value at `at`, and where the next field begins; past the end of `data` if it is cut."""
-    first = data[at] if at < len(data) else 0
-    size, bits, _, base = next(row for row in AIO_UINTV if first & row[2] or not row[2])
-    return (int.from_bytes(data[at:at + size], "little") >> bits) + base, at + size
+    tag = data[at] & 7 if at < len(data) else 0         # 0 in 4 bytes, of which it has 3 bits
+    size = (4, 1, 2, 1, 3, 1, 2, 1)[tag]
+    number = int.from_bytes(data[at:at + size], "little") >> min(size, 3)
+    return number + AIO_UINTV[size - 1], at + size
 
 
-def inflate(data: bytes, limit: int) -> bytes:
+def inflate(data, limit):
     """One zlib stream, never unpacked beyond `limit` bytes; raises Malformed."""
     stream = zlib.decompressobj()
     try:
@@ -3132,7 +2901,7 @@ def aio_info(data: bytes) -> Tuple[str, str, int, int, int]:
     return (texts[0], texts[1], *struct.unpack_from("<IIH", payload, at))
 
 
-def aio_frame(payload: bytes) -> bytes:
+def aio_frame(payload):
     """length.u24 compression.u8 payload; zlib for one that no packet holds."""
     compressed = len(payload) > AIO_ZLIB_BYTES
     if compressed:
@@ -3144,10 +2913,8 @@ def aio_unframe(data: bytes, most: int) -> Optional[Tuple[bytes, bytes]]:
     """The payload of the first frame, and what follows it; None: it is not whole yet.
 
     `most`: bytes of the payload, packed and unpacked. Raises Malformed."""
-    if len(data) < 4:
-        return None
     length = int.from_bytes(data[:3], "little")
-    if not 0 < length <= most:
+    if len(data) >= 4 and length > most:
         raise Malformed("length: a frame of %d bytes" % length)
     if len(data) < 4 + length:
         return None
@@ -3155,86 +2922,65 @@ def aio_unframe(data: bytes, most: int) -> Optional[Tuple[bytes, bytes]]:
     return inflate(payload, most) if data[3] else payload, data[4 + length:]
 
 
-def aio_string16(text: bytes) -> bytes:
+def aio_string16(text):
     return struct.pack("<H", len(text)) + text
 
 
-def aio_fields(name: bytes, description: bytes) -> Dict[str, Any]:
-    """What a publish of the text and the binary dialect tells.
-
-    ` [n/max]` at the end of a name is the player count. This game's lists carry the name as
-    published, which stands in `packet`."""
-    published = decode_legacy(name)
-    counter = AIO_COUNTER.search(published)
-    players, max_players = map(int, counter.groups()) if counter else (0, 0)
-    return {"name": AIO_COUNTER.sub("", published), "packet": published.encode("utf-8"),
-            "description": decode_legacy(description, TEXT_CHARACTERS),
-            "players": clamp(players), "max_players": clamp(max_players)}
+def aio_escape(text):
+    return text.replace("#", "<num>").replace("%", "<percent>")
 
 
 # The lists, as bytes. The two text forms share their parts
 
-def aio_shown(servers: List[Server]) -> List[Server]:
-    """As many as have an index; if nobody is listed, the document's placeholder."""
-    return servers[:AIO_SERVERS] or [Server(
-        "aio", "127.0.0.1", 27010, "", 0.0, 0.0, "No servers currently online :pepe:",
-        description="There are currently no available servers... "
-                    "Maybe host your own or wait later?:O")]
+AIO_NOBODY = Server(                # what the document shows in a list of no servers
+    "aio", "127.0.0.1", 27010, "", 0.0, 0.0, "No servers currently online :pepe:",
+    description="There are currently no available servers... Maybe host your own or wait later?:O")
 
 
-def aio_published_name(server: Server) -> bytes:
-    return server.packet or server.name.encode("utf-8")
+def aio_text_part(server):
+    # Clients unescape nothing in names, so there the full-width forms stand
+    name = (server.packet or server.name).replace("#", "\uff03").replace("%", "\uff05")
+    description = aio_escape(server.description)
+    return ("%s#%s#%s#%d#" % (name, description, server.address, server.port)).encode("utf-8")
 
 
-def aio_escape(text: str) -> bytes:
-    return text.encode("utf-8").replace(b"#", b"<num>").replace(b"%", b"<percent>")
-
-
-def aio_text_part(server: Server) -> bytes:
-    name = aio_published_name(server)
-    name = name.replace(b"#", AIO_NAME_HASH).replace(b"%", AIO_NAME_PERCENT)
-    address = server.address.encode("ascii")
-    return b"%s#%s#%s#%d#" % (name, aio_escape(server.description), address, server.port)
-
-
-def aio_text_list(servers: List[Server]) -> bytes:
-    entries = parts(aio_shown(servers), "aio text", aio_text_part)
+def aio_text_list(servers):
+    entries = parts(servers or [AIO_NOBODY], "aio text", aio_text_part)
     return b"%12#" + b"".join(entries) + b"%"
 
 
-def aio_document_list(servers: List[Server]) -> bytes:
-    entries = parts(aio_shown(servers), "aio text", aio_text_part)
+def aio_document_list(servers):
+    entries = parts(servers or [AIO_NOBODY], "aio text", aio_text_part)
     return b"%12#" + b"".join([b"%d#%s" % entry for entry in enumerate(entries)]) + b"%"
 
 
-def aio_binary_part(server: Server) -> bytes:
-    texts = aio_published_name(server), server.description.encode("utf-8")
-    return b"%s\0%s\0" % texts + server.address.encode("ascii") + b"\0" + uintv(server.port)
+def aio_binary_part(server):
+    texts = server.packet or server.name, server.description, server.address
+    return ("%s\0%s\0%s\0" % texts).encode("utf-8") + uintv(server.port)
 
 
-def aio_binary_list(servers: List[Server]) -> bytes:
-    entries = parts(aio_shown(servers), "aio binary", aio_binary_part)
+def aio_binary_list(servers):
+    entries = parts(servers or [AIO_NOBODY], "aio binary", aio_binary_part)
     return b"\x0c" + b"".join([
         struct.pack("<H", index) + entry for index, entry in enumerate(entries)])
 
 
-def aio_framed_part(server: Server) -> bytes:
+def aio_framed_part(server):
     address = server.address.encode("ascii")
     return bytes((len(address),)) + address + struct.pack("<H", server.port)
 
 
-def aio_framed_list(servers: List[Server]) -> bytes:
-    entries = parts(servers[:AIO_SERVERS], "aio framed", aio_framed_part)
+def aio_framed_list(servers):
+    entries = parts(servers, "aio framed", aio_framed_part)
     return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
 
 
 # The dialects. Each takes one message from the buffer and answers it; None: it is not whole
 
-AioDialect = Callable[["AioSession", float], Optional[bytes]]
-AioList = Callable[[List[Server]], bytes]
+AIO_TEXT_PUBLISH = re.compile(rb"13#([^#]*)#([^#]*)(?:#([^#]*))?#([0-9]{1,5})")
 
 
-def aio_text(session: AioSession, now: float) -> Optional[bytes]:
+def aio_text(session, now):
     r"""The document's examples as they are typed there; clients and servers of 2018 to 2022.
 
         < %1#5#%                        greeting, after a silence: the peer's id
@@ -3247,7 +2993,7 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
         > 12#%                          < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
         > NEWS#%\n                      < %NEWS#TEXT#%
 
-    The `%` before every reply flushes the five bytes of AIO_CONNECTED out of the peer's buffer.
+    The `%` before every reply flushes the first greeting's five bytes out of the peer's buffer.
     Servers' texts have a `%` in them, so a message ends at `#%`. Only the newline tells the two
     lists apart; where none has come, the answer waits for it.
     """
@@ -3256,21 +3002,25 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
     if not end:
         return None
     header = message.partition(b"#")[0]
-    if header == b"12" and not rest and now < session.newline_until:
+    if header == b"12" and not rest and now < session.since + AIO_NEWLINE_S:
         return None
     session.buffer = rest
     if header == b"12":
-        deployed = rest[:1] in (b"\r", b"\n")
+        deployed = rest[:1].isspace()
         return session.list_for(aio_text_list if deployed else aio_document_list, now)
     if header == b"13":
-        return aio_text_publish(session, message, now)
+        fields = AIO_TEXT_PUBLISH.fullmatch(message)
+        if fields is None:
+            raise Malformed("publish: not name, description, address (may be left out), port")
+        *texts, port = [field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
+                        for field in fields.groups(b"")]
+        refused = session.publish_texts(*texts, int(port), now)
+        return b"" if refused else b"%SUCCESS#13#%"     # there are no words for a refusal
     if header == b"NEWS":
-        session.request(now)
         return session.aio.text_news
     if header == b"SET_IP":
-        believed = session.claim(message[7:])
-        session.publish_again(now)              # what is listed already moves there
-        return b"%SUCCESS#SET_IP#%" if believed else b""
+        session.claim(message[7:])
+        return b"%SUCCESS#SET_IP#%"
     if header == b"KEEPALIVE":
         session.keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
@@ -3279,24 +3029,10 @@ def aio_text(session: AioSession, now: float) -> Optional[bytes]:
     return b""                      # what else these programs say is meant for game servers
 
 
-AIO_TEXT_PUBLISH = re.compile(rb"13#([^#]*)#([^#]*)(?:#([^#]*))?#([0-9]{1,5})")
-
-
-def aio_text_publish(session: AioSession, message: bytes, now: float) -> bytes:
-    match = AIO_TEXT_PUBLISH.fullmatch(message)
-    if match is None:
-        raise Malformed("publish: not name, description, address (may be left out), port")
-    name, description, claim, port = [
-        field.replace(b"<num>", b"#").replace(b"<percent>", b"%") for field in match.groups(b"")]
-    session.claim(claim)
-    refused = session.publish(int(port), aio_fields(name, description), now)
-    return b"" if refused else b"%SUCCESS#13#%"         # there are no words for a refusal
-
-
 AIO_BINARY_TEXTS = re.compile(rb"\x0d([^\0]*)\0([^\0]*)\0([^\0]*)\0")
 
 
-def aio_binary(session: AioSession, now: float) -> Optional[bytes]:
+def aio_binary(session, now):
     r"""The document, literally; a string ends with a NUL.
 
         < 01 00000000                               CONNECT, id
@@ -3319,13 +3055,11 @@ def aio_binary(session: AioSession, now: float) -> Optional[bytes]:
     if end > len(data):
         return None
     session.buffer = data[end:]
-    name, description, claim = texts.groups()
-    session.claim(claim)
-    session.publish(port, aio_fields(name, description), now)
+    session.publish_texts(*texts.groups(), port, now)
     return b""
 
 
-def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
+def aio_framed(session, now):
     """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib) payload:
 
         < 01000000 00                   connected
@@ -3346,33 +3080,27 @@ def aio_framed(session: AioSession, now: float) -> Optional[bytes]:
         return None
     payload, session.buffer = found
     kind = payload[:1]
-    if kind == b"\3" and len(payload) < 3:
-        raise Malformed("port: expected two bytes")
-    reason = "this master knows no request %s" % kind.hex()
-    try:
-        if kind == b"\1":
-            session.request(now)
-            return session.aio.framed_news
-        if kind == b"\2":
-            return session.list_for(aio_framed_list, now)
-    except Malformed as limit:          # this dialect has words for it
-        reason = str(limit)
-    if kind == b"\3":
-        port = int.from_bytes(payload[1:3], "little")
-        reason = session.publish(port, {"packet": b""}, now)
+    if kind == b"\1":
+        return session.aio.framed_news
+    if kind == b"\2":
+        return session.list_for(aio_framed_list, now)
+    if kind == b"\3" and len(payload) >= 3:
+        reason = session.publish(int.from_bytes(payload[1:3], "little"), {"packet": ""}, now)
     elif kind == b"\4":
         session.keepalive(now)
         reason = "" if session.server else "nothing is published on this connection"
+    else:
+        raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
     if reason:
         return aio_frame(b"\6" + kind + aio_string16(reason.encode("utf-8")))
     return aio_frame(b"\5" + kind)
 
 
-def aio_dialect(first: bytes) -> AioDialect:
+def aio_dialect(first):
     """What a peer speaks, by its first byte."""
     if first in (b"\x0c", b"\x0d"):
         return aio_binary
-    if first == b"\n" or first.isalnum():
+    if first.isalnum():
         return aio_text
     if first < b" ":                    # a publish has 3 bytes, or 14 in zlib
         return aio_framed
@@ -3385,65 +3113,51 @@ class AioSession(Session):
     def __init__(self, aio, address, number, now):
         self.aio, self.registry, self.rules = aio, aio.registry, aio.rules
         self.address, self.number = address, number
-        self.dialect: Optional[AioDialect] = None
-        self.buffer = b""
-        self.newline_until = now                # a newline may follow until then
+        self.dialect = None                     # one of the functions above
+        self.greet_at = now + AIO_GREETING_S
         # When the message in the buffer began, the last one ended, or the connection began
         self.since = now
-        self.greet_at = math.inf
-        self.server: Optional[Server] = None    # listed by this connection
+        self.server = None                      # listed by this connection
         self.claimed = ""                       # the address that the server says it has
-        self.published: Optional[Tuple[int, Dict[str, Any]]] = None     # port and fields, the last
+        self.fields = None                      # what was published last, on `port`
+        self.port = 0
         self.kept_alive_at = math.inf           # infinite: it sends no keepalives
 
     def opened(self, now):
-        self.greet_at = now + AIO_GREETING_S
         return AIO_CONNECTED
 
     def receive(self, data, now):
-        if data:
-            if not self.buffer:
-                self.since = now
-            self.buffer += data
-            self.newline_until = now + AIO_NEWLINE_S
+        if data and not self.buffer:
+            self.since = now
+        self.buffer += data
         try:
-            return self.answer(now)
+            # To the first message that has an answer; the others are taken on the way
+            while self.buffer:
+                if len(self.buffer) > AIO_MESSAGE_BYTES:
+                    raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
+                self.dialect = self.dialect or aio_dialect(self.buffer[:1])
+                answer = self.dialect(self, now)
+                if answer is None:
+                    break
+                if not self.rules.messages.allow(self.address, now):
+                    raise Malformed("too many messages from one address")
+                self.since = now
+                if answer:
+                    return answer
         except Malformed as error:
-            self.buffer = b""
             self.registry.note(self.address, "aio", 0, "bad packet", now, str(error))
             raise
-
-    def answer(self, now):
-        """To the first message that has an answer; the others are taken on the way."""
-        while self.buffer:
-            if self.dialect is None:
-                self.dialect = aio_dialect(self.buffer[:1])
-            size = len(self.buffer)
-            answer = self.dialect(self, now)
-            if answer is not None:
-                size -= len(self.buffer)
-            if size > AIO_MESSAGE_BYTES:
-                raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
-            if answer is None:
-                break
-            if not self.rules.messages.allow(self.address, now):
-                raise Malformed("too many messages from one address")
-            self.since = now
-            if answer:
-                return answer
-        if (self.dialect is None or self.buffer) and now - self.since >= AIO_MESSAGE_S:
-            raise Malformed("no whole message in %d s" % AIO_MESSAGE_S)
         return b""
 
     def ended(self, now):
-        self.newline_until = now
+        self.since -= AIO_NEWLINE_S             # no newline can follow
         return self.receive(b"", now)
 
     def tick(self, now):
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
-        if self.server is not None:             # it is connected, and so it is there
+        if self.server:                         # it is connected, and so it is there
             self.registry.confirm(self.server, now)
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
@@ -3455,65 +3169,70 @@ class AioSession(Session):
 
     # What the messages ask for
 
-    def request(self, now):
-        """For a list or the news."""
+    def list_for(self, make, now):
         if not self.rules.requests.allow(self.address, now):
             raise Malformed("too many requests from one address")
-
-    def list_for(self, make, now):
-        self.request(now)
         return self.aio.lists[make].get(now)
 
     def claim(self, text):
-        """May the server say that it has this address? Then it is listed there from now on."""
+        """The server says that it has this address. If it may, it is listed there."""
         address = text.decode("ascii", "replace").strip()
-        believed = self.rules.believes(self.address, address)
-        if believed:
+        if self.rules.believes(self.address, address):
             self.claimed = address
-        return believed
+
+    def place(self, port):
+        return self.rules.listed_address(self.address, self.claimed), port
 
     def keepalive(self, now):
-        self.kept_alive_at = now
-        self.publish_again(now)
-
-    def publish_again(self, now):
         """List what was published last, if it is not listed there: its address is another one now,
         a ban was lifted, or a newer connection that had it has ended."""
-        if self.published is not None:
-            port, fields = self.published
-            if self.registry.get("aio", self.listed_address(), port) is None:
-                self.publish(port, fields, now)
+        self.kept_alive_at = now
+        if self.fields and self.registry.get("aio", *self.place(self.port)) is None:
+            self.publish(self.port, self.fields, now)
 
-    def listed_address(self):
-        return self.rules.listed_address(self.address, self.claimed)
+    def publish_texts(self, name, description, claimed, port, now):
+        """What a publish of the text and the binary dialect tells.
+
+        ` [n/max]` at the end of a name is the player count. This game's lists carry the name as
+        published, which stands in `packet`."""
+        self.claim(claimed)
+        published = decode_legacy(name)
+        counter = AIO_COUNTER.search(published)
+        players, max_players = map(int, counter.groups()) if counter else (0, 0)
+        return self.publish(port, {
+            "name": AIO_COUNTER.sub("", published), "packet": published,
+            "description": decode_legacy(description, TEXT_CHARACTERS),
+            "players": clamp(players), "max_players": clamp(max_players)}, now)
 
     def publish(self, port, fields, now):
         """List the server, or refresh it; gives the reason why not, or "".
 
         Without a name it keeps the one it had."""
-        place = self.listed_address(), port
-        if self.server is not None and self.server.key != ("aio", *place):
+        place = self.place(port)
+        if self.server and self.server.key != ("aio", *place):
             self.registry.remove(self.server)
         known = self.registry.get("aio", *place)
         name = fields.get("name") or (known.name if known else endpoint(*place))
-        told = {**fields, "name": name, "verified": "connection"}
         try:
-            server = self.registry.hear("aio", *place, self.address, now, math.inf, told)
+            server = self.registry.hear("aio", *place, self.address, now, math.inf, {
+                **fields, "name": name, "verified": "connection"})
         except Refused as refused:
             self.registry.note(self.address, "aio", port, refused.outcome, now, str(refused))
             return str(refused)
         self.registry.note(self.address, "aio", port, "listed", now)
-        self.published = port, fields
+        self.port, self.fields = port, fields
         if self.server is not server:
-            self.aio.disown(server)
-            self.aio.own(server, self)
+            self.aio.disown("taken", server)
+            self.aio.owners[server], self.server, self.kept = self, server, True
+            if self.dialect is aio_framed:      # queried where the connection comes from
+                self.aio.poller.add(self.aio, self.address, port).scratch = server
         return ""
 
 
 class Aio(TcpProtocol, Querier):
     """AIO, three generations on one port. "AIO masterserver protocol", and what came after it.
 
-    The master speaks first: AIO_CONNECTED, and after a silence the text greeting. The first byte of
+    The master speaks first: CONNECT, and after a silence the text greeting. The first byte of
     the peer tells its dialect: 0c or 0d the binary one, a digit or a letter text, other control
     characters a frame. A server is listed for as long as its connection lasts; if it connects
     again, it belongs to the newer connection.
@@ -3535,34 +3254,25 @@ class Aio(TcpProtocol, Querier):
         self.registry, self.poller = core.registry, core.poller
         self.rules = core.registry.rules
         self.numbers = itertools.count()
-        self.owners: Dict[Server, AioSession] = {}
-        forms = aio_text_list, aio_document_list, aio_binary_list, aio_framed_list
-        self.lists: Dict[AioList, RenderedList] = {
-            make: RenderedList(self.registry, self.game, make) for make in forms}
-        self.registry.watch(lambda event, server: self.disown(server), self.game, ["gone"])
+        self.owners = {}                        # the session of each listed server
+        self.lists = {make: RenderedList(self.registry, self.game, make) for make in (
+            aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
+        self.registry.watch(self.disown, self.game, ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
         text = settings.texts.get("aio.news_file") or settings["aio.news"]
-        # A character that was cut goes
-        text = text.strip().encode("utf-8", "replace")[:AIO_NEWS_BYTES].decode("utf-8", "ignore")
-        self.text_news = b"%%NEWS#%s#%%" % aio_escape(text)
-        self.framed_news = aio_frame(b"\1" + aio_string16(text.encode("utf-8")))
+        text = text.strip()[:16000]             # a string16 carries 65,535 bytes
+        self.text_news = ("%%NEWS#%s#%%" % aio_escape(text)).encode("utf-8", "replace")
+        self.framed_news = aio_frame(b"\1" + aio_string16(text.encode("utf-8", "replace")))
 
     def session(self, address, now):
         return AioSession(self, address, next(self.numbers), now)
 
-    # Servers
-
-    def own(self, server, session):
-        self.owners[server] = session
-        session.server, session.kept = server, True
-        if session.dialect is aio_framed:       # at the address that the connection comes from
-            self.poller.add(self, session.address, server.port).scratch = server
-
-    def disown(self, server):
+    def disown(self, event, server):
+        """Its session has it no more: it is gone, or another one's."""
         session = self.owners.pop(server, None)
-        if session is not None:
+        if session:
             self.poller.remove(self.poller.find(self, session.address, server.port))
             session.server, session.kept = None, False
 
@@ -3573,13 +3283,13 @@ class Aio(TcpProtocol, Querier):
 
     def answer(self, target, data, now):
         name, description, players, max_players, version = aio_info(data)
-        server = target.scratch
         try:
             self.registry.admit_name(name)
         except Refused as refused:
             raise Malformed(str(refused)) from None
+        server = target.scratch
         self.registry.update(server, {
-            "name": name or endpoint(server.address, server.port), "description": description,
+            "name": name or server.name, "description": description,
             "players": clamp(players), "max_players": clamp(max_players),
             "version": str(version), "ping_ms": round(target.ping_ms)})
         return True
@@ -3665,7 +3375,7 @@ TOTALS = """\
 SEARCH = """\
 <form id="search" action="/" role="search">
 <input type="hidden" name="game" value="$game">
-<label>Name <input type="search" name="name" value="$name" maxlength="$longest"
+<label>Name <input type="search" name="name" value="$name" maxlength="128"
  autocomplete="off" spellcheck="false"></label>
 <label>Min. players <input type="number" name="players_min" value="$players_min"
  min="0" max="65535"></label>
@@ -3719,16 +3429,12 @@ ROW = ('<tr role="row"%s>'
 ROW_END = '<td role="cell"><code>%s</code>\n'
 METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
 
-BADGES = (      # word, what it means (shown as its title), who has it
-    ("official", "Marked as official by the operator of this list",
-     lambda server: server.official),
-    ("unconfirmed", "Listed before this master was restarted, not heard from since",
-     lambda server: not server.confirmed),
-    ("self-reported", "Not verified: this master cannot query it",
-     lambda server: server.verified == "self-reported"),
-    ("not responding", "Known to this master, but does not answer its queries",
-     lambda server: not server.responding),
-)
+BADGES = {          # what each means, shown as its title
+    "official": "Marked as official by the operator of this list",
+    "unconfirmed": "Listed before this master was restarted, not heard from since",
+    "self-reported": "Not verified: this master cannot query it",
+    "not responding": "Known to this master, but does not answer its queries",
+}
 
 VERIFIED = {
     "handshake": "It answered this master's handshake",
@@ -3757,7 +3463,7 @@ PLAY = """\
 """
 
 FACT = """\
-<div class="$kind"><dt>$key</dt><dd>$value</dd></div>
+<div class="$key"><dt>$key</dt><dd>$value</dd></div>
 """
 
 HISTORY = """\
@@ -3782,12 +3488,12 @@ do.</p>
  placeholder="any"></label>
 <button>Check</button>
 </form>
-<section id="listed"$live>
+<section id="listed" data-live>
 <h2>$verdict</h2>
 <ul class="servers">
 $listed</ul>
 </section>
-<section id="findings"$live>
+<section id="findings" data-live>
 <h2>What arrived</h2>
 $findings</section>
 """
@@ -3811,7 +3517,7 @@ ARRIVAL = """\
 """
 
 NOTHING_ARRIVED = """\
-<p>Nothing has arrived from $whom $lately. Is the address of this master right in the settings of
+<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of
 the game server, and does its firewall let packets out? Most game servers announce themselves by
 IPv4. Without the port, this page tells what came from any.</p>
 """
@@ -4518,24 +4224,25 @@ def fill(template, **values):
 
 
 class Look(NamedTuple):
-    """How the operator has changed the page."""
+    """What the operator has chosen for the pages."""
 
     title: str
     intro: str
-    template: Optional[str]         # instead of LIST_PAGE
+    template: str                   # LIST_PAGE or his own
+    games: Dict[str, str]           # their titles
+
+    def game_title(self, game):
+        return self.games.get(game, game)
 
 
 def list_template(text):
-    """The same text, as an operator's own list page.
-
-    ValueError says what does not parse or is unknown."""
-    known = ("title", "intro", "head", "totals", "tabs", "search", "table", "foot")
+    """Raise ValueError if this is no list page: what does not parse, or is unknown."""
+    known = "title intro head totals tabs search table foot".split()
     try:
         string.Template(text).substitute(dict.fromkeys(known, ""))
     except KeyError as error:
         raise ValueError("unknown placeholder $%s (there are: %s)"
                          % (error.args[0], ", ".join(known))) from None
-    return text
 
 
 def ago(seconds):
@@ -4568,12 +4275,26 @@ def server_link(server, path="/server"):
 
 
 def badges(server):
+    has = {"official": server.official, "unconfirmed": not server.confirmed,
+           "self-reported": server.verified == "self-reported",
+           "not responding": not server.responding}
     return Html("".join([
-        ' <i title="%s">%s</i>' % (title, word) for word, title, has in BADGES if has(server)]))
+        ' <i title="%s">%s</i>' % (title, word) for word, title in BADGES.items() if has[word]]))
 
 
 def plural(number, word):
     return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
+
+
+def page(look, title, template=PAGE, **values):
+    """A whole page as UTF-8; `title`: what it is about, "": everything."""
+    title = " · ".join(filter(None, (title, look.title)))
+    return fill(template, title=look.title, head=fill(HEAD, title=title), foot=Html(FOOT),
+                **values).encode()
+
+
+def tab(link, text, current, count=""):
+    return fill(TAB, link=link, text=text, current="page" if current else "false", count=count)
 
 
 # The list
@@ -4581,8 +4302,8 @@ def plural(number, word):
 def server_row(server, spark, title):
     """One row of the list, about 630 bytes, in two pieces.
 
-    The time at which the server was last seen comes between (seen_cell), as it moves when nothing
-    else does. `spark` is sparkline(...), `title` the game's."""
+    The time at which the server was last seen comes between, as it moves when nothing else does.
+    `spark` is sparkline(...), `title` the game's."""
     escape, quote = html.escape, urllib.parse.quote
     address = escape(endpoint(server.address, server.port))
     bar, state = "", ""
@@ -4599,12 +4320,18 @@ def server_row(server, spark, title):
         escape(server.version))
     if server.game == "iceball":
         address = '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address)
-    return before.encode("utf-8"), (ROW_END % address).encode("utf-8")
+    return before, ROW_END % address
 
 
-def seen_cell(then, wall):
-    """What stands between the two pieces of a row."""
-    return (' title="%s">%s' % (iso(then), ago(wall - then))).encode("utf-8")
+def list_rows(look, servers, recent, epoch, wall):
+    """`recent`: the last day's hourly player counts by server; `epoch`: see Web."""
+    made = parts(servers, "row", lambda server: server_row(
+        server, sparkline(recent.get(server.key, ())), look.game_title(server.game)))
+    rows = []
+    for server, (before, after) in zip(servers, made):
+        seen = server.last_seen + epoch
+        rows.append('%s title="%s">%s%s' % (before, iso(seen), ago(wall - seen), after))
+    return Html("".join(rows))
 
 
 def sparkline(values):
@@ -4621,23 +4348,14 @@ def sparkline(values):
     return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>' % steps)
 
 
-def page(look, title, main):
-    head = fill(HEAD, title="%s · %s" % (title, look.title))
-    return fill(PAGE, head=head, title=look.title, main=main, foot=Html(FOOT))
-
-
-def tab(link, text, current, count=""):
-    return fill(TAB, link=link, text=text, current="page" if current else "false", count=count)
-
-
-def game_tabs(titles, counts, game):
-    tabs = []
-    if len(titles) > 1:
-        tabs = [tab("/", "All games", not game, format(sum(counts.values()), ","))]
-        for id, title in titles.items():
-            link = "/?game=" + urllib.parse.quote(id)
-            tabs.append(tab(link, title, id == game, format(counts.get(id, 0), ",")))
-    return fill(TABS, tabs=tabs)
+def game_tabs(look, counts, game):
+    """All games, those with servers and the one chosen; nothing where that is one."""
+    shown = [id for id in look.games if id in counts or id == game]
+    tabs = [tab("/", "All games", not game, format(sum(counts.values()), ","))]
+    for id in shown:
+        tabs.append(tab("/?game=" + urllib.parse.quote(id), look.games[id], id == game,
+                        format(counts.get(id, 0), ",")))
+    return fill(TABS, tabs=tabs if len(shown) > 1 else "")
 
 
 def list_status(total, filtered):
@@ -4650,35 +4368,24 @@ def list_status(total, filtered):
     return "No server matches." if filtered else ""
 
 
-ROWS_HERE = "<rows>"                # no text has it, as texts are escaped
-
-
-def list_page(titles, counts, game, rows, total, players, look, name="", players_min=0,
-              hint=Html(""), spark=Html("")):
-    """The list as UTF-8.
-
-    titles, counts: {game id: title}, {game id: servers}; game: the one chosen, or "" for all;
-    rows: what server_row() and seen_cell() give, for PAGE_ROWS servers at most; total: how many
-    servers match; players: on all of them; hint: what a game server needs to appear here, shown
-    while there is none; spark: the day's sparkline of all players."""
+def list_page(look, wanted, servers, rows, counts, contacts, spark):
+    """wanted: a ListFilter; servers: all that match; rows: list_rows() of the first; counts: how
+    many servers a game has; contacts: contact_lines(), shown while nobody is listed; spark: the
+    day's sparkline of all players."""
+    game, total = wanted.game, len(servers)
     state, empty = ' class="one-game"' if game else "", ""
-    status = list_status(total, bool(name or players_min))
+    status = list_status(total, wanted.name or wanted.players_min)
     if not status:
         # Not there when there are servers, instead of hidden: a browser for text shows all
-        state, empty = state + " hidden", fill(EMPTY, hint=hint)
-    totals = "%s on %s" % (plural(players, "player"), plural(total, "server"))
-    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
-    title = " · ".join(filter(None, (titles.get(game), look.title)))
-    text = fill(
-        look.template or LIST_PAGE, title=look.title, head=fill(HEAD, title=title),
-        intro=fill("<p>$text</p>\n", text=look.intro), foot=Html(FOOT),
-        totals=fill(TOTALS, spark=spark, totals=Html(totals)),
-        tabs=game_tabs(titles, counts, game),
-        search=fill(SEARCH, game=game, name=name, longest=NAME_CHARACTERS,
-                    players_min=players_min or ""),
-        table=fill(TABLE, status=status, total=total, rows=Html(ROWS_HERE), state=Html(state),
-                   empty=empty))
-    return text.encode("utf-8").replace(ROWS_HERE.encode(), b"".join(rows))
+        state, empty = state + " hidden", fill(EMPTY, hint=[
+            fill(HINT, whom=whom, what=what) for id, whom, what in contacts if game in ("", id)])
+    players = plural(sum([server.players for server in servers]), "player")
+    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", players + " on " + plural(total, "server"))
+    return page(
+        look, look.games.get(game), look.template, intro=fill("<p>$text</p>\n", text=look.intro),
+        totals=fill(TOTALS, spark=spark, totals=Html(totals)), tabs=game_tabs(look, counts, game),
+        search=fill(SEARCH, game=game, name=wanted.name, players_min=wanted.players_min or ""),
+        table=fill(TABLE, status=status, total=total, rows=rows, state=Html(state), empty=empty))
 
 
 # One server, one check, an error
@@ -4691,95 +4398,75 @@ def uptime(series, first_seen):
     return samples and "%.4g %% of the time" % (1000 * here // len(samples) / 10)
 
 
+FACTS = "Mode", "Map", "Version", "Description"
+
+
 def server_facts(server):
     """What is shown of a server that is listed; what is empty is left out."""
-    players = "%d" % server.players
+    players = str(server.players)
     if server.max_players:
         players += " of %d" % server.max_players
     if server.playing is not None:
         players += ", %d of them playing" % server.playing
     return [
-        ("Players", players), ("Mode", server.mode), ("Map", server.map),
-        ("Version", server.version), ("Description", server.description),
+        ("Players", players),
+        *[(word, getattr(server, word.lower())) for word in FACTS],
         ("Ping from this master", server.ping_ms and "%.0f ms" % server.ping_ms),
         ("Verified", VERIFIED[server.verified]),
         *[(key.replace("_", " ").capitalize(), value) for key, value in server.details.items()]]
 
 
-def history_section(server, series, span, wall):
-    link = server_link(server) + "&amp;span="
-    tabs = [tab(Html(link + key), key.capitalize(), key == span) for key in SPANS]
-    return fill(HISTORY, chart=chart(series, wall), tabs=tabs)
-
-
-def server_page(server, known, series, span, wall, look, title=""):
-    """One server.
-
-    server: as listed now, or None; known: game, address, port, name, first_seen, last_seen (as
-    last known); series: of the span ('day', 'week', 'month', 'year'), see chart(), None where no
-    history is kept; title: the game's."""
-    here = server or known
-    address = endpoint(here.address, here.port)
-    name, game = here.name or address, title or here.game
+def server_page(look, server, listed, series, span, wall):
+    """One server, its times the wall clock's. Of one that is not `listed` the name and the times
+    are known. series: of the span, see chart(); None where no history is kept."""
+    address, game = endpoint(server.address, server.port), look.game_title(server.game)
+    name, marks, play, history = server.name or address, "", "", ""
+    lead = fill(GONE, seen=time_tag(server.last_seen, wall), link=server_link(server, "/check"))
     facts = [("Address", fill("<code>$address</code>", address=address)), ("Game", game)]
-    marks, play, history = "", "", ""
-    if server:
+    if listed:
         marks = badges(server)
+        lead = Html(" · ".join([fill("<bdi>$part</bdi>", part=part)
+                                for part in (game, server.mode, server.map) if part]))
         facts += server_facts(server)
-        parts = [fill("<bdi>$part</bdi>", part=part)
-                 for part in (game, server.mode, server.map) if part]
-        lead = Html(" · ".join(parts))
-    else:
-        lead = fill(GONE, seen=time_tag(here.last_seen, wall), link=server_link(here, "/check"))
-    if server and server.game == "iceball":
-        play = fill(PLAY, address=address)
+        play = fill(PLAY, address=address) if server.game == "iceball" else ""
     if series:
-        history = history_section(here, series, span, wall)
-        facts.append(("Uptime, past " + span, uptime(series, here.first_seen)))
-    facts += [("First seen", time_tag(here.first_seen, wall)),
-              ("Last seen", time_tag(here.last_seen, wall))]
-    return page(look, name, fill(
+        link = server_link(server) + "&amp;span="
+        history = fill(HISTORY, chart=chart(series, wall), tabs=[
+            tab(Html(link + key), key.capitalize(), key == span) for key in SPANS])
+        facts.append(("Uptime, past " + span, uptime(series, server.first_seen)))
+    facts += [("First seen", time_tag(server.first_seen, wall)),
+              ("Last seen", time_tag(server.last_seen, wall))]
+    return page(look, name, main=fill(
         SERVER_PAGE, name=name, badges=marks, lead=lead, play=play, history=history,
-        facts=[fill(FACT, kind=key, key=key, value=value) for key, value in facts if value]))
+        facts=[fill(FACT, key=key, value=value) for key, value in facts if value]))
 
 
-def listed_here(server, wall):
-    peer = endpoint(server.address, server.port)
-    return fill(LISTED, link=server_link(server), badges=badges(server), peer=peer,
-                name=server.name or peer, seen=time_tag(server.last_seen, wall))
-
-
-def check_page(address, port, state, findings, listed, wall, look, lately="lately"):
+def check_page(look, address, port, findings, listed, wall):
     """What became of what an address sent.
 
-    port: 0 for any; state: (what holds for the address, what to do); findings: (when, protocol,
-    address, port, outcome, what to do), the latest first; listed: the servers of this address that
-    are listed now; wall: 0.0 if none of it changes with time; lately: how far the findings go
-    back."""
+    port: 0 for any; findings: filled FINDINGs; listed: its servers, their times the wall clock's.
+    """
     whom = endpoint(address, port) if port else address
-    items = [fill(FINDING, outcome=outcome, todo=todo, arrival="") for outcome, todo in state]
-    for when, protocol, source, announced, outcome, todo in findings:
-        peer = endpoint(source, announced) if announced else source
-        arrival = fill(ARRIVAL, when=time_tag(when, wall), protocol=protocol, peer=peer)
-        items.append(fill(FINDING, outcome=outcome, todo=todo, arrival=arrival))
-    found = fill(NOTHING_ARRIVED, whom=whom, lately=lately)
-    if items:
-        found = fill(FINDINGS, items=items)
     verdict = "Nothing at %s is listed now" % whom
     if listed:
         verdict = "Listed now: " + plural(len(listed), "server")
-    return page(look, "Is my server listed?", fill(
-        CHECK_PAGE, address=address, port=port or "", live=Html(" data-live" if wall else ""),
-        verdict=verdict, listed=[listed_here(server, wall) for server in listed],
+    rows = []
+    for server in listed:
+        peer = endpoint(server.address, server.port)
+        rows.append(fill(
+            LISTED, link=server_link(server), name=server.name or peer, badges=badges(server),
+            peer=peer, seen=time_tag(server.last_seen, wall)))
+    found = fill(FINDINGS, items=findings) if findings else fill(NOTHING_ARRIVED, whom=whom)
+    return page(look, "Is my server listed?", main=fill(
+        CHECK_PAGE, address=address, port=port or "", verdict=verdict, listed=rows,
         findings=found))
 
 
-def error_page(status, reason, hint, look):
-    return page(look, reason, fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
+def error_page(look, status, reason, hint):
+    return page(look, reason, main=fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
 
 
-# The chart of one server's players. The plot takes 6 % to 92 % of the width, as there are numbers
-# left and right of it, and 14 % to 86 % of the height: the peak's label stands above.
+# The chart of one server's players
 
 CHART = """\
 <figure>
@@ -4789,6 +4476,9 @@ $marks
 </svg>
 <figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
 </figure>
+"""
+NO_HISTORY = """\
+<p class="lead">No history in this span yet. A sample is taken every minute.</p>
 """
 VALUE_MARK = """\
 <line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>\
@@ -4802,9 +4492,10 @@ CURVES = """\
 <svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" preserveAspectRatio="none">\
 <path class="peak" d="$area"/><path class="mean" d="$line"/></svg>
 """
+PEAK_DOT = """\
+<circle cx="$x" cy="$y" r="3"/>"""
 PEAK_MARK = """\
-<circle cx="$x" cy="$y" r="3"/>\
-<text class="label middle" x="$words_x" y="$y" dy="-9">peak $words</text>
+<text class="label middle" x="$x" y="$y" dy="-9">peak $words</text>
 """
 LATEST_MARK = """\
 <text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$words</text>
@@ -4834,78 +4525,70 @@ def minute(wall):
     return iso(wall)[:16].replace("T", " ")
 
 
-def across(share):
-    return "%.5g%%" % (6 + 86 * share)
+def mark(template, words, x, y, **more):
+    """`x` and `y`: its place in the plot, from 0 to 1.
 
-
-def down(share):
-    return "%.4g%%" % (86 - 72 * share)
+    The plot takes 6 % to 92 % of the width, as there are numbers left and right of it, and 14 % to
+    86 % of the height: the peak's label stands above."""
+    return fill(template, words=words, x="%.5g%%" % (6 + 86 * x), y="%.4g%%" % (86 - 72 * y),
+                **more)
 
 
 def axes(ticks, start, end):
     long = " long" if ticks[-1] > 999 else ""       # more than a phone's margins hold
-    marks = [fill(VALUE_MARK, kind="grid" if tick else "axis", y=down(tick / ticks[-1]), long=long,
-                  words=format(tick, ",")) for tick in ticks]
+    marks = [mark(VALUE_MARK, format(tick, ","), 0, tick / ticks[-1], long=long,
+                  kind="grid" if tick else "axis") for tick in ticks]
     for index, (tick, words) in enumerate(time_ticks(start, end)):
-        marks.append(fill(TIME_MARK, x=across((tick - start) / (end - start)), words=words,
+        marks.append(mark(TIME_MARK, words, (tick - start) / (end - start), 0,
                           minor=" minor" * (index % 2)))
     return marks
 
 
-def curves(series, top):
+def curves(known, count, top):
     """The mean as a line, the peaks as an area of bars; and the mean's last point."""
-    samples = list(zip(series.means, series.peaks))
-    every = math.ceil(len(samples) / CHART_POINTS)
-    line, area, pen, level = "", "", "M", 0.0
-    for index in range(0, len(samples), every):
-        here = [sample for sample in samples[index:index + every] if sample[0] is not None]
-        if not here:
-            pen = "M"               # a gap is a gap
-            continue
-        level = sum(mean for mean, _ in here) / len(here)
-        peak = max(peak for _, peak in here)
+    every = math.ceil(count / CHART_POINTS)
+    line, area, following, level = "", "", -1, 0.0
+    for at, samples in itertools.groupby(known, lambda sample: sample[0] // every * every):
+        _, means, peaks = zip(*samples)
+        level = sum(means) / len(means)
+        pen = "L" if at == following else "M"          # a gap is a gap
         # h.01: a sample alone is a dot
-        line += "%s%d %.4gh.01" % (pen, index, 100 - 100 * level / top)
-        area += "M%d 100V%.4gh%dV100" % (index, 100 - 100 * peak / top, every)
-        pen = "L"
-    return fill(CURVES, points=len(samples), area=area, line=line), level
+        line += "%s%d %.4gh.01" % (pen, at, 100 - 100 * level / top)
+        area += "M%d 100V%.4gh%dV100" % (at, 100 - 100 * max(peaks) / top, every)
+        following = at + every
+    return fill(CURVES, points=count, area=area, line=line), level
 
 
 def chart(series, wall):
     """Players over time as inline SVG, about 13 kB.
 
-    series: start (epoch), step (s), means and peaks (a number a step, or None where the server was
-    away). The plot is stretched to the width at hand; the text around it keeps its size."""
-    known = [index for index, mean in enumerate(series.means) if mean is not None]
+    The plot is stretched to the width at hand; the text around it keeps its size."""
+    start, step, count = series.start, series.step, len(series.means)
+    known = [sample for sample in zip(range(count), series.means, series.peaks)
+             if sample[1] is not None]          # else the server was away
     if not known:
-        return Html('<p class="lead">No history in this span yet. '
-                    'A sample is taken every minute.</p>\n')
-    start, step, samples = series.start, series.step, len(series.means)
-    end, last = start + samples * step, known[-1]
-    peak_at = max(known, key=series.peaks.__getitem__)
-    peak = series.peaks[peak_at]
+        return Html(NO_HISTORY)
+    last, (peak_at, _, peak) = known[-1][0], max(known, key=lambda sample: sample[2])
     ticks = value_ticks(peak)
-    drawing, level = curves(series, ticks[-1])
+    drawing, level = curves(known, count, ticks[-1])
     latest = format(round(level, 1) if level < 10 else round(level), ",g")
     latest_at = min(wall, start + (last + 1) * step)
-    peak_words, peak_x = format(round(peak, 1), ","), peak_at / samples
+    x, y, words = peak_at / count, peak / ticks[-1], format(round(peak, 1), ",")
     marks = [
-        *axes(ticks, start, end), drawing,
-        fill(PEAK_MARK, x=across(peak_x), y=down(peak / ticks[-1]), words=peak_words,
-             words_x=across(min(max(peak_x, .04), .96))),       # within the page
-        fill(LATEST_MARK, x=across(last / samples), y=down(level / ticks[-1]), words=latest,
+        *axes(ticks, start, start + count * step), drawing, mark(PEAK_DOT, "", x, y),
+        mark(PEAK_MARK, words, min(max(x, .04), .96), y),       # within the page
+        mark(LATEST_MARK, latest, last / count, level / ticks[-1],
              long=" long" if len(latest) > 2 else "")]
     return fill(
-        CHART, start=minute(start), end=minute(end), peak=peak_words, latest=latest,
-        peak_time=minute(start + peak_at * step), latest_time=time_tag(latest_at, wall),
-        marks=marks)
-
+        CHART, start=minute(start), end=minute(start + count * step), peak=words, marks=marks,
+        peak_time=minute(start + peak_at * step), latest=latest,
+        latest_time=time_tag(latest_at, wall))
 
 # ================================================================================================
 # 9  Web
 #
-# The page and the lists over HTTP. http.server parses a request and formats its answer, over bytes
-# in memory; one function a route makes the answer. Every answer carries `Length` beside
+# The page and the lists over HTTP. http.server parses a request and formats its response, over
+# bytes in memory; one function a route makes the answer. Every response carries `Length` beside
 # `Content-Length`: the Iceball client exits without it. Lists, and whole responses by the bytes of
 # their requests, are kept until the next tick, so the common request is one look-up.
 # ================================================================================================
@@ -4918,8 +4601,9 @@ JSON_TYPE = "application/json; charset=utf-8"
 HTML_TYPE = "text/html; charset=utf-8"
 TEXT_TYPE = "text/plain; charset=utf-8"
 
+NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
-SECURITY_FIELDS = {
+FIELDS = {                          # of every response
     "Content-Security-Policy":
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -4932,26 +4616,25 @@ METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()  
 class HttpError(Exception):
     """A request that gets an error: its status, and in words what was wrong."""
 
-    def __init__(self, status: int, hint: str, fields: Mapping[str, str] = {}) -> None:
+    def __init__(self, status, hint, fields=NO_FIELDS):
         super().__init__(hint)
-        self.status, self.hint, self.fields = status, hint, fields
+        self.status, self.fields = status, fields
+
+
+class DiskNeeded(Exception):
+    """Raised by a route, with a job for the disk thread; then the route is asked again."""
 
 
 class Answer:
     """What a route gives: the body, and what else stands in the head."""
 
-    def __init__(self, body: bytes, type: str = TEXT_TYPE, status: int = 200,
-                 fields: Mapping[str, str] = {}) -> None:
+    def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
         self.body, self.status = body, status
         self.fields = {"Content-Type": type, "Cache-Control": "no-store", **fields}
-        self.gzipped: Optional[Answer] = None
 
-    def compressed(self):
-        if self.gzipped is None:
-            self.gzipped = copy.copy(self)
-            self.gzipped.body = gzip.compress(self.body, GZIP_LEVEL, mtime=0)
-            self.gzipped.fields = {**self.fields, "Content-Encoding": "gzip"}
-        return self.gzipped
+    @functools.cached_property
+    def gzipped(self):
+        return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
 
 
 def public(body, type):
@@ -4961,23 +4644,20 @@ def public(body, type):
         "Vary": "Accept-Encoding", "Cache-Control": "public, max-age=%d" % CACHE_S})
 
 
-def page_answer(page):
-    return Answer(page.encode("utf-8"), HTML_TYPE)
+# json.dumps() makes an encoder at each call, a quarter of the time that one server takes
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-class DeferredAnswer(NamedTuple):
-    """An answer that needs the disk: `then(job())`, where `job` runs in the disk thread."""
-
-    job: Callable[[], Any]
-    then: Callable[[Any], Answer]
+def to_json(value):
+    """Compact, raw UTF-8: the Iceball client fails on any \\u escape. Texts are clean, so that none
+    is needed."""
+    return ENCODER.encode(value).encode()
 
 
 # --- One request ---------------------------------------------------------------------------------
 
 HEAD_END = re.compile(rb"\n\r?\n")      # to look for the line end before takes 15 times as long
 HEADER_LINES = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?\n)*\r?\n")
-
-TAKES_GZIP = re.compile(r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
 def head_end(data):
@@ -4998,33 +4678,30 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     """One request and its response, over bytes instead of a socket."""
 
     protocol_version = "HTTP/1.1"
-    command = "GET"
-    headers = http.client.HTTPMessage()
+    command, headers = "GET", http.client.HTTPMessage()
     page = "/"                          # the path without the query
     query: Dict[str, str] = {}
     route = "none"                      # as ROUTES has it; "other" if there is none at this path
-    body, body_bytes = b"", 0
-    address, now = "", 0.0              # the client's, also behind a trusted proxy; when it came
-    status = 0                          # what was answered
-    wfile: io.BytesIO  # type: ignore[assignment]
+    body_bytes = status = 0             # its length; what was answered
+    found: Any = None                   # by the disk thread
 
-    def __init__(self, head=b""):
+    def __init__(self, head):
         """`head`: request line and headers, with the empty line; read by parse()."""
-        self.head = head
+        self.head, self.body = head, b""
         self.close_connection = True
-        self.wfile = io.BytesIO()
+        self.wfile: Any = io.BytesIO()
 
     def parse(self):
         """Read the head; raises HttpError."""
         line, _, lines = self.head.partition(b"\n")
+        if not HEADER_LINES.fullmatch(lines):
+            raise HttpError(400, "A header line is not NAME: VALUE.")
         # A shell sends the bytes of a search for Straße as they were typed
         self.raw_requestline = urllib.parse.quote(line, safe=bytes(range(128))).encode()
         self.rfile = io.BytesIO(lines)
-        if not HEADER_LINES.fullmatch(lines):
-            raise HttpError(400, "A header line is not NAME: VALUE.")
-        if not self.parse_request() or self.request_version < "HTTP/1":
+        if not self.parse_request() or self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
             raise HttpError(505, "Of HTTP only the versions 1.0 and 1.1 are spoken here.")
-        if self.request_version > "HTTP/1.0" and len(self.headers.get_all("Host", [])) != 1:
+        if self.request_version == "HTTP/1.1" and len(self.headers.get_all("Host", [])) != 1:
             raise HttpError(400, "Exactly one Host header is required.")
         if "close" in self.header("Connection").lower():        # Perl's clients say "TE, close"
             self.close_connection = True
@@ -5035,21 +4712,21 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         self.page = page or "/"
         self.route = self.page if self.page in ROUTES else "other"
         self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-        self.body_bytes = self.content_length()
+        self.read_length()
 
     def header(self, name):
         """Several lines with one name are one list (RFC 9110, 5.3)."""
         return ",".join(self.headers.get_all(name, []))
 
-    def content_length(self):
+    def read_length(self):
         text = self.header("Content-Length").strip(" \t")
         if "Transfer-Encoding" in self.headers or self.command == "POST" and not text:
             raise HttpError(411, "A body needs a Content-Length; it cannot come in chunks.")
         if not re.fullmatch("[0-9]{0,18}", text):
             raise HttpError(400, "Content-Length is not a number of bytes.")
-        if int(text or 0) > HTTP_BODY_BYTES:
+        self.body_bytes = int(text or 0)
+        if self.body_bytes > HTTP_BODY_BYTES:
             raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
-        return int(text or 0)
 
     # What http.server would write to a socket or to standard error
 
@@ -5067,33 +4744,25 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     def response(self, answer):
         """The whole response; for HEAD and 304 without the body, whose length the head tells."""
-        takes_gzip = TAKES_GZIP.search(self.header("Accept-Encoding"))
-        if takes_gzip and len(answer.body) >= GZIP_MIN_BYTES:
-            answer = answer.compressed()
-        etag = answer.fields.get("ETag")
-        known = etag is not None and etag in self.header("If-None-Match")
-        self.request_version = "HTTP/1.1"           # an answer to HTTP/0.9 would have no head
-        self.send_response(304 if known else answer.status)
-        length = str(len(answer.body))
-        fields = {**answer.fields, "Length": length, "Content-Length": length, **SECURITY_FIELDS,
-                  "Connection": "close" if self.close_connection else "keep-alive"}
-        if self.route in ROUTES and ROUTES[self.route].readable:
+        body, fields = answer.body, {**answer.fields, **FIELDS}
+        if len(body) >= GZIP_MIN_BYTES and "gzip" in self.header("Accept-Encoding").lower():
+            body, fields["Content-Encoding"] = answer.gzipped, "gzip"
+        fields["Length"] = fields["Content-Length"] = str(len(body))
+        fields["Connection"] = "close" if self.close_connection else "keep-alive"
+        if self.route.endswith((".json", ".xml")):          # for scripts of other sites too
             fields["Access-Control-Allow-Origin"] = "*"
-        for name, value in fields.items():
-            self.send_header(name, value)
+        known = "ETag" in fields and fields["ETag"] in self.header("If-None-Match")
+        self.request_version = "HTTP/1.1"       # an answer to HTTP/0.9 would have no head
+        self.send_response(304 if known else answer.status)
+        for field in fields.items():
+            self.send_header(*field)
         self.end_headers()
         if not known and not self.head.startswith(b"HEAD "):
-            self.wfile.write(answer.body)
+            self.wfile.write(body)
         return self.wfile.getvalue()
 
 
 # --- One connection ------------------------------------------------------------------------------
-
-class CachedResponse(NamedTuple):
-    response: bytes
-    close: bool
-    counted: Tuple[str, int]            # as in Web.requests
-
 
 class HttpSession(Session):
     """HTTP/1.0 and 1.1, keep-alive, one request after another."""
@@ -5102,102 +4771,83 @@ class HttpSession(Session):
         self.web, self.address = web, address
         # A proxy's requests are not answered from the cache: each is its client's, who pays for it
         self.proxied = address in web.trusted
-        self.buffer = b""
-        self.request: Optional[HttpRequest] = None      # its head is read, it is not answered yet
-        self.then: Optional[Callable[[Any], Answer]] = None     # to be made of the job's result
-        self.deadline = now + HTTP_HEAD_S
+        self.cache = {} if self.proxied else web.cache
+        self.request: Any = None      # its head is read, it is not answered yet
+        self.deadline = now + HTTP_REQUEST_S
 
     def receive(self, data, now):
         web = self.web
         if not (self.buffer or self.request or self.done):
-            cached = web.cache.get(data)
-            if cached and not self.proxied and web.rules.requests.allow(self.address, now):
+            cached = self.cache.get(data)
+            if cached and web.rules.requests.allow(self.address, now):
                 response, self.done, counted = cached
                 web.requests[counted] += 1
-                return response
-            if not data:                # the answer is written
                 self.deadline = now + HTTP_IDLE_S
-                return b""
-            self.deadline = now + HTTP_HEAD_S
+                return response
+            # Without data: all of an answer is written
+            self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
         try:
-            return b"" if self.done or self.then else self.advance(now)
+            if self.done or self.job or not self.is_whole(now):
+                return b""
+            return self.respond(web.answer(self.request), now)
+        except DiskNeeded as needed:
+            self.job, = needed.args
+            return b""
         except HttpError as error:
             return self.refuse(error, now)
 
-    def advance(self, now):
-        """Answer the first request in the buffer, if all of it is here."""
+    def is_whole(self, now):
+        """Is the first request in the buffer here, with its body? Raises HttpError."""
         request = self.request
         if request is None:
             self.buffer = self.buffer.lstrip(b"\r\n")   # a blank line begins no request
             end = self.buffer and head_end(self.buffer)
             if not end:
-                return b""
+                return False
             self.request = request = HttpRequest(self.buffer[:end])
             self.buffer = self.buffer[end:]
-            self.deadline = now + HTTP_BODY_S
-            request.parse()
-        if len(self.buffer) < request.body_bytes:
-            return b""
+            try:
+                request.parse()
+            except HttpError:                   # what comes behind it may be no request
+                request.close_connection = True
+                raise
         request.body = self.buffer[:request.body_bytes]
-        self.buffer = self.buffer[request.body_bytes:]
-        request.now, request.address = now, self.address
-        if self.proxied:
-            request.address = self.web.client(self.address, request.header("X-Forwarded-For"))
-        return self.respond(lambda: self.web.answer(request), now)
+        request.now = now
+        request.address = self.web.client(self.address, request.header("X-Forwarded-For"))
+        return len(request.body) == request.body_bytes
 
-    def respond(self, make, now):
-        """Answer the request with what `make` gives or raises."""
+    def respond(self, answer, now):
         request, web = self.request, self.web
-        assert request is not None
-        try:
-            answer = make()
-        except HttpError as error:
-            answer = web.error(request, error)
-        if isinstance(answer, DeferredAnswer):
-            self.job, self.then = answer
-            return b""
-        if answer.status == 429 and not self.proxied:
+        if answer.status in (408, 503) or answer.status == 429 and not self.proxied:
             request.close_connection = True     # what comes behind it costs as much as an answer
-        response = request.response(answer)
+        response, done = request.response(answer), request.close_connection
         counted = request.route, request.status
         web.requests[counted] += 1
         if "ETag" in answer.fields and not (self.proxied or request.body):
-            web.remember(request.head, CachedResponse(response, request.close_connection, counted))
-        self.request, self.done = None, request.close_connection
-        self.deadline = now + (HTTP_HEAD_S if self.buffer else HTTP_IDLE_S)
+            web.remember(request.head, (response, done, counted))
+        self.buffer = self.buffer[request.body_bytes:]
+        self.request, self.done = None, done
+        self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
         return response
 
     def refuse(self, error, now):
-        """An error that ends the connection: what comes behind it may be no request."""
-        self.request = request = self.request or HttpRequest(self.buffer)
-        request.close_connection = True
-        self.buffer, self.then = b"", None
-        return self.respond(lambda: self.web.error(request, error), now)
+        """Answer the request, or what is no request and ends the connection, with an error."""
+        self.request = self.request or HttpRequest(self.buffer)
+        return self.respond(self.web.error(self.request, error), now)
 
     def resume(self, result, now):
-        then, self.job, self.then = self.then, None, None
-        if then is None:
-            return b""                  # it has taken too long
-
-        def make():
-            # The disk's, or too many wait for it; any other exception is a fault of the program
-            if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
-                hint = "The answer cannot be made just now: %s." % error_text(result)
-                raise HttpError(503, hint, RETRY_AFTER)
-            if isinstance(result, Exception):
-                raise result
-            return then(result)
-        return self.respond(make, now)
+        self.job, self.request.found = None, result
+        return self.receive(b"", now)
 
     def tick(self, now):
         if now < self.deadline or self.done:
             return b""
-        if self.then:
+        self.done = True
+        if self.job:
             return self.refuse(HttpError(503, "The answer takes too long.", RETRY_AFTER), now)
         if self.buffer or self.request:
             return self.refuse(HttpError(408, "The request did not arrive in time."), now)
-        self.done = True
         return b""
 
 
@@ -5220,11 +4870,12 @@ class Web(TcpProtocol):
         self.core, self.settings = core, core.settings
         self.registry, self.rules = core.registry, core.registry.rules
         self.epoch = 0.0                # wall clock minus monotonic clock, told by the event loop
-        self.cache: Dict[bytes, CachedResponse] = {}
+        # By request: the response, does it end the connection, and its key in `requests`
+        self.cache: Dict[bytes, Any] = {}
         self.cache_bytes = 0
-        self.lists: Dict[Tuple[str, str], Answer] = {}          # by name and game
+        self.lists: Dict[Any, Answer] = {}          # by route and game
         self.recent = core.recent()     # what the sparklines in servers' parts show
-        self.requests: Dict[Tuple[str, int], int] = collections.Counter()   # by route and status
+        self.requests: Dict[Any, int] = collections.Counter()   # by route and status
         self.read(core.settings)
 
     def session(self, address, now):
@@ -5235,10 +4886,9 @@ class Web(TcpProtocol):
 
     def read(self, settings):
         self.trusted = Networks(settings["http.trusted_proxies"])
-        self.titles: Dict[str, str] = {**GAME_TITLES, **settings["games"]}
-        template = settings.texts.get("http.template")
         self.look = Look(settings["http.title"], settings["http.intro"],
-                         list_template(template) if template else None)
+                         settings.texts.get("http.template") or LIST_PAGE,
+                         {**GAME_TITLES, **settings["games"]})
         self.registry.forget_parts()    # titles stand in them
         self.forget_answers()
 
@@ -5257,12 +4907,12 @@ class Web(TcpProtocol):
         self.cache_bytes = 0
 
     def remember(self, request, cached):
-        size = len(request) + len(cached.response)
-        if self.cache_bytes + size > HTTP_MEMO_BYTES:
-            self.cache.clear()
-            self.cache_bytes = 0
-        self.cache[request] = cached
+        size = len(request) + len(cached[0])
         self.cache_bytes += size
+        if self.cache_bytes > HTTP_MEMO_BYTES:
+            self.cache.clear()
+            self.cache_bytes = size
+        self.cache[request] = cached
 
     def client(self, address, forwarded):
         """Whose request it is: of the addresses in X-Forwarded-For, with or without a port, the
@@ -5278,18 +4928,19 @@ class Web(TcpProtocol):
         return address
 
     def answer(self, request):
-        """What the request's route gives; raises HttpError."""
-        self.charge(request, 1)
+        """What the request's route gives; raises HttpError and DiskNeeded."""
+        if request.found is None:
+            self.charge(request, 1)
         route = ROUTES.get(request.route)
         if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
-        methods = ", ".join(route.methods)
+        methods = allowed_methods(request.route)
         fields = {"Allow": methods, "Access-Control-Allow-Methods": methods}
-        if request.command not in route.methods:
+        if request.command not in methods.split(", "):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
         if request.command == "OPTIONS":
             return Answer(b"", fields=fields)
-        return route.answer(self, request)
+        return route(self, request)
 
     def charge(self, request, tokens):
         """Let the client pay for this request; raises HttpError."""
@@ -5303,36 +4954,30 @@ class Web(TcpProtocol):
 
     def error(self, request, error):
         """In the form that its reader expects."""
-        status, hint = error.status, error.hint
-        reason = request.responses[status][0]
-        type, body = TEXT_TYPE, ("%d %s\n%s\n" % (status, reason, hint)).encode("utf-8")
+        status, hint = error.status, str(error)
+        reason = http.client.responses[status]
+        type, body = TEXT_TYPE, ("%d %s\n%s\n" % (status, reason, hint)).encode()
         if request.route == "/announce":
             type, body = JSON_TYPE, to_json({"listed": False, "reason": hint})
         elif request.route == "/master.json" and status in (403, 429):
             type, body = JSON_TYPE, iceball_list(self, [])
         elif "text/html" in request.header("Accept"):
-            page = error_page(status, reason, hint, self.look)
-            type, body = HTML_TYPE, page.encode("utf-8")
+            type, body = HTML_TYPE, error_page(self.look, status, reason, hint)
         return Answer(body, type, status, error.fields)
 
-    def title(self, game):
-        return self.titles.get(game, game)
-
-    def list_answer(self, request, name, wanted, type, make):
-        """The list `name` by `make(servers, wall)`. A whole one, of a game or of all, is kept until
-        the next tick; a search is one client's, who pays for each server looked at."""
+    def list_answer(self, request, wanted, type, make):
+        """The list that `make(servers, wall)` gives. A whole one, of a game or of all, is kept
+        until the next tick; a search is one client's, who pays for each server looked at."""
         game, registry = wanted.game, self.registry
-        wall = request.now + self.epoch
-        if wanted == ListFilter(game) and game in ("", *self.titles):
-            if (name, game) not in self.lists:
-                body = make(registry.servers(game), wall)
-                self.lists[name, game] = public(body, type)
-            return self.lists[name, game]
+        key, wall = (request.route, game), request.now + self.epoch
+        if wanted == ListFilter(game) and game in ("", *self.look.games):
+            if key not in self.lists:
+                self.lists[key] = public(make(registry.servers(game), wall), type)
+            return self.lists[key]
         # At most half of what is allowed at once: a page with a search in it asks every 5 s
         most = self.settings["limits.requests"][1] / 2
         self.charge(request, min(registry.total / SEARCH_SERVERS, most))
-        found = [server for server in registry.servers(game) if wanted.matches(server)]
-        return public(make(found, wall), type)
+        return public(make(list(filter(wanted.matches, registry.servers(game))), wall), type)
 
 
 # --- What is asked for ---------------------------------------------------------------------------
@@ -5346,13 +4991,6 @@ def whole_number(request, name, low, high):
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
 
-def is_called(server, name):
-    """Is `name`, casefolded, a part of its name or of its address? The page's script has the same
-    rule (wanted)."""
-    address = endpoint(server.address, server.port) if ":" in name else server.address
-    return name in server.name.casefold() or name in address
-
-
 class ListFilter(NamedTuple):
     """Which servers a list is to have."""
 
@@ -5361,52 +4999,64 @@ class ListFilter(NamedTuple):
     players_min: int = 0
 
     def matches(self, server):
-        return server.players >= self.players_min and is_called(server, self.name.casefold())
+        """The page's script has the same rule (wanted)."""
+        name, address = self.name.casefold(), server.address
+        if ":" in name:
+            address = endpoint(address, server.port)
+        return server.players >= self.players_min and (
+            name in server.name.casefold() or name in address)
 
 
-def list_filter(request):
+def list_filter(web, request, game=""):
+    """`game`: the one that is listed unless another one is asked for."""
     query = request.query
-    return ListFilter(query.get("game", ""), clean(query.get("name", "")),
-                      whole_number(request, "players_min", 0, PLAYERS_MAX))
+    wanted = ListFilter(query.get("game", game), clean(query.get("name", "")),
+                        whole_number(request, "players_min", 0, PLAYERS_MAX))
+    if wanted.game not in ("", *web.look.games) and request.route != "/servers.json":
+        raise HttpError(404, "There is no game %s here." % ascii(wanted.game[:100]))
+    return wanted
 
 
-def check_game(web, game):
-    if game not in ("", *web.titles):
-        raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-
-
-def server_key(request):
-    port = whole_number(request, "port", 1, 65535)
+def asked_place(request, own=""):
+    """The address and the port in the query, or the address as lists have it, with its port."""
+    text = request.query.get("address", "").strip()[:100] or own
+    port = whole_number(request, "port", 0, 65535)
     try:
-        address = canonical(read_address(request.query["address"] if port else ""))
-    except (KeyError, ValueError):
-        raise HttpError(400, "game, address and port are required, "
-                             "the address as a number such as 203.0.113.7.") from None
-    return request.query.get("game", ""), address, port
+        if re.search(r"\.[0-9]+:|\]:", text):
+            text, port = read_numeric_endpoint(text)
+        return canonical(read_address(text)), port
+    except ValueError:
+        hint = "%s is not an IP address, a number such as 203.0.113.7." % ascii(text)
+        raise HttpError(400, hint) from None
 
 
-def chosen_span(request):
-    span = request.query.get("span", "day")
+def asked_server(request):
+    """(game, address, port), the last two empty if neither is asked for, and the span."""
+    query = request.query
+    game, span = query.get("game", ""), query.get("span", "day")
+    address, port = asked_place(request) if {"address", "port"} & query.keys() else ("", 0)
+    if not game or address and not port:
+        raise HttpError(400, "game is required; for one server address and port as well.")
     if span not in SPANS:
         raise HttpError(400, "span must be one of %s." % ", ".join(SPANS))
-    return span
+    return (game, address, port), span
+
+
+def from_disk(request, job):
+    """What `job` gives in the disk thread; until that is known it raises DiskNeeded."""
+    found = request.found
+    if found is None:
+        raise DiskNeeded(job)
+    # The disk's, or too many wait for it; any other exception is a fault of the program
+    if isinstance(found, (*DISK_ERRORS, RuntimeError, MemoryError)):
+        hint = "The answer cannot be made just now: %s." % error_text(found)
+        raise HttpError(503, hint, RETRY_AFTER)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 # --- Lists ---------------------------------------------------------------------------------------
-
-# json.dumps() makes an encoder at each call, a quarter of the time that one server takes
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-JSON_FIELDS = (
-    "game address port name mode map version players max_players playing description official "
-    "priority flavor verified responding").split()
-JSON_DETAILS = "arenas factions skill flags".split()
-
-
-def to_json(value):
-    """Compact, raw UTF-8: the Iceball client fails on any \\u escape. Texts are clean, so that none
-    is needed."""
-    return ENCODER.encode(value).encode("utf-8")
-
 
 # Both documents' keys, each a text or a number. `official` counts as true whatever it is, so it is
 # left out unless it is
@@ -5425,13 +5075,19 @@ def iceball_json(server):
 
 def iceball_list(web, servers):
     return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
-        ICEBALL_HBVERSION, web.settings["iceball.version"], b",\n".join(servers))
+        ICEBALL_HBVERSION, web.settings["iceball.version"],
+        b",\n".join(parts(servers, "master.json", iceball_json)))
 
 
 def get_master_json(web, request):
-    return web.list_answer(
-        request, "master.json", ListFilter("iceball"), JSON_TYPE,
-        lambda servers, wall: iceball_list(web, parts(servers, "master.json", iceball_json)))
+    return web.list_answer(request, ListFilter("iceball"), JSON_TYPE,
+                           lambda servers, wall: iceball_list(web, servers))
+
+
+JSON_FIELDS = (
+    "game address port name mode map version players max_players playing description official "
+    "priority flavor verified responding").split()
+JSON_DETAILS = "arenas factions skill flags".split()
 
 
 def server_json(server):
@@ -5447,28 +5103,32 @@ def server_json(server):
 def get_servers_json(web, request):
     """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
     def make(servers, wall):
-        made = parts(servers, "servers.json", server_json)
         rows = [b'%s,"first_seen":%d,"last_seen":%d}' % (
             part, server.first_seen + web.epoch, server.last_seen + web.epoch)
-            for server, part in zip(servers, made)]
+            for server, part in zip(servers, parts(servers, "servers.json", server_json))]
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(rows))
-    return web.list_answer(request, "servers.json", list_filter(request), JSON_TYPE, make)
+    return web.list_answer(request, list_filter(web, request), JSON_TYPE, make)
+
+
+# As the script in Hyperbol's document has them
+XML_SERVER = """\
+<server ip="%(address)s" port="%(port)s" responding="1" servername="%(name)s" gametype="%(mode)s" \
+playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
+skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
+"""
+XML_SILENT = """\
+<server ip="%(address)s" port="%(port)s" responding="0"/>
+"""
+XML_FIELDS = "address port name mode players max_players map version flavor".split()
 
 
 def server_xml(server):
-    """A server in /servers.xml and in an exported file, as the script in Hyperbol's document has
-    it."""
-    fields = {
-        "ip": server.address, "port": server.port, "responding": int(server.responding)}
-    if server.responding:
-        fields.update(
-            servername=server.name, gametype=server.mode, playercount=server.players,
-            maxplayercount=server.max_players, mapname=server.map, version=server.version,
-            skill=server.details.get("skill", "0"), flavor=server.flavor,
-            ping_milliseconds=round(server.ping_ms or 0))
-    attributes = ['%s="%s"' % (name, html.escape(str(value))) for name, value in fields.items()]
-    return b"<server %s/>\n" % " ".join(attributes).encode("utf-8")
+    """A server in /servers.xml and in an exported file."""
+    fields = {name: getattr(server, name) for name in XML_FIELDS}
+    fields.update(skill=server.details.get("skill", "0"), ping=round(server.ping_ms or 0))
+    escaped = {name: html.escape(str(value)) for name, value in fields.items()}
+    return ((XML_SERVER if server.responding else XML_SILENT) % escaped).encode()
 
 
 def servers_xml(servers, wall):
@@ -5480,47 +5140,37 @@ def servers_xml(servers, wall):
 
 
 def get_servers_xml(web, request):
-    wanted = ListFilter(request.query.get("game", "hyperbol"))
-    check_game(web, wanted.game)
     return web.list_answer(
-        request, "servers.xml", wanted, "application/xml; charset=utf-8",
+        request, list_filter(web, request, "hyperbol"), "application/xml; charset=utf-8",
         lambda servers, wall: servers_xml(parts(servers, "servers.xml", server_xml), wall))
 
 
 # --- Pages ---------------------------------------------------------------------------------------
 
 # What to put into a game server's settings, by protocol
+ANNOUNCE = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
 CONTACTS = {
     "iceball": ("Iceball servers, in svsave/pub/server.json",
                 '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
     "subspace": ("SubSpace zones (asss)", "Directory:Server1 = %(host)s, port %(port)d"),
     "aio": ("AIO servers", "master server %(host)s, port %(port)d"),
+    "hyperbol": ("Hyperbol servers", ANNOUNCE),
 }
-ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %s --port PORT %s"
 
 
 def contact_lines(listeners, host, games):
     """(game, whom it is for, line for the settings of its game servers or to run beside them).
 
     Of what listens and of the operator's own `games`; of several ports of one protocol the last
-    takes announcements. `host` gives the address to name for a protocol."""
+    takes announcements, but of HTTP the first is named."""
     ports = {listener.protocol: listener.port for listener in listeners}
-    lines = [(game, whom, line % {"host": host(game), "port": ports[game]})
-             for game, (whom, line) in CONTACTS.items() if game in ports]
-    page = [listener.port for listener in listeners if listener.protocol == "http"]
-    by_http = {"hyperbol": "Hyperbol", **games} if "hyperbol" in ports else games
-    for game, title in by_http.items() if page else ():
-        command = ANNOUNCE_COMMAND % (game, endpoint(host("http"), page[0]))
-        lines.append((game, title + " servers", command))
-    return lines
-
-
-def hint(web, game):
-    """What a game server needs to appear here; "": one of any game."""
-    host = web.settings["server.public_address"] or "THIS-HOST"
-    lines = contact_lines(web.core.listeners, lambda protocol: host, web.settings["games"])
-    return Html("".join(fill(HINT, whom=whom, what=what) for name, whom, what in lines
-                        if game in ("", name)))
+    page = next((endpoint(host, listener.port) for listener in listeners
+                 if listener.protocol == "http"), "")
+    contacts = {game: contact for game, contact in CONTACTS.items() if game in ports}
+    contacts.update({game: (title + " servers", ANNOUNCE) for game, title in games.items()})
+    return [(game, whom, line % {"host": host, "port": ports.get(game), "game": game,
+                                 "page": page})
+            for game, (whom, line) in contacts.items() if page or line != ANNOUNCE]
 
 
 def day_total(recent, games):
@@ -5531,27 +5181,17 @@ def day_total(recent, games):
 
 
 def get_page(web, request):
-    wanted = list_filter(request)
-    check_game(web, wanted.game)
-    return web.list_answer(request, "page", wanted, HTML_TYPE,
-                           lambda servers, wall: render_page(web, wanted, servers, wall))
+    wanted = list_filter(web, request)
+    game, look, recent = wanted.game, web.look, web.recent
 
-
-def render_page(web, wanted, servers, wall):
-    """The list page of these servers: the first PAGE_ROWS, and how many there are."""
-    game, recent = wanted.game, web.recent
-    counts = {id: len(listed) for id, listed in web.registry.games.items() if listed}
-    titles = {id: title for id, title in web.titles.items() if id in counts or id == game}
-    rows = parts(servers[:PAGE_ROWS], "row", lambda server: server_row(
-        server, sparkline(recent.get(server.key, ())), web.title(server.game)))
-    pieces = []
-    for server, (before, after) in zip(servers, rows):
-        pieces += [before, seen_cell(server.last_seen + web.epoch, wall), after]
-    whole = wanted == ListFilter(game)
-    day = day_total(recent, [game] if game else counts) if whole else ()
-    players = sum(server.players for server in servers)
-    return list_page(titles, counts, game, pieces, len(servers), players, web.look, wanted.name,
-                     wanted.players_min, hint(web, game), sparkline(day))
+    def make(servers, wall):
+        counts = {id: len(listed) for id, listed in web.registry.games.items() if listed}
+        rows = list_rows(look, servers[:PAGE_ROWS], recent, web.epoch, wall)
+        day = day_total(recent, [game] if game else counts) if wanted == ListFilter(game) else ()
+        contacts = contact_lines(web.core.listeners, web.settings["server.public_address"]
+                                 or "THIS-HOST", web.settings["games"])
+        return list_page(look, wanted, servers, rows, counts, contacts, sparkline(day))
+    return web.list_answer(request, wanted, HTML_TYPE, make)
 
 
 def as_shown(server, epoch):
@@ -5563,50 +5203,36 @@ def as_shown(server, epoch):
 
 
 def get_server(web, request):
-    game, address, port = key = server_key(request)
-    span = chosen_span(request)
-    listed = web.registry.get(*key)
-    database = web.core.database
-    wall = request.now + web.epoch
-
-    def then(found):
-        known, series = found
-        if not (listed or known):
-            raise HttpError(404, "No server %s of %s is known here." % (
-                endpoint(address, port), game))
-        shown = listed and as_shown(listed, web.epoch)
-        before = known and types.SimpleNamespace(
-            **known._asdict(), game=game, address=address, port=port)
-        if shown and known:             # it may have been here before it was listed this time
-            shown.first_seen = min(shown.first_seen, known.first_seen)
-        return page_answer(server_page(
-            shown, before, series, span, wall, web.look, web.title(game)))
-    if database is None:
-        return then((None, None))
-    return DeferredAnswer(
-        lambda: (database.known(*key), database.history(*key, span, wall)), then)
+    key, span = asked_server(request)
+    game, address, port = key
+    wall, database = request.now + web.epoch, web.core.database
+    listed, known, series = web.registry.get(*key), None, None
+    if database is not None:
+        known, series = from_disk(request, lambda: (
+            database.known(*key), database.history(*key, span, wall)))
+    if listed:
+        shown = as_shown(listed, web.epoch)
+    elif known:
+        shown = Server(game, address, port, address, known.last_seen, 0.0, known.name)
+    else:
+        raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
+    if known:                           # it may have been here before it was listed this time
+        shown.first_seen = min(shown.first_seen, known.first_seen)
+    return Answer(server_page(web.look, shown, listed, series, span, wall), HTML_TYPE)
 
 
 def get_history_json(web, request):
     """The player counts of one server, or with a game alone of all its servers: ?game=, ?address=,
     ?port=, ?span=day|week|month|year."""
-    query, database = request.query, web.core.database
-    key = query.get("game", ""), "", 0
-    if "address" in query or "port" in query:
-        key = server_key(request)
-    game, address, port = key
-    if not game:
-        raise HttpError(400, "game is required; for one server address and port as well.")
-    span = chosen_span(request)
+    key, span = asked_server(request)
+    database, wall = web.core.database, request.now + web.epoch
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
-    wall = request.now + web.epoch
-
-    def then(series):
-        return Answer(to_json({
-            "game": game, "address": address, "port": port, "span": span, "start": series.start,
-            "step": series.step, "players": series.means, "peak": series.peaks}), JSON_TYPE)
-    return DeferredAnswer(lambda: database.history(*key, span, wall), then)
+    series = from_disk(request, lambda: database.history(*key, span, wall))
+    game, address, port = key
+    return Answer(to_json({
+        "game": game, "address": address, "port": port, "span": span, "start": series.start,
+        "step": series.step, "players": series.means, "peak": series.peaks}), JSON_TYPE)
 
 
 # --- Announcements by HTTP -----------------------------------------------------------------------
@@ -5614,16 +5240,16 @@ def get_history_json(web, request):
 ANNOUNCED_TTL_S = 120               # `announce` repeats it after half of this
 REFUSED_STATUS = {"bad packet": 400, "limit": 429}          # all others: 403
 FORM_TYPE = "application/x-www-form-urlencoded"
-ANNOUNCED_TEXTS = {
-    "name": NAME_CHARACTERS, "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS,
-    "version": NAME_CHARACTERS, "description": TEXT_CHARACTERS}
+# The fields of an announcement beside game and port, and the lowest number where one is expected
+ANNOUNCED_FIELDS = "action name mode map version description players max_players".split()
+ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 
 
 def announced_fields(request):
     """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
-    type = request.headers.get("Content-Type", FORM_TYPE).partition(";")[0].strip().lower()
+    type = (request.header("Content-Type") or FORM_TYPE).partition(";")[0].strip().lower()
     body = request.body
-    if type == "application/json" or type == FORM_TYPE and body[:1] == b"{":    # by `curl -d`
+    if type == "application/json" or body[:1] == b"{":      # by `curl -d`, which says it is a form
         try:
             fields = json.loads(body).items()
         except (ValueError, RecursionError, AttributeError):
@@ -5639,22 +5265,21 @@ def announced_fields(request):
     return {name: decode_legacy(value.encode("latin-1"), TEXT_CHARACTERS) for name, value in form}
 
 
-def announced_text(fields, name, characters=NAME_CHARACTERS):
-    value = fields.get(name, "")
+def announced_value(name, value):
+    """What is kept of a field; raises Refused."""
+    if name in ANNOUNCED_NUMBERS:
+        match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", str(value))       # Lua writes 27500.0
+        low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
+        if not match or not low <= int(match[1]) <= high:
+            raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
+        return int(match[1])
     if isinstance(value, (bool, list, dict)):
         raise Refused("bad packet", "%s is not a text" % name)
-    return clean(str(value), characters)
+    return clean(str(value), TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
 
 
-def announced_number(fields, name, low, high):
-    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", str(fields.get(name)))    # Lua writes 27500.0
-    if not match or not low <= int(match[1]) <= high:
-        raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
-    return int(match[1])
-
-
-def announced_game(web, fields):
-    game = announced_text(fields, "game")
+def announced_game(web, value):
+    game = announced_value("game", value)
     games = [*web.core.announcers, *web.settings["games"]]
     if game in games:
         return game
@@ -5665,10 +5290,6 @@ def announced_game(web, fields):
     raise Refused("bad packet", reason)
 
 
-def announce_answer(listed, **more):
-    return Answer(to_json({"listed": listed, "ttl": ANNOUNCED_TTL_S, **more}), JSON_TYPE)
-
-
 def post_announce(web, request):
     """An announcement by HTTP; the address is the connection's."""
     # Browsers send these two, the first only over HTTPS and to their own machine
@@ -5677,131 +5298,103 @@ def post_announce(web, request):
         raise HttpError(403, "A web page of another site may not announce servers here.")
     game, port = "announce", 0
     try:
-        fields = announced_fields(request)
-        game = announced_game(web, fields)
-        port = announced_number(fields, "port", 1, 65535)
-        return take_announcement(web, request, game, port, fields)
+        sent = announced_fields(request)
+        game = announced_game(web, sent.get("game", ""))
+        port = announced_value("port", sent.get("port"))
+        fields = {name: announced_value(name, sent[name])
+                  for name in ANNOUNCED_FIELDS if name in sent}
+        return take_announcement(web, request, game, port, **fields)
     except Refused as refused:
         web.registry.note(request.address, game, port, refused.outcome, request.now, str(refused))
         raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
 
 
-def take_announcement(web, request, game, port, sent):
+def take_announcement(web, request, game, port, action="", **fields):
     """List the server, have it queried, or end it; raises Refused."""
-    source, now = request.address, request.now
-    fields = {name: announced_text(sent, name, characters)
-                              for name, characters in ANNOUNCED_TEXTS.items() if name in sent}
-    for name in sent.keys() & {"players", "max_players"}:
-        fields[name] = announced_number(sent, name, 0, PLAYERS_MAX)
-    action = announced_text(sent, "action")
-    if action == "stop":
-        stop_announced(web, source, game, port, now)
-        return announce_answer(False, reason="stopped")
-    if action not in ("", "announce"):
-        raise Refused("bad packet", "action: expected stop, or nothing")
-    polled = web.core.announcers.get(game)
-    if polled is None:
-        list_announced(web, source, game, port, fields, now)
-        return announce_answer(True)
-    polled.announced(source, port, fields, now)
-    server = web.registry.get(game, web.rules.listed_address(source), port)
-    if server is not None and server.responding:
-        return announce_answer(True)
-    return announce_answer(False, reason=(
-        "waiting for its answer to a query on UDP port %d; the page /check tells what came of it"
-        % (port + polled.offset)))
-
-
-def list_announced(web, source, game, port, fields, now):
-    """A game of the operator's own cannot be queried: its servers are listed with what they say."""
+    registry, source, now = web.registry, request.address, request.now
     address = web.rules.listed_address(source)
-    new = web.registry.get(game, address, port) is None
-    if new or "name" in fields:
-        fields["name"] = fields.get("name") or endpoint(address, port)
-    web.registry.hear(game, address, port, source, now, ANNOUNCED_TTL_S, fields)
-    if new:
-        web.registry.note(source, game, port, "listed", now)
-
-
-def stop_announced(web, source, game, port, now):
-    """Only the address that a server is announced from can end it."""
-    polled = web.core.announcers.get(game)
-    queried = polled is not None and polled.stopped(source, port)
-    server = web.registry.get(game, web.rules.listed_address(source), port)
-    if server is not None and server.source == source:
-        web.registry.remove(server)
-    elif not queried:
-        raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
-            source, port, game))
-    web.registry.note(source, game, port, "stopped", now)
+    server, polled = registry.get(game, address, port), web.core.announcers.get(game)
+    answer: Dict[str, Any] = {"listed": True, "ttl": ANNOUNCED_TTL_S}
+    if action == "stop":                # only from the address that it is announced from
+        queried = polled and polled.stopped(source, port)
+        if server and server.source == source:
+            registry.remove(server)
+        elif not queried:
+            raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
+                source, port, game))
+        registry.note(source, game, port, "stopped", now)
+        answer.update(listed=False, reason="stopped")
+    elif action not in ("", "announce"):
+        raise Refused("bad packet", "action: expected stop, or nothing")
+    elif polled:
+        polled.announced(source, port, fields, now)
+        server = registry.get(game, address, port)
+        if not (server and server.responding):
+            answer.update(listed=False, reason=(
+                "waiting for its answer to a query on UDP port %d; the page /check tells what came "
+                "of it" % (port + polled.offset)))
+    else:                               # it cannot be queried: it is listed with what it says
+        if not server or "name" in fields:
+            fields["name"] = fields.get("name") or endpoint(address, port)
+        registry.hear(game, address, port, source, now, ANNOUNCED_TTL_S, fields)
+        if not server:
+            registry.note(source, game, port, "listed", now)
+    return Answer(to_json(answer), JSON_TYPE)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
 
 # What became of a packet: a title, and what to do, with the detail noted then
-OUTCOMES = {
-    "announced": (
-        "Announced, but the answer did not come back",
-        "This master answered and is waiting for the game server's reply. If that does not change, "
-        "a firewall or router between the game server and here lets packets out but not in: open "
-        "UDP, or forward the game's port."),
-    "version": (
-        "Wrong version",
-        "This master does not list %s. Another version of the game server is needed."),
-    "bad packet": (
-        "A packet that cannot be read",
-        "What is wrong with it: %s. If the port is the one for this game, update the game server, "
-        "or fix what announces it."),
-    "silent": (
-        "It does not answer queries",
-        "There was %s. Open that UDP port in the firewall and forward it in the router."),
-    "banned": (
-        "Banned",
-        "The operator of this master has excluded this address: %s. If that is a mistake, ask its "
-        "operator."),
-    "limit": (
-        "Over the limit",
-        "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
-    "flood": (
-        "Too many packets",
-        "More than %s packets per second come from this address, and the rest are not read. Does a "
-        "game server announce itself in a loop? If many share the address, ask this master's "
-        "operator for more."),
-    "name": (
-        "The name is refused",
-        "Not under this name: %s. Give the server another name."),
-    "password": (
-        "Another password",
-        "It is not accepted: %s. Wait, or set the former password again."),
-    "stopped": (
-        "Signed off",
-        "The game server said that it was stopping."),
-    "listed": (
-        "Listed",
-        "All is well."),
-    "private": (
-        "Listed under a private address",
-        "Players elsewhere cannot reach it. This master's operator can name its public address in "
-        "[server] public_address or [address_map]."),
-    "ipv6": (
-        "Listed under an IPv6 address",
-        "The page shows it, but the list that this game's players get has room for IPv4 addresses "
-        "only. Let the game server announce itself by IPv4."),
-    "unconfirmed": (
-        "Not heard since a restart",
-        "It was listed before this master was restarted, and stays for a while. Is the game server "
-        "running, and does it still announce itself here?"),
-    "gone": (
-        "No longer listed",
-        "It was listed then, and has since fallen silent, or this master's settings no longer "
-        "allow it. Is the game server running, and does it still announce itself here?"),
-}
+OUTCOMES = {key: (title, " ".join(advice.split())) for key, title, advice in re.findall(
+    "^(.+?): (.*)\n((?:    .*\n)+)", """\
+announced: Announced, but the answer did not come back
+    This master answered and is waiting for the game server's reply. If that does not change,
+    a firewall or router between the game server and here lets packets out but not in: open
+    UDP, or forward the game's port.
+version: Wrong version
+    This master does not list %s. Another version of the game server is needed.
+bad packet: A packet that cannot be read
+    What is wrong with it: %s. If the port is the one for this game, update the game server,
+    or fix what announces it.
+silent: It does not answer queries
+    There was %s. Open that UDP port in the firewall and forward it in the router.
+banned: Banned
+    The operator of this master has excluded this address: %s. If that is a mistake, ask its
+    operator.
+limit: Over the limit
+    It is not listed: %s. Stop one of the others, or ask this master's operator for more.
+flood: Too many packets
+    More than %s packets per second come from this address, and the rest are not read. Does a
+    game server announce itself in a loop? If many share the address, ask this master's
+    operator for more.
+name: The name is refused
+    Not under this name: %s. Give the server another name.
+password: Another password
+    It is not accepted: %s. Wait, or set the former password again.
+stopped: Signed off
+    The game server said that it was stopping.
+listed: Listed
+    All is well.
+private: Listed under a private address
+    Players elsewhere cannot reach it. This master's operator can name its public address in
+    [server] public_address or [address_map].
+ipv6: Listed under an IPv6 address
+    The page shows it, but the list that this game's players get has room for IPv4 addresses
+    only. Let the game server announce itself by IPv4.
+unconfirmed: Not heard since a restart
+    It was listed before this master was restarted, and stays for a while. Is the game server
+    running, and does it still announce itself here?
+gone: No longer listed
+    It was listed then, and has since fallen silent, or this master's settings no longer allow
+    it. Is the game server running, and does it still announce itself here?
+""", re.M)}
 IPV4_LISTS = "subspace", "hyperbol"     # games whose own lists have room for no other address
 
 
-def outcome_words(outcome, detail):
+def finding(outcome, detail, arrival=""):
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
-    return title, advice.replace("%s", detail or "nothing more is known")
+    return fill(FINDING, outcome=title, arrival=arrival,
+                todo=advice.replace("%s", detail or "nothing more is known"))
 
 
 def listed_outcome(server):
@@ -5815,17 +5408,9 @@ def listed_outcome(server):
 
 def get_check(web, request):
     """What became of what an address sent."""
-    text = request.query.get("address", "").strip()[:100] or request.address
-    port = whole_number(request, "port", 0, 65535)
-    try:
-        if re.search(r"\.[0-9]+:|\]:", text):           # as the lists have it
-            text, port = read_numeric_endpoint(text)
-        address = canonical(read_address(text))
-    except ValueError:
-        hint = "%s is not an IP address, a number such as 203.0.113.7." % ascii(text)
-        raise HttpError(400, hint) from None
-    rules = web.rules
-    listed = [server for server in web.registry.servers()
+    address, port = asked_place(request, request.address)
+    rules, wall = web.rules, request.now + web.epoch
+    listed = [as_shown(server, web.epoch) for server in web.registry.servers()
               if address in (server.address, server.source) and port in (0, server.port)]
     state = [(listed_outcome(server), "") for server in listed if server.responding]
     ban = rules.ban(address, rules.listed_address(address))
@@ -5833,15 +5418,14 @@ def get_check(web, request):
         state.append(("banned", ban))
     if rules.datagrams.spent(address, request.now):
         state.append(("flood", "%g" % web.settings["limits.datagrams"][0]))
-    return page_answer(check_page(
-        address, port, [outcome_words(*outcome) for outcome in dict.fromkeys(state)],
-        check_findings(web, address, port, listed),
-        [as_shown(server, web.epoch) for server in listed], request.now + web.epoch, web.look))
+    findings = [finding(*outcome) for outcome in dict.fromkeys(state)]
+    findings += arrivals(web, address, port, listed, wall)
+    return Answer(check_page(web.look, address, port, findings, listed, wall), HTML_TYPE)
 
 
-def check_findings(web, address, port, listed):
-    """What check_page() is told of what came from there, the latest first. The address is the one
-    that was asked for: which machine is behind a public one is not told."""
+def arrivals(web, address, port, listed, wall):
+    """The findings about what came from there, the latest first. The address is the one that was
+    asked for: which machine is behind a public one is not told."""
     well = {(server.game, server.port) for server in listed
             if server.confirmed and server.responding}
     findings = []
@@ -5851,61 +5435,61 @@ def check_findings(web, address, port, listed):
         # Of a ban the page tells what holds now
         if not ours or past or outcome == "banned" or port and announced not in (0, port):
             continue
-        words = outcome_words("gone" if outcome == "listed" else outcome, detail)
-        findings.append((at + web.epoch, web.title(protocol), address, announced, *words))
+        arrival = fill(ARRIVAL, when=time_tag(at + web.epoch, wall),
+                       protocol=web.look.game_title(protocol),
+                       peer=endpoint(address, announced) if announced else address)
+        findings.append(finding("gone" if outcome == "listed" else outcome, detail, arrival))
     return findings[:-CHECK_FINDINGS - 1:-1]
 
 
 # --- For the operator ----------------------------------------------------------------------------
 
-TALLY_HELP = {
-    "received": "Packets and pieces of requests received.",
-    "sent": "Packets and answers sent.",
-    "bytes_in": "Bytes received.",
-    "bytes_out": "Bytes sent.",
-    "malformed": "Packets and connections that broke their protocol.",
-    "limited": "Packets, connections and requests turned away by a limit.",
-    "unsent": "Packets that the system refused to send.",
-    "errors": "Packets and connections ended by a fault of the program.",
-    "connections": "Connections accepted."}
-CENSUS_HELP = {
-    "servers": "Listed servers.",
-    "players": "Players on listed servers.",
-    "playing": "Players in the game rather than watching."}
-GAUGE_HELP = {
-    "loop_delay_seconds": "The longest round of the event loop in the last second.",
-    "loop_delay_max_seconds": "The longest round of the event loop in the last minutes.",
-    "connections": "Open connections."}
-
-
-def metric(name, help, label, values):
-    """One metric; `label`: a pattern for the labels, which each of `values` fills in."""
-    name = "masterserver_" + name
-    kind = "counter" if name.endswith("_total") else "gauge"
-    lines = ["# HELP %s %s\n# TYPE %s %s\n" % (name, help, name, kind)]
-    lines += ["%s%s %r\n" % (name, label % key, value) for key, value in values.items()]
-    return "".join(lines)
+METRICS = """\
+received_total          Packets and pieces of requests received.
+sent_total              Packets and answers sent.
+bytes_in_total          Bytes received.
+bytes_out_total         Bytes sent.
+malformed_total         Packets and connections that broke their protocol.
+limited_total           Packets, connections and requests turned away by a limit.
+unsent_total            Packets that the system refused to send.
+errors_total            Packets and connections ended by a fault of the program.
+connections_total       Connections accepted.
+servers                 Listed servers.
+players                 Players on listed servers.
+playing                 Players in the game rather than watching.
+loop_delay_max_seconds  The longest round of the event loop in the last minutes.
+connections             Open connections.
+http_requests_total     HTTP requests by route and status.
+generation              How often a list has changed: a number that grows.
+trouble                 1 while something does not work.
+info                    The program.
+"""
 
 
 def get_metrics(web, request):
     """The Prometheus text format, version 0.0.4."""
-    core, census = web.core, web.registry.census(request.now)
-    made = [metric(field + "_total", help, '{protocol="%s"}', {
-        name: getattr(tally, field) for name, tally in core.tallies.items()})
-        for field, help in TALLY_HELP.items()]
-    made += [metric(field, help, '{game="%s"}', {
-        game: getattr(count, field) for game, count in census.items()})
-        for field, help in CENSUS_HELP.items()]
-    made += [metric(name, GAUGE_HELP[name], "", {(): value}) for name, value in core.gauges.items()]
-    made += [
-        metric("http_requests_total", "HTTP requests by route and status.",
-               '{route="%s",status="%d"}', web.requests),
-        metric("generation", "How often a list has changed: a number that grows.", "",
-               {(): web.registry.generation}),
-        metric("trouble", "1 while something does not work.", '{where="%s"}',
-               dict.fromkeys(core.health, 1)),
-        metric("info", "The program.", '{version="%s"}', {__version__: 1})]
-    return Answer("".join(made).encode("utf-8"), "text/plain; version=0.0.4; charset=utf-8")
+    core = web.core
+    values = collections.defaultdict(dict)          # by name and labels
+    for protocol, tally in core.tallies.items():
+        for field, value in vars(tally).items():
+            values[field + "_total"]['{protocol="%s"}' % protocol] = value
+    for game, census in web.registry.census(request.now).items():
+        for field, value in census._asdict().items():
+            values[field]['{game="%s"}' % game] = value
+    for counted, value in web.requests.items():
+        values["http_requests_total"]['{route="%s",status="%d"}' % counted] = value
+    for where in core.health:
+        values["trouble"]['{where="%s"}' % where] = 1
+    for name, value in {**core.gauges, "generation": web.registry.generation}.items():
+        values[name][""] = value
+    values["info"]['{version="%s"}' % __version__] = 1
+    text = ""
+    for name, help in re.findall("(.+?) +(.+)", METRICS):
+        kind = "counter" if name.endswith("_total") else "gauge"
+        text += "# HELP masterserver_%s %s\n# TYPE masterserver_%s %s\n" % (name, help, name, kind)
+        for labels, value in values[name].items():
+            text += "masterserver_%s%s %r\n" % (name, labels, value)
+    return Answer(text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def get_healthz(web, request):
@@ -5916,34 +5500,32 @@ def get_healthz(web, request):
         "servers": web.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
 
 
-class Route(NamedTuple):
-    answer: Callable[[Web, HttpRequest], Union[Answer, DeferredAnswer]]
-    methods: Tuple[str, ...] = ("GET", "HEAD", "OPTIONS")
-    readable: bool = False              # by scripts of other sites
+def allowed_methods(route):
+    return "POST, OPTIONS" if route == "/announce" else "GET, HEAD, OPTIONS"
 
 
 def text_route(text, type, setting=""):
     """A route to a text, or to that of the file which a setting names."""
-    return Route(lambda web, request: public(
-        (web.settings.texts.get(setting) or text).encode("utf-8"), type))
+    return lambda web, request: public(
+        (web.settings.texts.get(setting) or text).encode(), type)
 
 
 ROUTES = {
-    "/": Route(get_page),
-    "/index.html": Route(get_page),
-    "/server": Route(get_server),
-    "/check": Route(get_check),
+    "/": get_page,
+    "/index.html": get_page,
+    "/server": get_server,
+    "/check": get_check,
     "/style.css": text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet"),
     "/app.js": text_route(APP_JS, "text/javascript; charset=utf-8"),
     "/icon.svg": text_route(ICON_SVG, "image/svg+xml"),
     "/robots.txt": text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE),
-    "/master.json": Route(get_master_json, readable=True),
-    "/servers.json": Route(get_servers_json, readable=True),
-    "/history.json": Route(get_history_json, readable=True),
-    "/metrics": Route(get_metrics),
-    "/healthz": Route(get_healthz),
-    "/servers.xml": Route(get_servers_xml, readable=True),
-    "/announce": Route(post_announce, ("POST", "OPTIONS")),
+    "/master.json": get_master_json,
+    "/servers.json": get_servers_json,
+    "/history.json": get_history_json,
+    "/metrics": get_metrics,
+    "/healthz": get_healthz,
+    "/servers.xml": get_servers_xml,
+    "/announce": post_announce,
 }
 
 # ================================================================================================
@@ -5959,7 +5541,7 @@ class Row(NamedTuple):
     transport: str                  # udp or tcp
     setting: str                    # its port, or ports; "" stands for any free port
     offset: int
-    make: Callable[[Core], Union[UdpProtocol, TcpProtocol]]
+    make: Callable[[Core], Any]     # a UdpProtocol or a TcpProtocol
 
 
 PROTOCOLS = (
@@ -5982,13 +5564,14 @@ PROTOCOLS = (
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
-# Linux, privileged: past net.core.rmem_max; Python has no name for it
-SO_RCVBUFFORCE = 33
-# A dead peer is found after two minutes, by the last (in ms) also while sent data is unacknowledged
-KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4),
-              ("TCP_USER_TIMEOUT", 120_000))
+# What connections inherit: writes go out at once, and a dead peer is found after two minutes, by
+# the last (in ms) also while sent data is unacknowledged. macOS has other names, Windows none.
+TCP_OPTIONS = (("TCP_NODELAY", 1), ("SO_KEEPALIVE", 1), ("SO_SNDBUF", SEND_BUFFER_BYTES),
+               ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4),
+               ("TCP_USER_TIMEOUT", 120_000))
+# As much room for datagrams as the system grants; the BSDs grant all or nothing
+UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halved) for halved in (5, 3, 2, 1, 0)]
 DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-TEXT_FILE_CHARACTERS = 1 << 18      # of a template, a stylesheet or the news
 
 
 class StartError(Exception):
@@ -6006,11 +5589,6 @@ class Listener(NamedTuple):
 
 # --- Datagrams -----------------------------------------------------------------------------------
 
-# Data, peers, and the peers in the form that the socket's send() takes
-Received = Tuple[Sequence[bytes], Sequence[Peer], Sequence[Any]]
-Answers = List[Tuple[bytes, Any]]               # data, and the peer in that form
-
-
 class MessageVector:
     """Many datagrams in one system call each way: recvmmsg(2) and sendmmsg(2) of 64-bit Linux, by
     ctypes, with buffers made once.
@@ -6027,9 +5605,9 @@ class MessageVector:
     @classmethod
     def make(cls):
         """None where there is no such thing, or where the system refuses it; PyPy's is slower."""
-        wanted = sys.platform == "linux" and sys.implementation.name == "cpython"
+        system = sys.platform, sys.implementation.name, struct.calcsize("P")
         with contextlib.suppress(NameError, AttributeError, OSError):
-            if wanted and struct.calcsize("P") == 8:
+            if system == ("linux", "cpython", 8):
                 return cls(ctypes.CDLL(None, use_errno=True))
         return None
 
@@ -6037,16 +5615,15 @@ class MessageVector:
         """`library`: a ctypes.CDLL. Raises AttributeError if it has no such calls, OSError if the
         system refuses them."""
         self.receive_call, self.send_call = library.recvmmsg, library.sendmmsg
-        for call in self.receive_call, self.send_call:
-            call(-1, None, 0, 0, None)
-            if ctypes.get_errno() != errno.EBADF:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.receive_call(-1, None, 0, 0, None)
+        if ctypes.get_errno() != errno.EBADF:
+            raise OSError
         count, size = DRAIN_DATAGRAMS, MAX_DATAGRAM_BYTES
         # of what came, and then of what goes
         self.data = ctypes.create_string_buffer(count * size)
         self.begins = range(0, count * size, size)
-        self.headers, self.pieces, self.names = self.vector(count)
-        self.out_headers, self.out_pieces, self.out_names = self.vector(count)
+        self.headers, self.pieces, self.names = self.vector()
+        self.out_headers, self.out_pieces, self.out_names = self.vector()
         words = self.HEADER.size // 4
         self.lengths = memoryview(self.headers).cast("B").cast("I")[words - 2::words]
         self.out_data = memoryview(self.data).cast("B")
@@ -6057,25 +5634,21 @@ class MessageVector:
         self.peer = functools.lru_cache(LIMITER_SOURCES)(
             lambda name: (socket.inet_ntoa(name[4:8]), name[2] << 8 | name[3]))
 
-    def vector(self, count):
-        """Headers, pieces and names for `count` messages, each piece a part of `data`."""
-        headers, pieces, names = (ctypes.create_string_buffer(count * size) for size in (
+    def vector(self):
+        """Headers, pieces and names, each piece a part of `data`."""
+        headers, pieces, names = (ctypes.create_string_buffer(DRAIN_DATAGRAMS * size) for size in (
             self.HEADER.size, self.PIECE.size, self.NAME_BYTES))
         for number, begin in enumerate(self.begins):
-            base = ctypes.addressof(self.data) + begin
-            self.PIECE.pack_into(pieces, number * self.PIECE.size, base, MAX_DATAGRAM_BYTES)
+            self.PIECE.pack_into(pieces, number * self.PIECE.size,
+                                 ctypes.addressof(self.data) + begin, MAX_DATAGRAM_BYTES)
             self.HEADER.pack_into(
                 headers, number * self.HEADER.size,
                 ctypes.addressof(names) + number * self.NAME_BYTES, self.NAME_BYTES,
                 ctypes.addressof(pieces) + number * self.PIECE.size, 1, 0, 0, 0, 0)
         return headers, pieces, names
 
-    def name(self, peer):
-        return struct.pack("=H2s4s8x", socket.AF_INET, peer[1].to_bytes(2, "big"),
-                           socket.inet_aton(peer[0]))
-
     def receive(self, sock):
-        """Up to DRAIN_DATAGRAMS of those that wait."""
+        """Up to DRAIN_DATAGRAMS of those that wait: data, peers, and these as send() takes them."""
         count = self.receive_call(sock.fileno(), self.headers, DRAIN_DATAGRAMS,
                                   socket.MSG_DONTWAIT, None)
         if count <= 0:
@@ -6088,48 +5661,53 @@ class MessageVector:
         packets = [data[begin:begin + length] for begin, length in zip(self.begins, lengths)]
         return packets, list(map(self.peer, names)), names
 
-    def send(self, sock, answers):
-        """How many of them the system took, and their bytes."""
+    def send(self, sock, answers, tally):
         lengths = [len(data) for data, _ in answers]
         size, count = sum(lengths), len(answers)
         if count > DRAIN_DATAGRAMS or size > len(self.out_data):
             half = count // 2
-            some, others = self.send(sock, answers[:half]), self.send(sock, answers[half:])
-            return some[0] + others[0], some[1] + others[1]
+            self.send(sock, answers[:half], tally)
+            self.send(sock, answers[half:], tally)
+            return
         self.out_data[:size] = b"".join([data for data, _ in answers])
         self.out_named[:count * self.NAME_BYTES] = b"".join([name for _, name in answers])
         begins = itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1])
         self.out_begins[:count] = array.array("Q", begins)
         self.out_lengths[:count] = array.array("Q", lengths)
-        done = sent = 0
+        done = 0
         while done < count:
             rest = ctypes.byref(self.out_headers, done * self.HEADER.size)
             taken = self.send_call(sock.fileno(), rest, count - done, 0)
             # this one: no room, no route, no such port; the peer asks again
             if taken <= 0:
+                tally.unsent += 1
                 size -= lengths[done]
                 done += 1
             else:
+                tally.sent += taken
                 done += taken
-                sent += taken
-        return sent, size
+        tally.bytes_out += size
 
 
-def failed(error, tally, peer, name, data=b""):
+def failed(error, tally, peer, name, data):
     """A packet or a connection that could not be read, or that the protocol failed on: a fault."""
     if isinstance(error, Malformed):
         tally.malformed += 1
-        if log.isEnabledFor(logging.DEBUG):
-            sample = ": " + ascii(data[:48]) if data else ""
-            log.debug("%s %s malformed: %s%s", peer, name, error, sample)
+        log.debug("%s %s malformed: %s: %a", peer, name, error, data[:48])
     else:
         tally.errors += 1
-        sample = ": " + ascii(data[:600]) if data else ""
-        log.error("%s %s: a fault of the program%s", peer, name, sample, exc_info=error)
+        log.error("%s %s: a fault of the program: %a", peer, name, data[:600], exc_info=error)
+
+
+def report(health, where, trouble):
+    """Something does not work: say so once, and at /healthz as long as it lasts."""
+    if where not in health:
+        log.error("trouble with the %s: %s", where, trouble)
+    health[where] = trouble
 
 
 class UdpSocket:
-    """A UDP socket and its protocol."""
+    """A UDP socket and its protocol: reads and answers by the vector, or one call each."""
 
     def __init__(self, name, sock, protocol, tally, limiter, vector=None):
         self.name, self.sock, self.protocol, self.tally = name, sock, protocol, tally
@@ -6160,26 +5738,20 @@ class UdpSocket:
                     if to is peer:
                         answers.append((reply, name))
                     else:
-                        answers.append((reply, vector.name(to) if vector else to))
+                        self.send([(reply, to)])
             except Exception as error:
                 failed(error, tally, endpoint(*peer[:2]), self.name, packet)
-        if answers:
-            self.count(len(answers), vector.send(self.sock, answers) if vector
-                       else self.send_all(answers))
-
-    def count(self, wanted, sent):
-        self.tally.sent += sent[0]
-        self.tally.bytes_out += sent[1]
-        self.tally.unsent += wanted - sent[0]
+        if answers and vector:
+            vector.send(self.sock, answers, tally)
+        else:
+            self.send(answers)
 
     def receive(self):
-        """As in MessageVector, for any socket; send_all() takes peers as they are."""
+        """As in MessageVector, for any socket; send() takes peers as they are."""
         data, peers, size = [], [], self.protocol.datagram_bytes
-        # there a datagram that is longer is an error, and lost
-        room = 1 << 16 if WINDOWS else size
         for _ in range(DRAIN_DATAGRAMS):
             try:
-                packet, peer = self.sock.recvfrom(room)
+                packet, peer = self.sock.recvfrom(1 << 16)     # Windows loses a longer one
             except (BlockingIOError, InterruptedError):
                 break
             # Windows: an earlier answer met a closed port (ConnectionResetError)
@@ -6189,35 +5761,44 @@ class UdpSocket:
             peers.append(peer)
         return data, peers, peers
 
-    def send_all(self, answers):
-        sent = size = 0
+    def send(self, answers):
         for data, peer in answers:
             try:
-                size += self.sock.sendto(data, peer)
+                self.tally.bytes_out += self.sock.sendto(data, peer)
+                self.tally.sent += 1
             except (OSError, OverflowError):        # no room, no route, no such port: it asks again
-                continue
-            sent += 1
-        return sent, size
+                self.tally.unsent += 1
 
 
 # --- Connections ---------------------------------------------------------------------------------
 
 class TcpConnection:
     """A TCP connection and its session: bounded in what it may hold, how long it may stall, and
-    never ended by a reset."""
+    never ended by a reset.
 
-    def __init__(self, server, sock, address, session, listener):
-        self.server, self.sock, self.address, self.session = server, sock, address, session
-        self.name, self.tally = listener.name, listener.tally
-        self.source = source_key(address)
-        self.out: Union[bytes, memoryview] = b""    # what waits for room
-        self.out_since = self.progress_at = 0.0     # since when, and when some of it went
-        self.events = 0                     # what the selector watches for
-        self.waiting = False                # for the session's job in the disk thread
-        self.eof = False                    # the peer sends no more
-        # not 0: our last byte is out, input is read away until then
-        self.linger_until = 0.0
+    It waits for one thing at a time: input, room for `out`, or the session's job in the disk
+    thread. Nothing is read while output waits or is being made: that bounds both. Once a session
+    is done and its output is written, our side has ended, and what still comes is read away, as
+    closing with unread input sends a reset."""
+
+    def __init__(self, listener, sock, address, session):
+        self.listener, self.server, self.tally = listener, listener.server, listener.tally
+        self.sock, self.address, self.session = sock, address, session
+        self.out: Any = b""                 # what waits for room
+        self.deadline = math.inf            # for a reader to take it, or for what is read away
         self.linger_bytes = LINGER_BYTES
+        self.events = 0                     # what the selector watches for; 0: a job is under way
+        self.watch(selectors.EVENT_READ)
+
+    def watch(self, events):
+        if events == self.events:
+            return
+        if self.events:
+            self.server.selector.unregister(self.sock)
+        if events:
+            call = self.writable if events == selectors.EVENT_WRITE else self.read
+            self.server.selector.register(self.sock, events, call)
+        self.events = events
 
     def read(self, now):
         try:
@@ -6227,18 +5808,19 @@ class TcpConnection:
         except OSError:
             self.close(now)
             return
-        if self.linger_until:
+        if self.session.done:
             self.linger_bytes -= len(data)
             if not data or self.linger_bytes < 0:
                 self.close(now)
-        elif not data:
-            self.eof = True
-            self.answer(self.session.ended, now)
-        else:
+        elif data:
             self.tally.received += 1
             self.tally.bytes_in += len(data)
-            self.server.connections.all.move_to_end(self)
+            self.server.connections.move_to_end(self)
             self.answer(self.session.receive, data, now)
+        else:
+            self.answer(self.session.ended, now)
+            if not self.out:                # else it is read once more
+                self.close(now)
 
     def answer(self, method, *arguments):
         """Write what the session gives, and then what it gives for the rest of what came.
@@ -6250,7 +5832,7 @@ class TcpConnection:
             while data and self.write(data, now) and session.buffer and not session.done:
                 data = session.receive(b"", now)
         except Exception as error:
-            failed(error, self.tally, self.address, self.name)
+            failed(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
         self.settle(now)
 
@@ -6266,107 +5848,57 @@ class TcpConnection:
         self.tally.bytes_out += sent
         if sent == len(data):
             self.tally.sent += 1
-            self.out = b""
+            self.out, self.deadline = b"", math.inf
             return True
         if not self.out:
-            self.out_since = self.progress_at = now
-        elif sent:
-            self.progress_at = now
-            self.server.connections.all.move_to_end(self)
+            self.deadline = now + OUTPUT_TOTAL_S
         self.out = memoryview(data)[sent:]
         return False
 
     def writable(self, now):
-        if self.sock.fileno() < 0:          # closed, to make room, after the selector had seen it
-            return
         if self.write(self.out, now) and not self.session.done:
             self.answer(self.session.receive, b"", now)
         else:
             self.settle(now)
 
     def settle(self, now):
-        """See to what the session has asked for, and to the end once everything is written."""
+        """Wait for what comes next; end once everything is written."""
         session = self.session
-        if self.events == selectors.EVENT_READ and not (
-                self.out or session.done or session.job or self.eof or self.linger_until):
-            return                          # the usual case
         if self.sock.fileno() < 0:
             return
-        if session.job is not None and not self.waiting:
-            self.waiting = True
+        if self.out:
+            self.watch(selectors.EVENT_WRITE)
+        elif session.job is None or session.done:
+            self.watch(selectors.EVENT_READ)
+        elif self.events:
+            self.watch(0)
             self.server.disk.submit(session.job, self.resume)
-        if not self.out and not self.linger_until:
-            if session.done:
-                self.finish(now)
-                return
-            if self.eof and not self.waiting:
+        if session.done and not self.out:
+            self.deadline = now + LINGER_S
+            try:
+                self.sock.shutdown(socket.SHUT_WR)
+            except OSError:
                 self.close(now)
-                return
-        self.watch()
 
     def resume(self, result, now):
         """The session's job is done."""
-        self.waiting = False
-        if self.sock.fileno() >= 0 and not self.session.done:
+        if not self.events:
             self.answer(self.session.resume, result, now)
 
-    def watch(self):
-        """Have the selector watch for what is wanted. Nothing is read while output waits or is
-        being made: that bounds both."""
-        events = selectors.EVENT_READ
-        if self.out:
-            events = selectors.EVENT_WRITE
-        elif (self.eof or self.waiting) and not self.linger_until:
-            events = 0
-        if events == self.events:
-            return
-        if self.events:
-            self.events = 0
-            self.server.selector.unregister(self.sock)
-        if events:
-            call = self.writable if events == selectors.EVENT_WRITE else self.read
-            self.server.selector.register(self.sock, events, (TCP_ORDER, call))
-            self.events = events
-
-    def finish(self, now):
-        """Everything is written: end our side, and read away what still comes, as closing with
-        unread input sends a reset."""
-        try:
-            self.sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            self.close(now)
-            return
-        if self.eof:
-            self.close(now)
-            return
-        self.linger_until = now + LINGER_S
-        self.watch()
-
     def tick(self, now):
-        if self.sock.fileno() < 0:
-            return
-        if self.linger_until:
-            if now >= self.linger_until:
-                self.close(now)
-        elif self.out:
-            stalled = now - self.progress_at >= OUTPUT_STALL_S
-            if stalled or now - self.out_since >= OUTPUT_TOTAL_S:
-                self.close(now)
-        else:
+        if now >= self.deadline:
+            self.close(now)
+        elif not self.out and not self.session.done:
             self.answer(self.session.tick, now)
 
     def close(self, now):
         if self.sock.fileno() < 0:
             return
-        if self.events:
-            self.events = 0
-            self.server.selector.unregister(self.sock)
-        self.server.connections.forget(self)
+        self.watch(0)
         self.sock.close()
-        try:
-            self.session.closed(now)
-        except Exception as error:
-            failed(error, self.tally, self.address, self.name)
+        del self.server.connections[self]
+        uncount(self.server.by_source, source_key(self.address))
+        self.server.guarded(self.session.closed, now)
 
 
 class TcpListener:
@@ -6375,7 +5907,7 @@ class TcpListener:
     def __init__(self, server, name, sock, protocol, tally):
         self.server, self.name, self.sock, self.protocol = server, name, sock, protocol
         self.tally = tally
-        self.paused_until = 0.0
+        self.paused = False
 
     def ready(self, now):
         """Take those who have connected, up to a bound."""
@@ -6386,49 +5918,74 @@ class TcpListener:
                 return
             except OSError as error:
                 if error.errno in DESCRIPTORS_SHORT:
-                    self.pause(now, error)
+                    # What waits stays in the backlog until the next tick; it would spin the loop
+                    report(self.server.health, "descriptors", error.strerror)
+                    self.server.selector.unregister(self.sock)
+                    self.paused = True
                     return
                 continue                # the peer has gone already …
-            if not peer:                # … as macOS tells it
+            if peer:
+                self.server.health.pop("descriptors", None)
+                self.accept(sock, canonical(peer[0]), now)
+            else:                       # … as macOS tells it
                 sock.close()
-                continue
-            if self.server.health.pop("descriptors", None):
-                log.info("%s: connections are accepted again", self.name)
-            self.server.connections.accept(self, sock, canonical(peer[0]), now)
-
-    def pause(self, now, error):
-        """Out of descriptors: what waits stays in the backlog, and readiness would spin the loop.
-        """
-        if "descriptors" not in self.server.health:
-            log.warning("%s: no new connections for now: %s", self.name, error.strerror)
-            self.server.health["descriptors"] = str(error.strerror)
-        self.server.selector.unregister(self.sock)
-        self.paused_until = now + ACCEPT_PAUSE_S
 
     def tick(self, now):
-        if self.paused_until and now >= self.paused_until:
-            # It may fail too; then it is tried again
-            self.server.selector.register(self.sock, selectors.EVENT_READ, (TCP_ORDER, self.ready))
-            self.paused_until = 0.0
+        if self.paused:
+            self.server.selector.register(self.sock, selectors.EVENT_READ, self.ready)
+            self.paused = False
+
+    def accept(self, sock, address, now):
+        server, protocol = self.server, self.protocol
+        rules, settings = server.rules, server.settings
+        if rules.blocked and address in rules.blocked:
+            self.tally.limited += 1
+            sock.close()
+            return
+        source = source_key(address)
+        crowded = server.by_source[source] >= settings["limits.connections_open"]
+        refused = (crowded and not rules.exempts(address)
+                   or not rules.connections.allow(address, now))
+        if refused:
+            self.tally.limited += 1
+        else:
+            self.tally.connections += 1
+        most = min(settings["limits.connections_total"], server.descriptors - DESCRIPTORS_KEPT)
+        while server.connections and len(server.connections) >= most:
+            self.make_room(now)
+        sock.setblocking(False)
+        session = (protocol.refusal if refused else protocol.session)(address, now)
+        connection = TcpConnection(self, sock, address, session)
+        server.connections[connection] = None
+        server.by_source[source] += 1
+        if refused or protocol.speaks_first:
+            connection.answer(session.opened, now)
+        else:                           # its request is usually here already
+            connection.read(now)
+
+    def make_room(self, now):
+        """Close the connection idle for longest, publishing game servers last."""
+        everybody = self.server.connections
+        idle = next((one for one in everybody if not one.session.kept), next(iter(everybody)))
+        idle.tally.limited += 1
+        idle.close(now)
 
 
 # --- Threads -------------------------------------------------------------------------------------
 
-class Worker:
+class WorkerThread:
     """A thread for what can block, started with its first job.
 
     `done(result, now)` is called in the event loop; the result may be an exception."""
 
-    def __init__(self, name, wake):
-        self.name, self.wake = name, wake
-        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.results: collections.deque[Any] = collections.deque()
+    def __init__(self, name, post):
+        self.name, self.post = name, post
+        self.jobs = queue.SimpleQueue()
         self.thread: Optional[threading.Thread] = None
 
     def submit(self, job, done):
         if self.jobs.qsize() >= WORKER_JOBS:
-            self.results.append((done, RuntimeError("too many others are waiting")))
-            self.wake()
+            self.post(done, RuntimeError("too many others are waiting"))
             return
         if self.thread is None:
             self.thread = threading.Thread(
@@ -6442,17 +5999,7 @@ class Worker:
                 result = job()
             except Exception as error:
                 result = error
-            self.results.append((done, result))
-            self.wake()
-            del job, done, result           # the next one may come in days
-
-    def deliver(self, now):
-        for _ in range(len(self.results)):
-            done, result = self.results.popleft()
-            try:
-                done(result, now)
-            except Exception:
-                log.exception("a fault of the program after a job of the thread %s", self.name)
+            self.post(done, result)
 
     def stop(self, timeout):
         """True: it has ended. False: it is still at something."""
@@ -6465,13 +6012,14 @@ class Worker:
 
 # --- What is asked of the system -----------------------------------------------------------------
 
-def file_stamp(path):
-    """A value that changes when the file does; () if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return ()
-    return found.st_mtime_ns, found.st_size, found.st_ino
+def file_stamps(settings):
+    """Of the ini and the text files that it names: a value that changes when one of them does."""
+    stamps = []
+    for path in (settings.path, *map(settings.file, TEXT_FILES)):
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            stamps.append((path, found.st_mtime_ns, found.st_size))
+    return stamps
 
 
 def is_special(path):
@@ -6488,35 +6036,45 @@ def check_is_file(path):
 def read_text_files(settings):
     """Put the files that the settings name into `settings.texts`; raises SettingsError."""
     for name in TEXT_FILES:
-        path = settings.file(name)
-        settings.texts[name] = text = ""
+        path, text = settings.file(name), ""
         try:
             if path:
                 check_is_file(path)
                 with open(path, encoding="utf-8-sig") as file:
-                    text = file.read(TEXT_FILE_CHARACTERS + 1)
-            if len(text) > TEXT_FILE_CHARACTERS:
-                raise ValueError("it has more than %d characters" % TEXT_FILE_CHARACTERS)
+                    text = file.read()
             if name == "http.template":
                 list_template(text)
         except (OSError, ValueError) as error:
-            where = tuple(name.split("."))
-            raise SettingsError("[%s] %s = %s: %s" % (*where, path, error)) from None
+            raise SettingsError("[%s] %s = %s: %s" % (*name.split("."), path, error)) from None
         settings.texts[name] = text
+
+
+def take_over(settings, new):
+    """Let those of the new settings hold that are live; the names of what has changed."""
+    changed = []
+    for row in SETTINGS:
+        was, now = ((some[row.name], some.texts.get(row.name)) for some in (settings, new))
+        if was != now and row.live:
+            changed.append(row.name)
+            settings.values[row.name] = new[row.name]
+        elif was != now:
+            log.warning("[%s] %s has changed; that needs a restart", row.section, row.key)
+    settings.texts, settings.found = new.texts, new.found
+    return changed
 
 
 def descriptor_limit(raise_to=0):
     """How many files and sockets this process may have open, raised to `raise_to` if it may."""
     if WINDOWS:
         return 512                          # what its select() serves
-    soft = DESCRIPTORS_UNTOLD
+    limit = DESCRIPTORS_UNTOLD
     with contextlib.suppress(OSError, ValueError):          # a sandbox may forbid either call
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = raise_to if hard == resource.RLIM_INFINITY else min(raise_to, hard)
-        if soft < wanted:
+        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = min(raise_to, hard)
+        if limit < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+            limit = wanted
+    return limit
 
 
 def own_address(far="192.0.2.1"):
@@ -6527,7 +6085,7 @@ def own_address(far="192.0.2.1"):
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect((far, 9))
-            return str(sock.getsockname()[0])
+            return sock.getsockname()[0]
     except OSError:
         return ""
 
@@ -6558,36 +6116,17 @@ def bound_socket(family, transport, address, port):
         elif tcp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
+        for name, value in TCP_OPTIONS if tcp else UDP_OPTIONS:
+            level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
+            with contextlib.suppress(AttributeError, OSError):
+                sock.setsockopt(level, getattr(socket, name), value)
         if tcp:
-            listen(sock)
-        else:
-            enlarge_buffer(sock)
+            sock.listen(BACKLOG)
         sock.setblocking(False)
         return sock
     except BaseException:
         sock.close()
         raise
-
-
-def listen(sock):
-    """With what connections inherit: writes go out at once, the system finds vanished peers."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    for name, value in KEEP_ALIVE:
-        # macOS has other names, Windows none
-        with contextlib.suppress(AttributeError, OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    sock.listen(BACKLOG)
-
-
-def enlarge_buffer(sock):
-    """Have as much room for datagrams as the system grants, 8 MB to 256 kB."""
-    options = (SO_RCVBUFFORCE, socket.SO_RCVBUF) if sys.platform == "linux" else (socket.SO_RCVBUF,)
-    for halved, option in itertools.product(range(6), options):
-        with contextlib.suppress(OSError):          # not privileged; the BSDs grant all or nothing
-            sock.setsockopt(socket.SOL_SOCKET, option, UDP_BUFFER_BYTES >> halved)
-            return
 
 
 # --- The list on disk ----------------------------------------------------------------------------
@@ -6605,37 +6144,33 @@ STORED: Dict[str, type] = {
 
 CLEANERS: Dict[type, Callable[[Any], Any]] = {
     str: lambda text: clean(text, TEXT_CHARACTERS), int: clamp, bool: bool,
-    dict: lambda details: {clean(name): clean(str(details[name])) for name in details}}
+    dict: lambda details: {clean(name): clean(str(text)) for name, text in details.items()}}
 
 
 def stored_row(server, epoch):
-    """A ListedRow, the fields not yet encoded. `epoch`: wall clock minus monotonic clock."""
+    """A LISTED_ROW, the fields not yet encoded. `epoch`: wall clock minus monotonic clock."""
     seen = server.last_seen + epoch
     return (*server.key, seen + server.lifetime, server.first_seen + epoch, seen,
             [getattr(server, name) for name in STORED])
 
 
 def restored_server(row, now, wall):
-    """The server of a saved row, unconfirmed; None if it is too old or has noise."""
+    """The server of a saved row, unconfirmed; None if it is too old or cannot be read."""
     game, address, port, expires, first_seen, last_seen, text = row
-    if not is_unicast(address) or wall - last_seen > RESTORE_WITHIN_S:
-        return None
     told = {name: CLEANERS[kind](value)
             for (name, kind), value in zip(STORED.items(), stored_fields(text))
             if type(value) is kind}
-    source, pinned = told.pop("source", ""), told.pop("pinned", False)
-    if source != address and not is_unicast(source):
-        source = address
+    source, pinned = told.pop("source", address), told.pop("pinned", False)
+    if (wall - last_seen > RESTORE_WITHIN_S or not is_unicast(address) or not is_unicast(source)
+            or told.get("verified") not in VERIFIED or told.get("flavor", 0) > 255):
+        return None
     server = Server(game, address, port, source, now, expires - last_seen, **told)
-    server.flavor = min(server.flavor, 255)             # a byte in Hyperbol's list
-    if server.verified not in VERIFIED:
-        server.verified = "self-reported"
     if server.lifetime > DAY - 1:           # it was infinite, for which a day stood once
         server.lifetime = math.inf if server.verified == "query" else RESTORED_S
     server.confirmed, server.pinned = False, pinned
     # The clock may have been put back since
-    server.first_seen = now - max(0.0, wall - first_seen)
-    server.last_seen = now - max(0.0, wall - last_seen)
+    server.first_seen = min(now, first_seen + now - wall)
+    server.last_seen = min(now, last_seen + now - wall)
     return server
 
 
@@ -6643,39 +6178,29 @@ class SavedList:
     """Carries the registry to the database and back. One batch is under way at a time; what fails
     is tried again with the next one."""
 
-    def __init__(self, database, registry, worker, health):
-        self.database, self.registry = database, registry
-        self.worker, self.health = worker, health
-        self.recent: Dict[Key, Counts] = {}         # the last day's hourly player counts
+    def __init__(self, database, registry, disk, health):
+        self.database, self.registry, self.disk, self.health = database, registry, disk, health
+        self.recent = {}                            # the last day's hourly player counts
         self.began: Optional[float] = None          # the batch under way
-        self.whole: Any = None                      # when everybody was saved last
+        self.minute = -1.0                          # of the last batch with everybody in it
 
-    def restore(self, now, wall, needed=False):
-        """List what was listed before the restart. Raises sqlite3.Error if the file is `needed`,
-        does not exist and cannot be created."""
-        needed = needed and not os.path.exists(self.database.path)
+    def restore(self, now, wall):
+        """List what was listed before the restart."""
         try:
             rows = self.database.load(wall)
             self.recent = self.database.recent(wall)
         except DISK_ERRORS as error:
-            if needed:
-                raise
-            log.warning("the database %s cannot be used: %s; until it can, the list will not"
-                        " survive a restart", self.database.path, error)
-            self.health["database"] = str(error)
+            report(self.health, "database", error_text(error))
             return
         registry = self.registry
         registry.deaf_until = now
         for row in rows:
             registry.altered.add(row[:3])           # who is not listed again is to go
             server = restored_server(row, now, wall)
-            if server is None or not server.responding:         # the ini names it anyway
-                continue
-            try:
-                registry.admit(server.game, server.address, server.port, server.source, server.name)
-            except Refused:
-                continue
-            registry.insert(server)
+            if server is not None and server.responding:        # else the ini names it anyway
+                with contextlib.suppress(Refused):
+                    registry.admit(*server.key, server.source, server.name)
+                    registry.insert(server)
         log.info("restored as before the restart, unconfirmed: %s",
                  plural(registry.total, "server"))
 
@@ -6683,123 +6208,136 @@ class SavedList:
         """Once a second: hand over what has changed, and once a minute everybody's players."""
         if self.began is not None:
             if now - self.began >= SAVE_LATE_S:
-                self.report("nothing has been written for %d s or more" % SAVE_LATE_S)
+                report(self.health, "database",
+                       "nothing has been written for %d s or more" % SAVE_LATE_S)
             return
         registry = self.registry
         sample = []
-        # The times of all move, and a damaged file may have been begun anew
-        whole = wall // MINUTE, self.database.set_aside
-        if whole != self.whole:
+        if wall // MINUTE != self.minute:           # the times of all move
+            self.minute = wall // MINUTE
             for game, listed in registry.games.items():
                 here = [server for server in listed.values() if server.responding]
                 sample += [(*server.key, server.players) for server in here]
                 sample.append((game, "", 0, sum(server.players for server in here)))
                 registry.altered.update((game, *place) for place in listed)
-        elif not registry.altered:
-            return
-        self.whole, self.began, keys = whole, now, registry.altered
-        self.worker.submit(functools.partial(self.write, *self.batch(wall - now), wall, sample),
-                           functools.partial(self.written, keys))
+        if sample or registry.altered:
+            self.save(now, wall, sample)
 
-    def batch(self, epoch: float) -> Tuple[List[Any], Set[Key]]:
-        """Take the rows that have changed, and the keys that have gone."""
+    def save(self, now, wall, sample):
+        """Have the disk thread write what has changed."""
         keys, self.registry.altered = self.registry.altered, set()
         servers = [self.registry.get(*key) for key in keys]
-        rows = [stored_row(server, epoch) for server in servers if server]
-        return rows, keys.difference(row[:3] for row in rows)
+        rows = [stored_row(server, wall - now) for server in servers if server]
+        gone = keys.difference(row[:3] for row in rows)
+        self.began = now
 
-    def write(self, rows, gone, wall, sample):
-        """In the disk thread, as encoding 10,000 rows takes 60 ms."""
-        self.database.save([(*row[:6], ENCODER.encode(row[6])) for row in rows], gone)
-        return self.database.sample(wall, sample) if sample else None
+        def write():
+            # Encoding 10,000 rows takes 60 ms
+            self.database.save([(*row[:6], ENCODER.encode(row[6])) for row in rows], gone)
+            return self.database.sample(wall, sample) if sample else None
 
-    def written(self, keys, result, now):
-        self.began = None
-        if isinstance(result, Exception):
-            self.whole = None                       # the next batch is everybody, …
+        def written(result, now):
+            self.began = None
+            if not isinstance(result, Exception):
+                self.recent = result or self.recent
+                if self.health.pop("database", ""):
+                    log.info("the list is saved again")
+                return
+            self.minute = -1.0                          # the next batch is everybody, …
             if len(keys) < ALTERED_SERVERS:
-                self.registry.altered |= keys       # … and who has gone
-            self.report(error_text(result))
-            return
-        self.recent = result or self.recent
-        if self.health.pop("database", ""):
-            log.info("the list is saved again")
-
-    def report(self, trouble):
-        if "database" not in self.health:
-            log.error("the list is not saved: %s: %s", self.database.path, trouble)
-        self.health["database"] = trouble
-
-    def close(self, now, wall):
-        """The last batch, once the worker has stopped."""
-        try:
-            if self.registry.altered:
-                self.write(*self.batch(wall - now), wall, [])
-        except Exception as error:              # whatever it is, the file is to be closed
-            self.report(error_text(error))
-        self.database.close()
+                self.registry.altered |= keys           # … and who has gone
+            report(self.health, "database", error_text(result))
+        self.disk.submit(write, written)
 
 
-# --- The loop, and the running program -----------------------------------------------------------
+# --- The running program -------------------------------------------------------------------------
 
-# of one wake-up's work: datagrams first, their buffers are bounded
-UDP_ORDER, TCP_ORDER = 0, 1
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
-# … and in the long run, a second / at once: the disk must not fill
 LOOP_DELAY_FADES = 0.99             # a second: the longest delay is remembered for some minutes
-RELOAD_LOOK_S = 3.0                 # how often the ini is looked at
 
 
-class EventLoop:
-    """Runs once: `run()` in this thread or `start()` in one of its own, both until `stop()`.
+class MasterServer:
+    """The running program, to be embedded as well:
 
-    A subclass opens what can fail (open_all), does what is due (look, tick), ends what is under way
-    (leave) and closes everything (close_all)."""
+        with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as server:
+            print(server.listeners, [s.name for s in server.registry.servers()])
 
-    open_all: Callable[[], None]                # raises StartError
-    look: Callable[[float], None]               # once in LOOK_S
-    tick: Callable[[float], None]               # once in TICK_S
-    held_up: Callable[[float], None]            # the program was stopped for a while and goes on
-    leave: Callable[[], None]
-    close_all: Callable[[], None]
+    `settings`: a Settings, or texts by name as for --set; raises SettingsError. `run()` serves in
+    this thread, `start()` in one of its own, both until `stop()`; it runs once. `listeners` says
+    what is bound where. `on_event(event, server)` is called in the serving thread with "listed",
+    "changed" or "gone"; it must be quick, must change nothing and may call stop(); what it raises
+    is logged. Several can run in one process.
+    """
 
-    def __init__(self):
-        self.bound = self.closed = False
+    thread: Optional[threading.Thread] = None       # of start()
+    selector: Any = None                            # made by bind(), as the wake pair
+    wake_in: Any = None
+    wake_out: Any = None
+    next_look = next_tick = 0.0
+    busy_s = 0.0                                    # the longest that one round took, fading
+    logged = 0                                      # servers that came or went in this second
+
+    def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
+                 on_event: Optional[Callable[[str, Server], None]] = None,
+                 reload: Optional[Callable[[], Settings]] = None) -> None:
+        """`reload` reads the settings anew, or raises SettingsError; None: they never change."""
+        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        read_text_files(self.settings)
+        self.read_settings: Any = reload
+        self.files_seen = file_stamps(self.settings)
+        self.rules = Rules(self.settings)
+        self.registry = Registry(self.rules)
+        self.poller = Poller(self.settings)
+        self.health, self.gauges, self.tallies = {}, {}, {}     # as in Core
+        self.listeners: List[Listener] = []
+        self.protocols, self.udp, self.tcp = [], [], []
+        self.ways = {}              # the first socket of a protocol and a family (True: IPv6)
+        self.connections = collections.OrderedDict()        # the one idle for longest first
+        self.by_source = collections.defaultdict(int)       # how many they are
         self.stopping = threading.Event()
-        self.thread: Optional[threading.Thread] = None
-        self.serving: Optional[threading.Thread] = None         # whoever is in run()
-        self.selector = selectors.DefaultSelector()
-        self.wake_in, self.wake_out = socket.socketpair()
-        self.wake_in.setblocking(False)
-        self.wake_out.setblocking(False)
-        self.selector.register(self.wake_in, selectors.EVENT_READ, (UDP_ORDER, self.woken))
-        self.next_look = self.next_tick = 0.0
-        self.busy_s = 0.0                   # the longest that one round took, since the last tick
+        self.posted = collections.deque()
+        self.disk, self.names = WorkerThread("disk", self.post), WorkerThread("names", self.post)
+        path = self.settings.file("server.database")
+        self.database = Database(path) if path else None
+        self.saved = None if self.database is None else SavedList(
+            self.database, self.registry, self.disk, self.health)
+        if on_event is not None:
+            self.registry.watch(functools.partial(self.guarded, on_event))
+
+    def __enter__(self) -> MasterServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.stop()
+
+    # Start and stop
 
     def bind(self):
-        """Open what can fail, once; raises StartError."""
-        if not self.bound:
-            self.bound = True
-            try:
-                self.open_all()
-            except BaseException:
-                self.stopping.set()
-                self.close()
-                raise
+        """Open everything, once; raises StartError. run() closes it at its end; who does not run
+        it, calls close()."""
+        if self.selector is not None:
+            return
+        self.selector = selectors.DefaultSelector()
+        self.wake_in, self.wake_out = socket.socketpair()
+        self.wake_out.setblocking(False)
+        self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
+        self.vector, self.descriptors = MessageVector.make(), descriptor_limit()
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
 
     def run(self):
-        """Serve until stop(); opens what bind() has not."""
-        there = self.thread not in (None, threading.current_thread())
-        if there and not self.stopping.is_set():
-            raise StartError("It is running already.")
-        self.serving = threading.current_thread()
+        """Serve until stop(), in this thread; raises StartError."""
+        if self.thread not in (None, threading.current_thread()):
+            raise StartError("It runs in a thread, and only once; make a new one.")
+        self.bind()
         try:
-            if not self.stopping.is_set():
-                self.bind()
-                self.next_look = self.next_tick = time.monotonic()
-                while not self.stopping.is_set():
-                    self.round()
-                self.leave()
+            while not self.stopping.is_set():
+                self.round()
+            self.leave()
         finally:
             self.close()
 
@@ -6817,49 +6355,68 @@ class EventLoop:
         start(): answers on their way and work for the disk may take some seconds."""
         self.stopping.set()
         self.wake()
-        if self.thread is not None:
-            if self.thread is not threading.current_thread():
-                self.thread.join()
-        elif self.serving is None:
-            self.close()
+        if self.thread not in (None, threading.current_thread()):
+            self.thread.join()
+
+    def leave(self):
+        """Accept nobody more; what was asked is answered for a moment, as there are clients that
+        die of an answer cut off by a reset."""
+        now = time.monotonic()
+        until = now + STOP_S
+        for listener in self.tcp:
+            self.guarded(listener.ready, now)       # closing the listener would reset them
+            if not listener.paused:
+                self.selector.unregister(listener.sock)
+            listener.sock.close()
+        self.tcp.clear()
+        if self.connections:
+            self.round(now)
+        while now < until and any(one.out or not one.events for one in self.connections):
+            self.round(until)
+            now = time.monotonic()
 
     def close(self):
-        if not self.closed:
-            self.closed = True
-            self.close_all()
+        """Save the list once more and close everything. Servers whose connections end with the
+        program stay in the saved list: they have time to come back."""
+        self.stopping.set()
+        now = time.monotonic()
+        if self.saved and self.registry.altered:
+            self.saved.save(now, time.time(), [])
+        if not self.disk.stop(STOP_DISK_S):
+            log.error("the list could not be saved at the end: the disk takes too long")
+        elif self.database:
+            self.database.close()
+        self.names.stop(0.0)
+        self.deliver(now)
+        for place in (*self.udp, *self.tcp, *self.connections):
+            place.sock.close()
+        self.tcp.clear()
+        self.connections.clear()
+        if self.selector is not None:
             self.selector.close()
             self.wake_in.close()
             self.wake_out.close()
 
+    # The loop
+
     def wake(self):
-        """Make select() return; from any thread."""
-        with contextlib.suppress(OSError):
-            self.wake_out.send(b"\0")
+        """Make select() return; from any thread or a signal handler."""
+        if self.wake_out is not None:
+            with contextlib.suppress(OSError):      # it is full, or closed
+                self.wake_out.send(b"\0")
+
+    def post(self, call, *arguments):
+        """Have `call(*arguments, now)` called in the loop; from any thread or a signal handler."""
+        self.posted.append((call, *arguments))
+        self.wake()
 
     def woken(self, now):
         self.wake_in.recv(4096)
+        self.deliver(now)
 
-    def round(self, until=math.inf):
-        """Handle what comes next, waiting for it no longer than `until`, and do what is due."""
-        due = min(until, self.next_look, self.next_tick)
-        events = self.selector.select(max(0.0, due - time.monotonic()))
-        now = time.monotonic()
-        if len(events) > 1:
-            events.sort(key=lambda event: event[0].data[0])
-        for key, _ in events:
-            order, call = key.data
-            self.guarded(call, now)
-            if order == TCP_ORDER and time.monotonic() - now > TURN_S:
-                break                   # datagrams may wait; the others are ready at the next look
-        if now >= self.next_look:
-            self.next_look = now + LOOK_S
-            self.look(now)
-        if now >= self.next_tick:
-            if now - self.next_tick >= HELD_UP_S:
-                self.held_up(now)
-            self.next_tick = now + TICK_S
-            self.tick(now)
-        self.busy_s = max(self.busy_s, time.monotonic() - now)
+    def deliver(self, now):
+        for _ in range(len(self.posted)):
+            self.guarded(*self.posted.popleft(), now)
 
     def guarded(self, call, *arguments):
         """No fault of the program in one place ends it in the others."""
@@ -6868,352 +6425,58 @@ class EventLoop:
         except Exception:
             log.exception("a fault of the program in %s%s", call, arguments)
 
-
-class Connections:
-    """The open connections of all listeners, the one idle for longest first: bounded in number, by
-    source, and in what waits for their readers."""
-
-    def __init__(self, server):
-        self.server = server
-        self.all: collections.OrderedDict[TcpConnection, None] = collections.OrderedDict()
-        self.by_source: Dict[str, int] = collections.defaultdict(int)
-        self.most = 1                       # as many as there are descriptors for
-
-    def accept(self, listener, sock, address, now):
-        rules, protocol, settings = self.server.rules, listener.protocol, self.server.settings
-        if rules.blocked and rules.verdict(address) == BLOCKED:
-            listener.tally.limited += 1
-            sock.close()
-            return
-        open_now = self.by_source.get(source_key(address), 0)
-        crowded = open_now >= settings["limits.connections_open"] and not rules.exempts(address)
-        refused = crowded or not rules.connections.allow(address, now)
-        if refused:
-            listener.tally.limited += 1
-        else:
-            listener.tally.connections += 1
-        while len(self.all) >= min(settings["limits.connections_total"], self.most):
-            self.make_room(now)
-        sock.setblocking(False)
-        session = (protocol.refusal if refused else protocol.session)(address, now)
-        connection = TcpConnection(self.server, sock, address, session, listener)
-        self.all[connection] = None
-        self.by_source[connection.source] += 1
-        if refused or protocol.speaks_first:
-            connection.answer(session.opened, now)
-            return
-        connection.read(now)            # its request is usually here already
-        if sock.fileno() >= 0:
-            connection.watch()
-
-    def make_room(self, now):
-        """Close a connection that has had its answer, or the one idle for longest, publishing
-        game servers last."""
-        idle = next((one for one in self.all if one.linger_until), None)
-        idle = idle or next((one for one in self.all if not one.session.kept), None)
-        idle = idle or next(iter(self.all))
-        idle.tally.limited += 1
-        idle.close(now)
-
-    def forget(self, connection):
-        """The connection is about to be closed."""
-        del self.all[connection]
-        uncount(self.by_source, connection.source)
-
-    def bound_output(self, now):
-        """What waits for slow readers is bounded in all: the longest wait is closed first."""
-        waiting = [connection for connection in self.all if connection.out]
-        waiting.sort(key=lambda connection: -connection.out_since)
-        total, seen = 0, set()              # many may wait for the same answer
-        for connection in waiting:
-            answer = getattr(connection.out, "obj", connection.out)
-            if id(answer) not in seen:
-                seen.add(id(answer))
-                total += len(answer)
-            if total > OUTPUT_BYTES and len(seen) > 1:
-                connection.tally.limited += 1
-                connection.close(now)
-
-
-class Sockets:
-    """What listens: a socket for each row of PROTOCOLS and each address that the settings name."""
-
-    def __init__(self, server):
-        self.server = server
-        self.hosts: Tuple[str, ...] = server.settings["server.bind"]
-        self.listeners: List[Listener] = []
-        self.tallies: Dict[str, Tally] = {}         # by row name
-        self.udp: List[UdpSocket] = []
-        self.tcp: List[TcpListener] = []
-        self.vector = MessageVector.make()
-
-    def open_row(self, row, protocol, ports):
-        """Serve a protocol on these ports; what went wrong."""
-        problems = []
-        for port in ports:
-            try:
-                self.open(row, protocol, port)
-            except StartError as error:
-                problems.append(str(error))
-        return problems
-
-    def open(self, row, protocol, port):
-        """Bind this row's port on every address that the settings name."""
-        wanted = port + row.offset if port else 0
-        for address in self.hosts:
-            if protocol.ipv4_only and ":" in address:
-                continue
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
-                sock = bound_socket(family, row.transport, address, wanted)
-            except OSError as error:
-                optional = self.hosts == ("0.0.0.0", "::")
-                if (family == socket.AF_INET6 and optional
-                        and error.errno not in DESCRIPTORS_SHORT | {errno.EADDRINUSE}):
-                    log.info("%s: no IPv6 on this machine: %s", row.name, error)
-                    continue
-                raise StartError("%s cannot listen on %s %s: %s. %s" % (
-                    row.name, row.transport.upper(), endpoint(address, wanted),
-                    error.strerror or error, self.way_out(row, error.errno))) from None
-            self.attach(row, protocol, sock)
-
-    def attach(self, row, protocol, sock):
-        """Serve this protocol on this bound socket."""
-        tally = self.tallies.setdefault(row.name, Tally())
-        host, port = sock.getsockname()[:2]
-        self.listeners.append(Listener(row.name, row.transport, host, port))
-        place: Union[UdpSocket, TcpListener]
-        if isinstance(protocol, TcpProtocol):
-            place = TcpListener(self.server, row.name, sock, protocol, tally)
-            self.tcp.append(place)
-        else:
-            rules, polls = self.server.rules, protocol is self.server.poller
-            limiter = rules.answers if polls else rules.datagrams
-            place = UdpSocket(row.name, sock, protocol, tally, limiter, self.vector)
-            self.udp.append(place)
-        order = UDP_ORDER if row.transport == "udp" else TCP_ORDER
-        self.server.selector.register(sock, selectors.EVENT_READ, (order, place.ready))
-
-    def way_out(self, row, status):
-        """What to do where a port cannot be had."""
-        if status in DESCRIPTORS_SHORT:
-            return "It needs more open files than it may have (ulimit -n)."
-        if status in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) or not row.setting:
-            return "Change [server] bind; this machine has no such address."
-        return "Is another program using it? Change it with [%s] %s (--set %s=PORT)." % (
-            *row.setting.split("."), row.setting)
-
-    def send(self, protocol, replies):
-        """By the protocol's first socket of each peer's family; who binds several addresses of a
-        family names the one that can reach everybody first."""
-        answers = {socket.AF_INET: [], socket.AF_INET6: []}
-        for data, to in replies:
-            answers[socket.AF_INET6 if ":" in to[0] else socket.AF_INET].append((data, to))
-        for place in self.udp:
-            ours = answers[place.sock.family] if place.protocol is protocol else []
-            if ours:
-                answers[place.sock.family] = []
-                place.count(len(ours), place.send_all(ours))
-
-    def close(self):
-        for sock in [place.sock for place in self.udp] + [place.sock for place in self.tcp]:
-            sock.close()
-
-
-class EventLog:
-    """Who comes and goes, told to the log once a second: one by one unless they are many."""
-
-    def __init__(self, registry):
-        self.seen: List[Tuple[str, Server]] = []            # in this second
-        registry.watch(lambda event, server: self.seen.append((event, server)),
-                       events=("listed", "gone"))
-
-    def tell(self):
-        for event, server in self.seen[:LOGGED_EVENTS]:
-            place = endpoint(server.address, server.port)
-            log.info("%s %s %s %s", place, server.game, event, ascii(server.name))
-        if len(self.seen) > LOGGED_EVENTS:
-            log.info("and %d more listed or gone in this second", len(self.seen) - LOGGED_EVENTS)
-        self.seen.clear()
-
-
-class SettingsFiles:
-    """The ini and the text files that it names, read again when they change."""
-
-    def __init__(self, settings, read):
-        """`read` reads the ini and raises SettingsError; None: the settings never change."""
-        self.settings, self.read = settings, read
-        self.seen = self.stamps()
-        self.looked_at = 0.0
-
-    def stamps(self):
-        """For each file a value that changes when the file does."""
-        paths = [self.settings.path] + [self.settings.file(name) for name in TEXT_FILES]
-        return {path: file_stamp(path) for path in paths}
-
-    def changed(self, now):
-        """Looks at the files now and then."""
-        if self.read is None or now - self.looked_at < RELOAD_LOOK_S:
-            return False
-        self.looked_at = now
-        return self.stamps() != self.seen
-
-    def reload(self):
-        """The names of the settings that have changed and hold from now on.
-
-        With any error the old ones stay in force, whole."""
-        self.seen = self.stamps()
-        try:
-            new = self.settings if self.read is None else self.read()
-            if self.settings.found and not new.found:
-                raise SettingsError("%s: it is gone or empty" % self.settings.path)
-            read_text_files(new)
-        except SettingsError as error:
-            log.error("the old settings stay in force: %s", error)
-            return []
-        changed = []
-        for row in SETTINGS:
-            before = self.settings[row.name], self.settings.texts.get(row.name)
-            if before == (new[row.name], new.texts.get(row.name)):
-                continue
-            if row.live:
-                changed.append(row.name)
-                self.settings.values[row.name] = new.values[row.name]
-            else:
-                log.warning("[%s] %s has changed; that needs a restart", row.section, row.key)
-        self.settings.texts, self.settings.found = new.texts, new.found
-        self.seen = self.stamps()               # the new ini may name other files
-        log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
-        return changed
-
-
-Started = TypeVar("Started", bound="MasterServer")
-
-
-class MasterServer(EventLoop):
-    """The running program, to be embedded as well:
-
-        with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as server:
-            print(server.listeners, [s.name for s in server.registry.servers()])
-
-    `settings`: a Settings, or texts by name as for --set; raises SettingsError. `run()` serves in
-    this thread, `start()` in one of its own, both until `stop()`; it runs once. `listeners` says
-    what is bound where. `on_event(event, server)` is called in the serving thread with "listed",
-    "changed" or "gone"; it must be quick, must change nothing and may call stop(); what it raises
-    is logged. Several can run in one process.
-    """
-
-    def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
-                 on_event: Optional[Callable[[str, Server], None]] = None,
-                 reload: Optional[Callable[[], Settings]] = None) -> None:
-        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
-        read_text_files(self.settings)
-        super().__init__()
-        self.rules = Rules(self.settings)
-        self.registry = Registry(self.rules)
-        self.poller = Poller(self.settings, self.rules)
-        self.health: Dict[str, str] = {}
-        self.gauges: Dict[str, float] = {}
-        self.protocols: List[Union[UdpProtocol, TcpProtocol]] = []
-        self.sockets, self.connections = Sockets(self), Connections(self)
-        self.listeners, self.tallies = self.sockets.listeners, self.sockets.tallies
-        self.disk, self.names = Worker("disk", self.wake), Worker("names", self.wake)
-        path = self.settings.file("server.database")
-        self.database = Database(path) if path else None
-        self.saved = None if self.database is None else SavedList(
-            self.database, self.registry, self.disk, self.health)
-        self.files = SettingsFiles(self.settings, reload)
-        self.reload_asked = False
-        self.event_log = EventLog(self.registry)
-        self.core = self.make_core()
-        if on_event is not None:
-            self.registry.watch(functools.partial(self.guarded, on_event))
-
-    def make_core(self):
-        def recent():
-            return self.saved.recent if self.saved else {}
-        return Core(self.settings, self.registry, self.poller, self.resolve, {}, self.database,
-                    self.tallies, self.health, self.listeners, self.gauges, recent)
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *exception):
-        self.stop()
-
-    def held_up(self, now):
-        self.registry.deaf_until = now          # silence before it proves nothing
-
-    def woken(self, now):
-        super().woken(now)
-        self.disk.deliver(now)
-        self.names.deliver(now)
-        if self.reload_asked:
-            self.reload_asked = False
-            self.reload()
-
-    def ask_reload(self):
-        """Read the settings again soon; from any thread or a signal handler."""
-        self.reload_asked = True
-        self.wake()
-
-    # Sockets
-
-    def open_all(self):
-        # all of them, as another program often holds several ports
-        problems = []
-        for row in PROTOCOLS:
-            ports = self.settings[row.setting] if row.setting else 0
-            if ports in (None, ()):
-                continue
-            protocol = row.make(self.core)
-            self.protocols.append(protocol)
-            several = ports if isinstance(ports, tuple) else (ports,)
-            problems += self.sockets.open_row(row, protocol, several)
-        if problems:
-            raise StartError("\n".join(problems))
-        free = descriptor_limit() - len(self.listeners) - DESCRIPTORS_KEPT
-        self.connections.most = max(1, free)
-        self.tell_epoch()
-        if self.saved:
-            try:
-                needed = "server.database" in self.settings.given
-                self.saved.restore(time.monotonic(), time.time(), needed)
-            except DISK_ERRORS as error:
-                raise StartError("the database %s cannot be created: %s. Change [server] database, "
-                                 "or leave it empty." % (self.saved.database.path, error)) from None
-        self.event_log.seen.clear()        # not of those restored
-
-    def look(self, now):
-        for connection in list(self.connections.all):
-            self.guarded(connection.tick, now)
+    def round(self, until=math.inf):
+        """Handle what comes next, waiting for it no longer than `until`, and do what is due."""
+        due = min(until, self.next_look, self.next_tick)
+        events = self.selector.select(max(0.0, due - time.monotonic()))
+        now = time.monotonic()
+        for key, _ in events:
+            self.guarded(key.data, now)
+        if now >= self.next_look:
+            self.next_look = now + LOOK_S
+            for connection in list(self.connections):
+                self.guarded(connection.tick, now)
+        if now >= self.next_tick:
+            if now - self.next_tick >= HELD_UP_S:
+                self.registry.deaf_until = now      # silence before it proves nothing
+            self.next_tick = now + TICK_S
+            self.tick(now)
+        self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def tick(self, now):
         self.tell_epoch()
-        self.gauges["loop_delay_seconds"] = self.busy_s
-        longest = self.gauges.get("loop_delay_max_seconds", 0.0) * LOOP_DELAY_FADES
-        self.gauges["loop_delay_max_seconds"] = max(self.busy_s, longest)
-        self.gauges["connections"] = len(self.connections.all)
-        self.busy_s = 0.0
+        self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
+        self.busy_s *= LOOP_DELAY_FADES
         self.guarded(self.registry.expire, now)
-        self.event_log.tell()
-        for listener in self.sockets.tcp:
+        for listener in self.tcp:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
             self.guarded(self.tick_protocol, protocol, now)
-        self.guarded(self.connections.bound_output, now)
+        self.guarded(self.bound_output, now)
         if self.saved:
             self.guarded(self.saved.tick, now, time.time())
         else:
             self.registry.altered.clear()
-        if self.files.changed(now):
-            self.guarded(self.reload)
+        if self.logged > LOGGED_EVENTS:
+            log.info("and %d more listed or gone in this second", self.logged - LOGGED_EVENTS)
+        self.logged = 0
+        if self.read_settings and file_stamps(self.settings) != self.files_seen:
+            self.guarded(self.reload, now)
 
     def tick_protocol(self, protocol, now):
-        replies = protocol.tick(now)
-        if replies and isinstance(protocol, UdpProtocol):
-            self.sockets.send(protocol, replies)
+        """By the protocol's first socket of each peer's family; who binds several addresses of a
+        family names the one that can reach everybody first."""
+        for data, peer in protocol.tick(now) or ():
+            way = self.ways.get((protocol, ":" in peer[0]))
+            if way:
+                way.send([(data, peer)])
+
+    def log_event(self, event, server):
+        """Who comes and goes, one by one unless they are many."""
+        self.logged += 1
+        if self.logged <= LOGGED_EVENTS:
+            log.info("%s %s %s %a", endpoint(server.address, server.port), server.game, event,
+                     server.name)
 
     def tell_epoch(self):
         """Tell the pages what the wall clock says."""
@@ -7227,53 +6490,101 @@ class MasterServer(EventLoop):
             done(result if isinstance(result, str) else "", now)
         self.names.submit(functools.partial(resolved, host), found)
 
-    def reload(self):
-        if self.files.reload():
-            self.apply()
+    # Sockets
 
-    def apply(self):
+    def open(self):
+        core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.database,
+                    self.tallies, self.health, self.listeners, self.gauges,
+                    functools.partial(getattr, self.saved, "recent", {}))
+        problems = []               # all of them, as another program often holds several ports
+        hosts = self.settings["server.bind"]
+        for row in PROTOCOLS:
+            ports = self.settings[row.setting] if row.setting else 0
+            if ports in (None, ()):
+                continue
+            protocol = row.make(core)
+            self.protocols.append(protocol)
+            several = ports if isinstance(ports, tuple) else (ports,)
+            for port, host in itertools.product(several, hosts):
+                port = port and port + row.offset
+                if protocol.ipv4_only and ":" in host:
+                    continue
+                try:
+                    self.serve(row, protocol, host, port)
+                except OSError as error:
+                    if host == "::" and len(hosts) > 1 and error.errno != errno.EADDRINUSE:
+                        log.info("%s: no IPv6 on this machine: %s", row.name, error)
+                        continue
+                    section, key = (row.setting or "server.bind").split(".")
+                    problems.append("%s cannot listen on %s %s: %s. Change [%s] %s or [server]"
+                                    " bind." % (row.name, row.transport.upper(), endpoint(
+                                        host, port), error.strerror or error, section, key))
+        if problems:
+            raise StartError("\n".join(problems))
+        self.tell_epoch()
+        if self.saved:
+            self.saved.restore(time.monotonic(), time.time())
+        self.registry.watch(self.log_event, events=("listed", "gone"))
+
+    def serve(self, row, protocol, host, port):
+        """Serve a protocol on a socket of its own. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = bound_socket(family, row.transport, host, port)
+        self.listeners.append(Listener(row.name, row.transport, *sock.getsockname()[:2]))
+        tally = self.tallies.setdefault(row.name, Tally())
+        if row.transport == "tcp":
+            place: Any = TcpListener(self, row.name, sock, protocol, tally)
+            self.tcp.append(place)
+        else:
+            limiter = self.rules.answers if protocol is self.poller else self.rules.datagrams
+            place = UdpSocket(row.name, sock, protocol, tally, limiter, self.vector)
+            self.udp.append(place)
+            self.ways.setdefault((protocol, ":" in host), place)
+        self.selector.register(sock, selectors.EVENT_READ, place.ready)
+
+    def bound_output(self, now):
+        """What waits for slow readers is bounded in all: the longest wait is closed first."""
+        waiting = [connection for connection in self.connections if connection.out]
+        waiting.sort(key=lambda connection: -connection.deadline)
+        total, seen = 0, set()              # many may wait for the same answer
+        for connection in waiting:
+            answer = connection.out.obj
+            if id(answer) not in seen:
+                seen.add(id(answer))
+                total += len(answer)
+            if total > OUTPUT_BYTES:
+                connection.tally.limited += 1
+                connection.close(now)
+
+    # Settings
+
+    def reload(self, now):
+        """Read the settings again. With any error the old ones stay in force, whole."""
+        self.files_seen = file_stamps(self.settings)
+        try:
+            new = self.read_settings()
+            if self.settings.found and not new.found:
+                raise SettingsError("%s: it is gone or empty" % new.path)
+            read_text_files(new)
+        except SettingsError as error:
+            log.error("the old settings stay in force: %s", error)
+            return
+        changed = take_over(self.settings, new)
+        self.files_seen = file_stamps(new)              # it may name other files
+        log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
+        if changed:
+            self.apply(now)
+
+    def apply(self, now):
         """Let the live settings take effect."""
         self.registry.apply_rules(self.settings)
-        for connection in list(self.connections.all):
+        for connection in list(self.connections):
             if connection.address in self.rules.blocked:
-                connection.close(time.monotonic())
+                connection.close(now)
         for protocol in self.protocols:         # the poller among them
             protocol.read(self.settings)
         if log.handlers:            # a log of ours; a program around this one has its own
             log.setLevel(self.settings["server.log_level"].upper())
-
-    def leave(self):
-        """Accept nobody more; what was asked is answered for a moment, as there are clients that
-        die of an answer cut off by a reset."""
-        now = time.monotonic()
-        for listener in self.sockets.tcp:
-            self.guarded(listener.ready, now)       # closing the listener would reset them
-            if not listener.paused_until:
-                self.selector.unregister(listener.sock)
-            listener.sock.close()
-        until = now + STOP_S
-        fresh = now + STOP_FRESH_S                  # a round trip: what was sent before arrives
-        while now < until and (now < fresh and self.connections.all or any(
-                one.out or one.waiting for one in self.connections.all)):
-            self.round(now + STOP_LOOK_S)
-            now = time.monotonic()
-
-    def close_all(self):
-        """The list is saved once more."""
-        now = time.monotonic()
-        self.event_log.tell()
-        ended = self.disk.stop(STOP_DISK_S)
-        self.disk.deliver(now)
-        self.names.stop(0.0)
-        if self.saved and ended:
-            self.saved.close(now, time.time())
-        # whoever touched the file now would wait for that thread
-        elif self.saved:
-            log.error("the list could not be saved at the end: the disk takes too long")
-        # Only now: servers that leave because we do are listed until they had time to come back
-        for connection in list(self.connections.all):
-            connection.close(now)
-        self.sockets.close()
 
 
 # ================================================================================================
@@ -7302,92 +6613,83 @@ Nothing is written to standard output but what was asked for; the log goes to st
 # To announce another game in its own protocol: an Announcer, and its row in ANNOUNCERS.
 
 ICEBALL_VERSION = "0.2.1-37"        # the default of [iceball] version
-ICEBALL_BURST = 5                   # announcements in a burst; the document
-ICEBALL_GAP_S = 1.0                 # between two of them; the document
-ICEBALL_PERIOD_S = 40.0             # from burst to burst; the document
+# After each announcement of a burst; the document: five, 1 s apart, from burst to burst 40 s
+ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
 SUBSPACE_PERIOD_S = 60.0            # as asss does
-AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s
-AIO_SILENT_S = 100.0                # three keepalives unanswered: the connection leads nowhere
+AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s; each is answered
 AIO_MASTER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
 REFUSED_S = 1800.0                  # a refused server asks again after so long, as Iceball's do
 RETRY_S, RETRY_MAX_S = 1.0, 60.0    # pauses after a failure: 1, 2, 4 … 60 s
-CONNECT_S = 10.0                    # for a connection to one address to come about
+CONNECT_S = 10.0                    # for a connection to come about
 RESPONSE_S = 20.0                   # for an HTTP answer
 TTL_MIN_S, TTL_MAX_S = 10.0, 3600.0     # a lifetime beyond these makes no sense
 STEP_S = 0.25                       # how often a waiting thread looks whether it is to stop
-GOODBYE_S = 3.0                     # what stop() grants a master that does not answer
-PLAYERS_FILE_BYTES = 4096           # read of a file of players, from its end: one line is wanted
+GOODBYE_S = 3.0                     # what stop() grants each master that does not answer
+
+
+class MasterRefused(Exception):
+    """A master does not want this server; the text says why."""
 
 
 class Announcer:
     """One game server towards one master, in the game's own protocol. Without I/O but for the log.
 
-    server     what is announced: name, players and so on; after a change `stale` is set
-    master     HOST:PORT, for the log
-    due        when to send something next; without a connection, when to make one
+    server     what is announced: name, players and so on
+    host, port of the master, where announcements go; `master` for the log
+    address    where the master was reached last
+    due        when to announce next; without a connection, when to make one
     state      how it stands, in words
-    refused    the master does not want this server; `state` says why
-    taken      the master has had it
-    done       the connection is to end
-    """
+    taken      the master has had it; False: refused from the beginning; None: no word yet
+
+    What a method raises ends the connection and goes to failed(). By TCP there is also opened(now):
+    what a new connection begins with. Where masters query the game server, there is answer(data):
+    what it answers to such a query; raises Malformed."""
 
     transport = "udp"               # or "tcp": one connection that stays; or "http": one a request
-    ipv4_only = True                # by another address the game could not be listed
     master_port = 27790             # where its masters listen
     port_offset = 0                 # from the port that is named to the one for announcements
     query_offset: Optional[int] = None      # from the game port to the UDP port that masters query
+    address = state = ""
+    due = 0.0
+    taken: Optional[bool] = None
 
-    def __init__(self, server: Server, master: str = "", now: float = 0.0) -> None:
-        self.server, self.master, self.due = server, master, now
-        self.state = ""
-        self.stale = self.refused = self.taken = self.done = False
-        self.failures = 0           # in a row
+    def __init__(self, server, host, port):
+        self.server, self.host, self.port = server, host, port
+        self.master = endpoint(host, port)
+        self.pause_s = RETRY_S          # after the next failure
 
-    def opened(self, now: float) -> bytes:
-        """What a new connection begins with."""
-        return b""
+    def announce(self, now: float) -> bytes:
+        """What is to be sent at `due`, which moves. Raises OSError if the master has gone."""
+        raise NotImplementedError
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """The answer to what the master says, in any split if by TCP. Raises Malformed."""
+        """The answer to what the master says, in any split if by TCP. Raises MasterRefused and
+        Malformed."""
         return b""
 
-    def tick(self, now: float) -> bytes:
-        """What is to be sent now."""
-        raise NotImplementedError
-
-    def answer(self, data: bytes) -> bytes:
-        """What the game server answers to a master's query. Raises Malformed."""
-        raise NotImplementedError
-
-    def tell(self, state: str, level: int = logging.WARNING) -> None:
+    def tell(self, state, level=logging.WARNING):
         if state != self.state:
             self.state = state
             log.log(level, "%s: %s", self.master, state)
 
-    def accepted(self, state: str) -> None:
-        self.refused, self.taken, self.failures = False, True, 0
+    def accepted(self, state):
+        self.taken, self.pause_s = True, RETRY_S
         self.tell(state, logging.INFO)
 
-    def refuse(self, why: str, now: float) -> None:
-        self.refused = self.done = True
-        self.due = now + REFUSED_S
-        self.tell("refused: " + why)
-
-    def failed(self, why: str, now: float) -> None:
-        """Try again after a pause. Its spread keeps a hundred servers from coming back at once."""
-        pause = min(RETRY_MAX_S, RETRY_S * 2 ** min(self.failures, 10))
-        self.due = now + pause * CHANCE.uniform(0.8, 1.0)
-        self.failures += 1
-        self.done = True
-        self.tell(why)
+    def failed(self, error, now):
+        """Say why, and try again after a pause."""
+        self.tell(clean(str(error), TEXT_CHARACTERS))       # first: run() may end with these words
+        pause_s = self.pause_s
+        if isinstance(error, MasterRefused):
+            self.taken, pause_s = bool(self.taken), REFUSED_S
+        else:
+            self.pause_s = min(2 * pause_s, RETRY_MAX_S)
+        self.due = now + pause_s
 
 
 def text_field(text, size, coding="utf-8"):
-    """At most `size` bytes of whole characters; in UTF-8 if `coding` does not have them all."""
-    try:
-        return text.encode(coding)[:size].decode(coding, "ignore").encode(coding)
-    except UnicodeEncodeError:
-        return text.encode("utf-8")[:size].decode("utf-8", "ignore").encode("utf-8")
+    """At most `size` bytes of whole characters; ? for one that `coding` does not have."""
+    return text.encode(coding, "replace")[:size].decode(coding, "ignore").encode(coding)
 
 
 class IceballAnnouncer(Announcer):
@@ -7395,19 +6697,15 @@ class IceballAnnouncer(Announcer):
     deployed servers keep it."""
 
     sent = 0                        # of the present burst
-    answered_at = -math.inf
+    answered = False                # since the end of the last one
 
-    def tick(self, now):
-        if now < self.due:
-            return b""
-        gap = ICEBALL_GAP_S
-        self.sent = (self.sent + 1) % ICEBALL_BURST
-        if self.sent == 0:
-            gap = ICEBALL_PERIOD_S - (ICEBALL_BURST - 1) * ICEBALL_GAP_S
-            if now - self.answered_at > ICEBALL_BURST * ICEBALL_GAP_S:
+    def announce(self, now):
+        self.due = now + ICEBALL_GAPS_S[self.sent]
+        self.sent = (self.sent + 1) % len(ICEBALL_GAPS_S)
+        if not self.sent:
+            if not self.answered:
                 self.tell("no answer; are address and port right, and does UDP get through?")
-        # What a sleeping machine has missed is not made up for
-        self.due = max(self.due + gap, now + gap / 2)
+            self.answered = False
         server = self.server
         return ICEBALL_ANNOUNCEMENT.pack(
             b"1CEB", ICEBALL_HBVERSION, read_iceball_version(server.version or ICEBALL_VERSION),
@@ -7417,16 +6715,15 @@ class IceballAnnouncer(Announcer):
     def receive(self, data, now):
         kind = data[:4]
         if kind == b"MSOK":
-            self.answered_at = now
+            self.answered = True
             self.accepted("announced")
             return b"HSHK" + data[4:]
         if kind in (b"BADV", b"BADF"):
-            why = "the master cannot read the announcement"
-            if kind == b"BADV":
-                version = iceball_version_text(int.from_bytes(data[6:10], "little"))
-                why = "the master lists Iceball %s and not this version" % version
-            self.refuse(why, now)
-            self.sent = 0
+            if kind == b"BADF":
+                raise MasterRefused("refused: the master cannot read the announcement")
+            version = iceball_version_text(int.from_bytes(data[6:10], "little"))
+            raise MasterRefused("refused: the master lists Iceball %s and not this version"
+                                % version)
         return b""
 
 
@@ -7440,13 +6737,10 @@ class SubSpaceAnnouncer(Announcer):
     master_port = 4990
     port_offset = query_offset = 1
 
-    def tick(self, now):
-        if now < self.due:
-            return b""
-        self.due = max(self.due + SUBSPACE_PERIOD_S, now + SUBSPACE_PERIOD_S / 2)
+    def announce(self, now):
+        self.due = now + SUBSPACE_PERIOD_S
         server = self.server
-        self.accepted("announced; masters of this game do not answer, they ping UDP port %d"
-                      % (server.port + 1))
+        self.accepted("announced; masters of this game do not answer but ping the next UDP port")
         return ZONE_ANNOUNCEMENT.pack(
             bytes(4), server.port, server.players, 1, ZONE_VERSION,
             text_field(server.name, 31, "cp1252"), ZONE_PASSWORD,
@@ -7467,21 +6761,23 @@ class AioAnnouncer(Announcer):
     server is published again with each keepalive. The name has the players, as the game has it."""
 
     transport = "tcp"
-    ipv4_only = False
     master_port = 27011
     keepalive = b"KEEPALIVE#%\n"
-    buffer = b""
-    heard_at = 0.0
-    confirmed = False               # what was published last
 
     def opened(self, now):
-        self.buffer, self.heard_at = b"", now
-        return self.publish(now)
-
-    def publish(self, now):
-        self.stale = self.confirmed = False
+        self.buffer, self.heard, self.confirmed = b"", False, False
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.publication()
+
+    def announce(self, now):
+        if not self.heard:
+            raise ConnectionError("the master has fallen silent")
+        if not self.confirmed:
+            self.tell("the master does not confirm it; has it banned this address, "
+                      "refused the name, or run out of room?")
+        self.heard = self.confirmed = False
+        self.due = now + AIO_KEEPALIVE_EVERY_S
+        return self.keepalive + self.publication()
 
     def publication(self):
         server = self.server
@@ -7490,26 +6786,16 @@ class AioAnnouncer(Announcer):
             name += " [%d/%d]" % (server.players, server.max_players)
         # A % at the beginning would end the message
         texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
-        return ("13#%s#%s#%d#%%\n" % (texts[0], texts[1], server.port)).encode("utf-8")
+        return ("13#%s#%s#%d#%%\n" % (*texts, server.port)).encode("utf-8")
 
     def receive(self, data, now):
-        self.heard_at = now
-        self.buffer = self.buffer[-AIO_MASTER_BYTES:] + data
-        if b"SUCCESS#13#%" in self.buffer:
-            self.buffer, self.confirmed = b"", True
+        self.heard = True
+        heard = self.buffer + data
+        self.buffer = heard[-11:]       # a byte less than what is looked for
+        if b"SUCCESS#13#%" in heard:
+            self.confirmed = True
             self.accepted("announced")
         return b""
-
-    def tick(self, now):
-        if now - self.heard_at >= AIO_SILENT_S:
-            self.failed("no answer for %d s" % AIO_SILENT_S, now)
-            return b""
-        if now < self.due:
-            return self.publish(now) if self.stale else b""
-        if not self.confirmed:
-            self.tell("the master does not confirm it; has it banned this address, "
-                      "refused the name, or run out of room?")
-        return self.keepalive + self.publish(now)
 
 
 class FramedAioAnnouncer(AioAnnouncer):
@@ -7523,7 +6809,7 @@ class FramedAioAnnouncer(AioAnnouncer):
         return aio_frame(struct.pack("<BH", 3, self.server.port))
 
     def receive(self, data, now):
-        self.heard_at = now
+        self.heard = True
         self.buffer += data
         while (found := aio_unframe(self.buffer, AIO_MASTER_BYTES)) is not None:
             payload, self.buffer = found
@@ -7531,8 +6817,7 @@ class FramedAioAnnouncer(AioAnnouncer):
                 self.confirmed = True
                 self.accepted("announced")
             elif payload[:2] == b"\6\3":
-                why = decode_utf8(payload[4:], TEXT_CHARACTERS)
-                self.refuse(why or "no reason given", now)
+                raise MasterRefused("refused: " + payload[4:].decode("utf-8", "replace"))
         return b""
 
     def answer(self, data):
@@ -7550,43 +6835,30 @@ class HttpAnnouncer(Announcer):
     end."""
 
     transport = "http"
-    ipv4_only = False
-    leaving = False
 
     def fields(self):
-        """What is posted now."""
-        names = ["game", "port"]
-        if not self.leaving:
-            names += ["name", "players", "max_players", "mode", "map", "version", "description"]
-        fields = {name: getattr(self.server, name) for name in names}
-        return dict(fields, action="stop") if self.leaving else fields
+        """What is posted."""
+        return {name: getattr(self.server, name) for name in ("game", "port", *ANNOUNCED)}
 
     def answered(self, status, body, now):
-        if self.leaving:
-            return
-        try:
-            told = dict(json.loads(body.decode("utf-8")))
-        except (ValueError, TypeError, RecursionError):
-            told = {}
-        if status < 300 and told.get("listed") is True:
-            ttl = told.get("ttl")
-            ttl = ttl if isinstance(ttl, (int, float)) else 0
+        """Raises MasterRefused, and OSError if it is to be tried again."""
+        told, ttl = {}, 0.0
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+            told = dict(json.loads(body))
+            ttl = float(told.get("ttl", 0))
+        if told.get("listed") is True:
             self.due = now + min(max(TTL_MIN_S, ttl), TTL_MAX_S) / 2    # in this order for a NaN
             self.accepted("listed")
             return
-        reason = clean(str(told.get("reason", "HTTP status %d" % status)), TEXT_CHARACTERS)
-        if status not in range(400, 500) or status in (408, 429):
-            self.failed("not listed yet: " + reason, now)
-            return
-        self.refuse(reason, now)
-        if self.taken:                  # by a proxy while the master starts anew, perhaps
-            self.due = now + RETRY_MAX_S
+        reason = str(told.get("reason", "HTTP status %d" % status))
+        if 400 <= status < 500 and status not in (408, 429):
+            raise MasterRefused("refused: " + reason)
+        raise OSError("not listed yet: " + reason)
 
 
 class HyperbolAnnouncer(HttpAnnouncer):
     """POST /announce; the master then queries the server itself, on its game port, every 30 s."""
 
-    ipv4_only = True
     query_offset = 0
 
     def answer(self, data):
@@ -7599,132 +6871,34 @@ class HyperbolAnnouncer(HttpAnnouncer):
             b"", server.port, *bytes(5), text_field(server.version, 15), *bytes(5), b"", *bytes(4))
 
 
-ANNOUNCERS: Dict[Tuple[str, str], type[Announcer]] = {      # by game and dialect; others by HTTP
-    ("iceball", ""): IceballAnnouncer,
-    ("subspace", ""): SubSpaceAnnouncer,
-    ("hyperbol", ""): HyperbolAnnouncer,
-    ("aio", "text"): AioAnnouncer,
-    ("aio", "framed"): FramedAioAnnouncer,
+ANNOUNCERS = {                      # by game and dialect; others by HTTP
+    "iceball": IceballAnnouncer,
+    "subspace": SubSpaceAnnouncer,
+    "hyperbol": HyperbolAnnouncer,
+    "aio text": AioAnnouncer,
+    "aio framed": FramedAioAnnouncer,
 }
 
-# The errno of an OSError: the resolver's, under the name that this system has for it, or None for
-# an error of ours. Others may pass: the network may come up after us.
-NO_SUCH_NAME = {None, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
-
-def connected_socket(address, port, kind):
-    """`kind`: SOCK_STREAM or SOCK_DGRAM, which then hears nobody else. Raises OSError."""
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
-    try:
-        sock.settimeout(CONNECT_S)
-        sock.connect((address, port))
-        return sock
-    except OSError:
-        sock.close()
-        raise
-
-
-class AnnouncerThread(threading.Thread):
-    """Takes the bytes of an announcer to its master and back, until it is to stop."""
-
-    def __init__(self, announcer, host, port):
-        super().__init__(name="masterserver announce", daemon=True)
-        self.announcer, self.host, self.port = announcer, host, port
-        self.tcp = announcer.transport != "udp"
-        self.kind = socket.SOCK_STREAM if self.tcp else socket.SOCK_DGRAM
-        self.address = ""               # where the master was reached last
-        self.unknown = False            # there is no such name
-        self.stopping = False
-
-    @property
-    def hopeless(self):
-        """The master has never had the server, and has refused it or does not exist."""
-        return (self.announcer.refused or self.unknown) and not self.announcer.taken
-
-    def run(self):
-        announcer = self.announcer
-        while not self.stopping:
-            if time.monotonic() >= announcer.due:
-                try:
-                    self.exchange()
-                except (OSError, Malformed) as error:
-                    announcer.failed(str(error), time.monotonic())
-            else:
-                time.sleep(STEP_S)
-        if isinstance(announcer, HttpAnnouncer):
-            announcer.leaving = True
-            with contextlib.suppress(OSError):
-                self.exchange()
-
-    def exchange(self):
-        """One request, or a connection until it ends. Raises OSError and Malformed."""
-        with self.connect() as sock:
-            self.address = sock.getpeername()[0]
-            if isinstance(self.announcer, HttpAnnouncer):
-                self.post(self.announcer, sock)
-            else:
-                self.converse(self.announcer, sock)
-
-    def connect(self):
-        """To the first of the master's addresses that leads there. Raises OSError."""
+def post(announcer, **more):
+    """Announce by HTTP. Raises OSError and MasterRefused."""
+    announcer.address = resolved(announcer.host)
+    with contextlib.closing(http.client.HTTPConnection(
+            announcer.address, announcer.port, timeout=RESPONSE_S)) as connection:
         try:
-            found = addresses(self.host)        # IPv4 first
-        except (OSError, UnicodeError) as error:
-            self.unknown = getattr(error, "errno", None) in NO_SUCH_NAME
-            raise OSError("the name cannot be resolved: %s" % error) from None
-        self.unknown = False
-        wrong = OSError("it has no IPv4 address, and this game uses no other")
-        for address in found:
-            if ":" in address and self.announcer.ipv4_only:
-                continue
-            try:
-                return connected_socket(address, self.port, self.kind)
-            except OSError as error:
-                wrong = error
-        raise OSError("no connection: %s" % (wrong.strerror or wrong))
-
-    def post(self, announcer, sock):
-        sock.settimeout(RESPONSE_S)
-        try:
-            with contextlib.closing(http.client.HTTPConnection(self.host, self.port)) as connection:
-                connection.sock = sock
-                connection.request("POST", "/announce", json.dumps(announcer.fields()),
-                                   {"Content-Type": "application/json", "Connection": "close"})
-                response = connection.getresponse()
-                body = response.read(HTTP_BODY_BYTES)
+            connection.request(
+                "POST", "/announce", json.dumps(dict(announcer.fields(), **more)),
+                {"Host": announcer.master, "Content-Type": "application/json"})
+            response = connection.getresponse()
+            body = response.read(HTTP_BODY_BYTES)
         except (http.client.HTTPException, ValueError, socket.timeout) as error:
             raise OSError("no answer that can be read; is that the port of the master's page? %s"
-                          % ascii(error)[:TEXT_CHARACTERS]) from None
-        announcer.answered(response.status, body, time.monotonic())
-
-    def converse(self, announcer, sock):
-        """Send what is due, and answer what comes. Raises OSError and Malformed."""
-        now = time.monotonic()
-        # A connection ends when the master moves; for datagrams its name is looked up anew
-        until = math.inf if self.tcp else now + RESOLVE_S
-        announcer.done = False
-        answer = announcer.opened(now)
-        while not (announcer.done or self.stopping or now >= until):
-            for data in (answer, announcer.tick(now)):
-                if data:
-                    sock.sendall(data)
-            answer = b""
-            sock.settimeout(min(STEP_S, max(0.001, announcer.due - now)))
-            try:
-                data = sock.recv(RECV_BYTES)
-                if self.tcp and not data:
-                    raise ConnectionError("the master has closed the connection")
-                answer = announcer.receive(data, time.monotonic())
-            except socket.timeout:
-                pass
-            except ConnectionError:
-                if self.tcp:            # by UDP: nobody has that port now
-                    raise
-            now = time.monotonic()
+                          % error) from None
+    announcer.answered(response.status, body, time.monotonic())
 
 
-ANNOUNCED = {"players": int, "max_players": int, "playing": int, "name": str, "map": str,
-             "mode": str, "version": str, "description": str}
+ANNOUNCED = {"name": str, "players": int, "max_players": int, "playing": int, "mode": str,
+             "map": str, "version": str, "description": str}
 
 
 class Announcement:
@@ -7746,86 +6920,137 @@ class Announcement:
 
     Where masters query the game server itself (SubSpace on port + 1, Hyperbol and framed AIO on
     the port, by UDP), they are answered here if that port is free, and left to the game server if
-    not. `give_up`: run() ends when each master has refused from the beginning or has a name that
-    does not exist; `failure` then says why. An instance runs once.
+    not. `give_up`: run() ends when each master has refused from the beginning; `failure` then says
+    why. An instance runs once.
     """
+
+    failure = ""
+    stopping = False        # no Event: a signal's stop() may interrupt who has its lock
+    complained = False
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
                  dialect: str = "", players_from: str = "", give_up: bool = False,
                  **fields: Any) -> None:
-        if type(port) is not int:
-            raise ValueError("port %r: expected a number" % (port,))
         check_is_file(players_from)
-        self.players_from, self.give_up = players_from, give_up
-        self.failure = ""
-        self.stopping = False       # no Event: a signal's stop() may interrupt who has its lock
-        self.complained = False
-        self.thread: Optional[threading.Thread] = None
-        self.links: List[AnnouncerThread] = []
-        self.surplus = Limiter(SURPLUS_BYTES)
-        self.server = server = Server(read_game_id(game), "", port, "", 0.0, math.inf)
-        self.update(**fields)
         if game == "aio" and not dialect:
-            dialect = "text" if server.name else "framed"
-        make = ANNOUNCERS.get((game, dialect), HttpAnnouncer)
+            dialect = "text" if fields.get("name") else "framed"
+        make: Any = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
         if dialect and make is HttpAnnouncer:
             raise ValueError("%s has no dialect %s" % (game, dialect))
-        server.name = server.name or "%s server" % GAME_TITLES.get(game, game)
+        self.server = Server(read_game_id(game), "", read_number(1, 65534)(str(port)), "", 0.0,
+                             math.inf, "%s server" % GAME_TITLES.get(game, game))
+        self.update(**fields)
+        self.announcers = []
         for place in [masters] if isinstance(masters, str) else masters:
-            host, given = read_place(place)
-            master_port = (given or make.master_port) + make.port_offset
-            for number in (port, port + (make.query_offset or 0), master_port):
-                if not 0 < number <= 65535:
-                    raise ValueError("port %d is needed, and is not a port" % number)
-            announcer = make(server, endpoint(host, master_port), time.monotonic())
-            self.links.append(AnnouncerThread(announcer, host, master_port))
-        if not self.links:
+            host, named_port = read_place(place)
+            host = host.encode("idna").decode("ascii")      # a ValueError if it can be no name
+            self.announcers.append(make(
+                self.server, host, (named_port or make.master_port) + make.port_offset))
+        if not self.announcers:
             raise ValueError("expected a master")
+        self.players_from, self.give_up = players_from, give_up
+        self.surplus = Limiter(SURPLUS_BYTES)
+        self.thread = threading.Thread(target=self.run, daemon=True)
 
     def update(self, **fields: Any) -> None:
         """Announce these values from now on; from any thread. Raises ValueError."""
         for name, value in fields.items():
-            if type(value) is not ANNOUNCED.get(name):
+            if (type(value) is not ANNOUNCED.get(name)
+                    or type(value) is int and not 0 <= value <= PLAYERS_MAX):
                 raise ValueError("%s=%r cannot be announced" % (name, value))
-            if type(value) is int and not 0 <= value <= PLAYERS_MAX:
-                raise ValueError("%s: expected a number from 0 to %d" % (name, PLAYERS_MAX))
             if name == "version" and value and self.server.game == "iceball":
                 read_iceball_version(str(value))
         for name, value in fields.items():
-            value = clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value
-            if value != getattr(self.server, name):
-                setattr(self.server, name, value)
-                for link in self.links:
-                    link.announcer.stale = True
+            setattr(self.server, name,
+                    clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
 
-    def read_file(self) -> None:
-        """Take over the last line of the file of players."""
-        try:
-            with open(self.players_from, "rb") as file:
-                file.seek(max(0, os.path.getsize(self.players_from) - PLAYERS_FILE_BYTES))
-                text = file.read(PLAYERS_FILE_BYTES).decode("utf-8-sig", "replace")
-            self.read_line("".join(text.strip().splitlines()[-1:]))
-        except OSError as error:
-            self.complain(error)
+    def start(self):
+        """Announce in threads of its own. A second call changes nothing."""
+        if not self.thread.is_alive():
+            self.thread.start()
 
-    def read_line(self, line: str) -> None:
-        """Announce what it says, as for read_players(); from any thread."""
-        try:
-            if line.strip():        # a file that is being written anew is empty for a moment
-                self.update(**read_players(line))
-                self.complained = False
-        except ValueError as error:
-            self.complain(error)
+    def stop(self):
+        """Sign off and end; from any thread or a signal handler. A master that hangs takes 3 s."""
+        self.stopping = True
+        if self.thread.is_alive():
+            self.thread.join()
 
-    def complain(self, error: Exception) -> None:
-        """Once, until the players can be read again: a script may fail each second."""
-        if not self.complained:
-            log.warning("the players are not known: %s", error)
-        self.complained = True
+    def __enter__(self) -> Announcement:
+        self.start()
+        return self
 
-    def query_socket(self) -> Optional[socket.socket]:
-        """Where masters query the game server, if that is not its own."""
-        offset = self.links[0].announcer.query_offset
+    def __exit__(self, *exception):
+        self.stop()
+
+    def run(self):
+        """Announce until stop(), or with give_up until no master is left."""
+        sock = self.query_socket()          # first: a master asks at once
+        threads = [threading.Thread(target=self.keep_announced, args=[announcer], daemon=True)
+                   for announcer in self.announcers]
+        for thread in threads:
+            thread.start()
+        while not self.stopping:
+            if self.players_from:
+                self.take_players()
+            if self.give_up and all(announcer.taken is False for announcer in self.announcers):
+                self.failure = "; ".join("%s: %s" % (announcer.master, announcer.state)
+                                         for announcer in self.announcers)
+                self.stopping = True
+            if sock is None:
+                time.sleep(STEP_S)
+            else:
+                self.answer_query(sock)
+        for thread in threads:
+            thread.join(GOODBYE_S)
+        if sock:
+            sock.close()
+
+    def keep_announced(self, announcer):
+        """To one master, in a thread of its own."""
+        by_http = announcer.transport == "http"
+        while not self.stopping:
+            try:
+                if time.monotonic() < announcer.due:
+                    time.sleep(STEP_S)
+                elif by_http:
+                    post(announcer)
+                else:
+                    self.converse(announcer)
+            except (OSError, OverflowError, Malformed, MasterRefused) as error:
+                announcer.failed(error, time.monotonic())
+        if by_http:
+            with contextlib.suppress(OSError, MasterRefused):
+                post(announcer, action="stop")
+
+    def converse(self, announcer):
+        """Send what is due and answer what comes: by TCP until the master hangs up, by UDP until
+        its name is to be looked up anew. Raises OSError, Malformed and MasterRefused."""
+        tcp = announcer.transport == "tcp"
+        announcer.address = resolved(announcer.host)
+        place = announcer.address, announcer.port
+        # By UDP a ConnectionError says that nobody has the port now
+        usual = (socket.timeout,) if tcp else (socket.timeout, ConnectionError)
+        with socket.create_connection(place, CONNECT_S) if tcp else udp_socket(*place) as sock:
+            sock.settimeout(STEP_S)
+            now = time.monotonic()
+            until = math.inf if tcp else now + RESOLVE_S
+            if tcp:
+                sock.sendall(announcer.opened(now))
+            while now < until and not self.stopping:
+                with contextlib.suppress(*usual):
+                    if now >= announcer.due:
+                        sock.sendall(announcer.announce(now))
+                    data = sock.recv(RECV_BYTES)
+                    if tcp and not data:
+                        raise ConnectionError("the master has closed the connection")
+                    answer = announcer.receive(data, time.monotonic())
+                    if answer:
+                        sock.sendall(answer)
+                now = time.monotonic()
+
+    def query_socket(self):
+        """Where masters query the game server; None if they do not, or it listens there itself."""
+        offset = self.announcers[0].query_offset
         if offset is None:
             return None
         port = self.server.port + offset
@@ -7838,72 +7063,42 @@ class Announcement:
         sock.settimeout(STEP_S)
         return sock
 
-    def answer(self, data: bytes, source: str, now: float) -> bytes:
-        """To a query. Raises Malformed for what gets none: too many, and those as long as their
-        answer, as two ports would answer each other for ever after one forged query."""
-        answer = self.links[0].announcer.answer(data)
-        surplus = len(answer) - len(data)
-        # An AIO query of one byte gets a thousand times as much: all but the masters, whose
-        # addresses may be made up, share one bucket
-        bucket = source if source in [link.address for link in self.links] else ""
-        if surplus <= 0 or not self.surplus.allow(bucket, now, surplus):
-            raise Malformed("no answer is due")
-        return answer
+    def answer_query(self, sock):
+        """One, or none within STEP_S."""
+        with contextlib.suppress(OSError, Malformed):
+            data, (source, port) = sock.recvfrom(MAX_DATAGRAM_BYTES)
+            answer = self.announcers[0].answer(data)
+            # None as long as its query: after one forged query two ports would answer each other
+            # for ever. An AIO query of one byte gets a thousand times as much: all but the masters,
+            # whose addresses may be made up, share one bucket
+            surplus = len(answer) - len(data)
+            known = source in [announcer.address for announcer in self.announcers]
+            if surplus > 0 and self.surplus.allow(
+                    source if known else "", time.monotonic(), surplus):
+                sock.sendto(answer, (source, port))
 
-    def start(self) -> None:
-        """Announce in threads of its own. A second call changes nothing."""
-        if self.stopping:
-            raise StartError("It has been stopped; make a new one.")
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
-            self.thread.start()
-
-    def run(self) -> None:
-        """Announce until stop(), or with give_up until no master is left."""
-        sock = self.query_socket()          # first: a master asks at once
-        for link in self.links:
-            link.start()
-        while not (self.stopping or self.failure):
-            if self.players_from:
-                self.read_file()
-            if sock is None:
-                time.sleep(STEP_S)
-            else:
-                with contextlib.suppress(OSError, Malformed):       # nothing, or no query
-                    data, peer = sock.recvfrom(MAX_DATAGRAM_BYTES)
-                    sock.sendto(self.answer(data, peer[0], time.monotonic()), peer)
-            if self.give_up and all(link.hopeless for link in self.links):
-                self.failure = "; ".join("%s: %s" % (link.announcer.master, link.announcer.state)
-                                         for link in self.links)
-        until = time.monotonic() + GOODBYE_S
-        for link in self.links:
-            link.stopping = True
-        for link in self.links:
-            link.join(max(0.0, until - time.monotonic()))
-        if sock is not None:
-            sock.close()
-
-    def stop(self) -> None:
-        """Sign off and end, within some 3 s; from any thread or a signal handler."""
-        self.stopping = True
-        if self.thread is not None:
-            self.thread.join()
-
-    def __enter__(self) -> Announcement:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.stop()
+    def take_players(self, line=None):
+        """Announce what `line` says, or the last one of the file, as for read_players(); from any
+        thread. Trouble is logged once, as a script may fail each second."""
+        try:
+            if line is None:
+                with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
+                    line = file.read().strip().rpartition("\n")[2]
+            if line.strip():        # a file that is being written anew is empty for a moment
+                self.update(**read_players(line))
+                self.complained = False
+        except (OSError, ValueError) as error:
+            if not self.complained:
+                log.warning("the players are not known: %s", error)
+            self.complained = True
 
 
 def read_players(line):
     """`5`, `5/16` or `5/16 map name`: players, their maximum, the map. Raises ValueError."""
-    match = re.fullmatch(r"(?P<players>\d{1,5})(?:\s*/\s*(?P<max_players>\d{1,5}))?"
-                         r"(?:\s+(?P<map>\S.*))?", line.strip())
+    match = re.fullmatch(r"\s*(?P<players>\d{1,5})(?:\s*/\s*(?P<max_players>\d{1,5}))?"
+                         r"(?:\s+(?P<map>\S.*?))?\s*", line)
     if not match:
-        raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP"
-                         % line.strip()[:60])
+        raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
     return {name: text if name == "map" else int(text)
             for name, text in match.groupdict().items() if text}
 
@@ -7922,8 +7117,7 @@ def command_announce(arguments):
     start_log(Settings({"server.log_level": "debug" if arguments.verbose else "info"}))
     stop_on_signals(announcement.stop)
     if from_stdin or arguments.exit_with_stdin:
-        take = announcement.read_line if from_stdin else lambda line: None
-        read_stdin(take, announcement.stop)
+        read_stdin(announcement.take_players, announcement.stop)
     announcement.run()
     if announcement.failure:
         raise StartError("announce: no master accepts this server: %s" % announcement.failure)
@@ -7932,11 +7126,9 @@ def command_announce(arguments):
 
 # --- Asking game servers and masters -------------------------------------------------------------
 
-# What `ping` and `list` do. Each game has a function in PINGS and in LISTS, which takes host and
-# port and gives what it learned, ready for JSON. To add a game: a function of each kind, its row
-# in each table. An OSError or Malformed says in words why there is nothing.
-
-Facts = Dict[str, Any]
+# What `ping` and `list` do. To add a game: a function that takes host and port and gives what it
+# learned, ready for JSON, and its row in PINGS or LISTS. An OSError or Malformed says in words why
+# there is nothing.
 
 ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram; a round trip around the world, several times
 ASK_TOTAL_S = OUTPUT_TOTAL_S        # for all of a list: our master gives no reader longer
@@ -7945,240 +7137,200 @@ FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its 
 AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
 AIO_LIST_BYTES = 3 + 65535 * 258    # a framed list at its longest
 HYPERBOL_LIST_S = 5.0               # the document's script waits so long for the master
-HYPERBOL_LIST_BYTES = 12 * 65536    # 65,536 servers are more than any master has
 
 
-class ToolError(Exception):
-    """A tool's end: its exit status and a message."""
+@contextlib.contextmanager
+def udp_socket(host, port):
+    """A socket that hears this place alone. Raises OSError."""
+    address = resolved(host)
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET,
+                       socket.SOCK_DGRAM) as sock:
+        sock.connect((address, port))
+        yield sock
 
-    def __init__(self, status, message):
-        super().__init__(message)
-        self.status = status
 
+def udp_ask(sock, question, answer, tries=ASK_TRIES):
+    """Send `question` until `answer(data)` takes what comes: its result, and the milliseconds.
 
-def udp_ask(sock, question, answer):
-    """Send `question(attempt)` until `answer(data)` takes what comes: its result, milliseconds.
-
-    `sock` is connected. Raises OSError."""
+    Raises OSError."""
     wrong = ""
-    for attempt in range(ASK_TRIES):
-        sock.send(question(attempt))
-        now = asked_at = time.monotonic()
-        while now < asked_at + ASK_WAIT_S:
-            sock.settimeout(asked_at + ASK_WAIT_S - now)
-            try:
-                data = sock.recv(POLL_ANSWER_BYTES)
-                now = time.monotonic()
-                return answer(data), round((now - asked_at) * 1000, 1)
-            except Malformed as error:
-                wrong = "; what came is not an answer: %s" % error
-            except socket.timeout:
-                break
+    sock.settimeout(ASK_WAIT_S)
+    for _ in range(tries):
+        asked_at = time.monotonic()
+        try:
+            sock.send(question)
+            data = sock.recv(POLL_ANSWER_BYTES)
+            return answer(data), round((time.monotonic() - asked_at) * 1000, 1)
+        except Malformed as error:
+            wrong = "; what came is not an answer: %s" % error
+        except socket.timeout:
+            pass
     raise TimeoutError("no answer from UDP port %d%s" % (sock.getpeername()[1], wrong))
 
 
-def udp_socket(host, port):
-    return connected_socket(resolved(host), port, socket.SOCK_DGRAM)
+def tcp_ask(sock, question, answer=None):
+    """Send `question`: what `answer(data)` makes of what has come, as soon as that is not None;
+    without `answer` all that comes until the other side closes.
+
+    The socket's own timeout bounds each piece, ASK_TOTAL_S bounds all. Raises OSError, Malformed.
+    """
+    sock.sendall(question)
+    data, until = bytearray(), time.monotonic() + ASK_TOTAL_S
+    for more in iter(lambda: sock.recv(RECV_BYTES), b""):
+        data += more
+        found = answer(data) if answer else None
+        if found is not None:
+            return found
+        if len(data) > FETCH_BYTES:
+            raise Malformed("more than %d bytes" % FETCH_BYTES)
+        if time.monotonic() > until:
+            raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
+    if answer:
+        raise Malformed("no list came before the end")
+    return data
 
 
 def ping_subspace(host, port):
-    if port == 65535:
-        raise OSError("zones are pinged on the next port, and there is none")
-    poll = ZonePoll()
-    complete = False
+    poll, complete = ZonePoll(), False
     with udp_socket(host, port + 1) as sock:
         while not complete:
             nonce = ping_nonce()
             try:
-                complete, ping_ms = udp_ask(sock, functools.partial(poll.question, nonce),
+                complete, ping_ms = udp_ask(sock, poll.question(nonce),
                                             functools.partial(poll.answer, nonce=nonce))
             except TimeoutError:        # some zones know only some of the forms
-                if not poll.answered:
+                if not poll.step:
                     raise
                 break
-    return dict(poll.fields(), arenas=poll.arenas_text(), ping_ms=ping_ms)
+    return {"players": poll.players, "playing": poll.playing, "arenas": poll.arenas,
+            "ping_ms": ping_ms}
 
 
-def ping_hyperbol(host, port):
+def ping_hyperbol(host, port, tries=ASK_TRIES):
     nonce = CHANCE.getrandbits(32)
     with udp_socket(host, port) as sock:
-        found, ping_ms = udp_ask(sock, lambda attempt: struct.pack("<BI", 2, nonce),
-                                 lambda data: hyperbol_info(data, nonce))
-    return dict(found, ping_ms=ping_ms, **found.pop("details"))
+        found, ping_ms = udp_ask(sock, struct.pack("<BI", 2, nonce),
+                                 functools.partial(hyperbol_info, timestamp=nonce), tries)
+    return dict(found, ping_ms=ping_ms)
 
 
 def ping_aio(host, port):
     with udp_socket(host, port) as sock:
-        found, ping_ms = udp_ask(sock, lambda attempt: b"\0", aio_info)
+        found, ping_ms = udp_ask(sock, b"\0", aio_info)
     names = "name", "description", "players", "max_players", "version"
     return dict(zip(names, found), ping_ms=ping_ms)
-
-
-@contextlib.contextmanager
-def connection(host, port, silence_s=FETCH_S):
-    """A TCP connection that ends after ASK_TOTAL_S, however slowly the other side sends.
-
-    `silence_s`: to connect, and for each piece. Raises OSError."""
-    with socket.create_connection((host, port), silence_s) as sock:
-        until = time.monotonic() + ASK_TOTAL_S
-        timer = threading.Timer(ASK_TOTAL_S, sock.shutdown, [socket.SHUT_RDWR])
-        timer.start()
-        try:
-            yield sock
-        finally:
-            timer.cancel()
-            if time.monotonic() >= until:
-                raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
-
-
-def read_more(sock, data):
-    """`data` and what comes next. Raises OSError and Malformed."""
-    more = sock.recv(RECV_BYTES)
-    if not more or len(data) > FETCH_BYTES:
-        raise Malformed("no list came before the end")
-    return data + more
 
 
 class ZoneListLink(SubSpaceLink):
     """The player's end of SubSpaceList's exchange: the list in `zones`, of `total` bytes."""
 
-    def __init__(self, now):
-        super().__init__(now, [b"\1" + bytes(4)])       # zones with at least 0 players
-        self.zones = bytearray()
-        self.total = FETCH_BYTES
+    zones = b""
+    total = FETCH_BYTES
 
     def packet(self, data, now):
-        if data[:2] == b"\0\x0a":
-            total = int.from_bytes(data[2:6], "little")
-            if total > FETCH_BYTES:
-                raise Malformed("a list of %d bytes" % total)
-            self.total = total
-            self.zones += data[6:]
-        elif data[:1] == b"\1":             # a short list may come in one packet
-            self.zones, self.total = bytearray(data), len(data)
-        else:
+        if data[:2] != b"\0\x0a":
             return super().packet(data, now)
+        self.total = min(self.total, int.from_bytes(data[2:6], "little"))
+        self.zones += data[6:]
         return []
 
 
 def list_subspace(host, port):
-    key = os.urandom(3) + b"\0"
-
-    def accept(data):
-        if data[:6] != b"\0\2" + key:
-            raise Malformed("another key: the master wants encryption")
-
     with udp_socket(host, port) as sock:
-        udp_ask(sock, lambda attempt: b"\0\1" + key + b"\1\0", accept)
+        udp_ask(sock, b"\0\1" + os.urandom(3) + b"\0\1\0", bytes)     # any answer means yes
         sock.settimeout(LINK_RESEND_S / 2)
-        now = time.monotonic()
-        until = now + ASK_TOTAL_S
-        link = ZoneListLink(now)
-        out = link.tick(now)
-        while len(link.zones) < link.total and not link.closed and now < until:
+        until = time.monotonic() + ASK_TOTAL_S
+        # Zones with at least 0 players
+        link = ZoneListLink(time.monotonic(), [b"\1" + bytes(4)])
+        out = link.tick(time.monotonic())
+        while len(link.zones) < link.total and not link.closed and time.monotonic() < until:
             for packet in out:
                 sock.send(packet)
             try:
-                data = sock.recv(MAX_DATAGRAM_BYTES)
-                now = time.monotonic()
-                out = link.receive(data, now)
+                out = link.receive(sock.recv(MAX_DATAGRAM_BYTES), time.monotonic())
             except (socket.timeout, Malformed):
-                now = time.monotonic()
-                out = link.tick(now)
+                out = link.tick(time.monotonic())
         with contextlib.suppress(OSError):      # it may have gone
-            for packet in (*out, b"\0\7", b"\0\7"):
-                sock.send(packet)
+            sock.send(b"\0\7")
     if len(link.zones) != link.total:
         raise TimeoutError("no list from UDP port %d" % port)
-    return zone_entries(bytes(link.zones))
-
-
-def hyperbol_list(host, port):
-    """Address, port and flavor of every server that a master lists. Raises OSError, Malformed."""
-    with connection(host, port, HYPERBOL_LIST_S) as sock, sock.makefile("rb") as file:
-        key, _ = hyperbol_greeting(file.read(HYPERBOL_GREETING.size))
-        sock.sendall(struct.pack("<IB3x", key, 255))        # the document: always 255, for all
-        return hyperbol_entries(file.read(HYPERBOL_LIST_BYTES))
+    return zone_entries(link.zones)
 
 
 def list_hyperbol(host, port):
-    return [dict(zip(("address", "port", "flavor"), entry)) for entry in hyperbol_list(host, port)]
+    with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
+        key, _ = hyperbol_greeting(sock.recv(HYPERBOL_GREETING.size))   # it is one segment
+        # The document: always 255, for all
+        entries = hyperbol_entries(tcp_ask(sock, struct.pack("<IB3x", key, 255)))
+    return [dict(zip(("address", "port", "flavor"), entry)) for entry in entries]
 
 
 def list_aio(host, port):
-    # A master without the text dialect waits for more, or hangs up
+    # The text has names. A master without that dialect waits for more, or hangs up
     with contextlib.suppress(socket.timeout, ConnectionResetError, Malformed):
         return list_aio_text(host, port)
     return list_aio_framed(host, port)
 
 
 def list_aio_text(host, port):
-    data, start = b"", None
-    with connection(host, port, AIO_TEXT_S) as sock:
-        sock.sendall(b"12#%\n")
-        while start is None or not data.endswith(b"#%"):
-            data = read_more(sock, data)
-            # Greetings may come before the list, with any number
-            start = re.search(rb"(?:^|[%\0\r\n])12#", data)
+    def listing(data):
+        # Greetings may come before it, with any number
+        start = re.search(rb"(?:^|[%\0\r\n])12#", data)
+        return data[start.end():-2] if start and data.endswith(b"#%") else None
+
+    with socket.create_connection((host, port), AIO_TEXT_S) as sock:
+        text = tcp_ask(sock, b"12#%\n", listing).decode("utf-8", "replace")
     fields = [clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS)
-              for field in data[start.end():-2].decode("utf-8", "replace").split("#")]
-    size = 5 if fields[0] == "0" else 4         # the document has an index before each server
-    servers = []
-    for at in range(0, len(fields) - size + 1, size):
-        name, description, address, number = fields[at + size - 4:at + size]
-        if not re.fullmatch(r"[0-9]{1,5}", number):
-            raise Malformed("port: %r" % number[:20])
-        # The document's entry for an empty list is none
-        if not name.startswith("No servers currently online"):
-            servers.append({"name": name, "description": description, "address": address,
-                            "port": int(number)})
-    return servers
+              for field in text.split("#")]
+    return [{"name": name, "description": description, "address": address, "port": int(port)}
+            for name, description, address, port in zip(*(fields[at::4] for at in range(4)))
+            # The document's entry for an empty list is none
+            if not name.startswith("No servers currently online")]
 
 
 def list_aio_framed(host, port):
-    data = payload = b""
-    with connection(host, port) as sock:
-        sock.sendall(aio_frame(b"\2"))
-        while payload[:1] != b"\2":         # the greeting comes first
-            found = aio_unframe(data, AIO_LIST_BYTES)
-            if found is None:
-                data = read_more(sock, data)
-            else:
-                payload, data = found
+    def listing(data):                  # after the greeting
+        return aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
+
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        payload, _ = tcp_ask(sock, aio_frame(b"\2"), listing)
+    if payload[:1] != b"\2":
+        raise Malformed("type: not a list")
     servers, at = [], 3
-    for _ in range(int.from_bytes(payload[1:3], "little")):
-        end = at + 1 + sum(payload[at:at + 1])          # string8
-        if end + 2 > len(payload):
-            raise Malformed("list: cut off")
-        servers.append({"address": clean(payload[at + 1:end].decode("ascii", "replace")),
-                        "port": int.from_bytes(payload[end:end + 2], "little")})
-        at = end + 2
+    try:
+        while at < len(payload):
+            address, port = struct.unpack_from("<%dsH" % payload[at], payload, at + 1)
+            servers.append({"address": clean(address.decode("ascii", "replace")), "port": port})
+            at += payload[at] + 3
+    except struct.error as error:
+        raise Malformed("list: %s" % error) from None
     return servers
 
 
-def list_iceball(host, port):
+def list_from_json(host, port, path, read):
+    """`read(found)` of the JSON at http://host:port/path."""
+    # HTTP/1.0: the answer comes in one piece, and ends with the connection
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (path, endpoint(host, port))
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        body = tcp_ask(sock, request.encode()).partition(b"\r\n\r\n")[2]
     try:
-        with connection(host, port) as sock:
-            request = http.client.HTTPConnection(host, port)
-            request.sock = sock
-            request.request("GET", "/master.json", headers={"Connection": "close"})
-            servers = json.loads(request.getresponse().read(FETCH_BYTES).decode("utf-8"))["servers"]
-        rows = []
-        for server in servers:
-            texts = {name: clean(str(server.get(name, "")))
-                     for name in ("address", "name", "mode", "map", "version")}
-            rows.append(dict(
-                texts, port=int(server["port"]), players=int(server["players_current"]),
-                max_players=int(server["players_max"])))
-        return rows
-    except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError,
-            OverflowError, RecursionError) as error:
-        raise Malformed("/master.json: %r" % error) from None
+        return read(json.loads(body))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+            ValueError) as error:
+        raise Malformed("%s: %r" % (path, error)) from None
 
 
-PINGS: Dict[str, Callable[[str, int], Facts]] = {
-    "subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
-LISTS: Dict[str, Tuple[Callable[[str, int], List[Facts]], int]] = {     # with the default port
+def list_iceball(host, port):
+    def rows(found):
+        return [dict({name: clean(str(entry.get(name, "")))
+                      for name in ("address", "name", "mode", "map", "version")},
+                     port=int(entry["port"]), players=int(entry["players_current"]),
+                     max_players=int(entry["players_max"])) for entry in found["servers"]]
+    return list_from_json(host, port, "/master.json", rows)
+
+
+PINGS = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
+LISTS = {                               # with the default port
     "iceball": (list_iceball, 27790),
     "subspace": (list_subspace, 4990),
     "hyperbol": (list_hyperbol, 20203),
@@ -8205,22 +7357,28 @@ def argument(read):
     return read_argument
 
 
-def say(text):
-    """Write to standard output. Raises ToolError."""
+class ToolError(Exception):
+    """A tool's end, with two arguments: its exit status and a message."""
+
+
+@contextlib.contextmanager
+def failing_with(status, words, *errors):
+    """Such an error ends the command with this exit status; it is told after these words."""
     try:
+        yield
+    except errors as error:
+        text = clean(error_text(error), TEXT_CHARACTERS)        # it may be another machine's
+        raise ToolError(status, "%s: %s" % (words, text)) from None
+
+
+def say(text):
+    with failing_with(EXIT_FAILED, "standard output", OSError):
         print(text, flush=True)
-    except BrokenPipeError:             # as of `| head`: whoever reads has enough
-        raise ToolError(EXIT_FAILED, "") from None
-    except OSError as error:
-        raise ToolError(EXIT_FAILED, "standard output: %s" % error) from None
 
 
 def complain(text):
-    """The last words, after the log."""
-    end_log()
     with contextlib.suppress(OSError):          # whatever standard error is, the status tells
-        if text and sys.stderr is not None:
-            print("masterserver.py:", text, file=sys.stderr, flush=True)
+        print("masterserver.py:", text, file=sys.stderr, flush=True)
 
 
 def write_file(path, data):
@@ -8247,11 +7405,15 @@ def read_stdin(line, end):
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
+def on_signals(call, *names):
+    for name in names:
+        if hasattr(signal, name):           # Windows has no SIGHUP, and SIGBREAK alone
+            signal.signal(getattr(signal, name), lambda number, frame: call())
+
+
 def stop_on_signals(stop):
     """SIGINT, SIGTERM and Ctrl+Break end the program cleanly."""
-    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):          # the last is Windows' own
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: stop())
+    on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
 
 
 # --- The log ------------------------------------------------------------------------------------
@@ -8263,15 +7425,7 @@ LOG_END_S = 1.0                     # for what waits when the program ends
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """The log file. Once `reopen` is set the next line opens it anew, as logrotate wants."""
-
-    reopen = False
-
-    def emit(self, record):
-        if self.reopen:
-            self.reopen = False
-            self.close()
-        super().emit(record)
+    """The log file. Once it is closed the next line opens it anew, as logrotate wants."""
 
     def rotate(self, source, dest):
         # In a folder that cannot be written, or while Windows has it open, the file grows
@@ -8280,45 +7434,32 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 class LogQueue(logging.handlers.QueueHandler):
-    """Lines for the thread that writes them: a terminal in which somebody selects text, or a disk
-    that hangs, keeps nobody else waiting. Lines for which there is no room are lost and counted."""
+    """Lines for the thread of `listener`, which writes them: a terminal in which somebody selects
+    text, or a disk that hangs, keeps nobody else waiting."""
 
-    def __init__(self, writer):
-        self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        super().__init__(self.waiting)              # type: ignore[arg-type,unused-ignore]
-        self.lost = 0
-        self.faults = Limiter(FAULT_RATE)
-        self.writer = writer
-        self.lines = logging.handlers.QueueListener(self.queue, writer)
-        self.lines.start()
-
-    def emit(self, record):
-        if record.exc_info and not self.faults.allow("", time.monotonic()):
-            return
-        if self.waiting.qsize() >= LOG_LINES:
-            self.lost += 1
-            return
-        lost, self.lost = self.lost, 0
-        if lost:
-            log.error("%d lines of the log are missing here", lost)
-        super().emit(record)
-
-    def finish(self):
-        self.lines.stop()
-        self.writer.close()
+    listener: logging.handlers.QueueListener
 
 
 def start_log(settings):
-    """Log to where the settings say: what writes it. Raises StartError."""
+    """Log to where the settings say: what writes it. Raises ToolError."""
     path = settings.file("server.log_file")
-    try:
+    with failing_with(EXIT_FAILED, "the log cannot be written; change [server] log_file", OSError):
         writer = (LogFile(path, "a", LOG_FILE_BYTES, LOG_FILES, "utf-8") if path
                   else logging.StreamHandler())
-    except OSError as error:
-        raise StartError("the log cannot be written: %s; change [server] log_file."
-                         % error) from None
     writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(LogQueue(writer))
+    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    faults = Limiter(FAULT_RATE)
+
+    def takes(record):
+        """Lines for which there is no room are lost, and tracebacks beyond their rate."""
+        return lines.qsize() < LOG_LINES and (
+            not record.exc_info or faults.allow("", time.monotonic()))
+
+    handler = LogQueue(lines)                       # type: ignore[arg-type,unused-ignore]
+    handler.addFilter(takes)
+    handler.listener = logging.handlers.QueueListener(handler.queue, writer)
+    handler.listener.start()
+    log.addHandler(handler)
     log.setLevel(settings["server.log_level"].upper())
     log.propagate = False
     return writer
@@ -8329,7 +7470,7 @@ def end_log():
     for handler in log.handlers[:]:
         if isinstance(handler, LogQueue):
             log.removeHandler(handler)
-            ending = threading.Thread(target=handler.finish, daemon=True)
+            ending = threading.Thread(target=handler.listener.stop, daemon=True)
             ending.start()
             ending.join(LOG_END_S)
 
@@ -8340,49 +7481,50 @@ def load_settings(arguments):
     # PyInstaller and the like unpack this file into a folder that is gone with the process
     program = sys.executable if getattr(sys, "frozen", False) else __file__
     beside = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
-    return Settings.load(beside if arguments.config is None else arguments.config,
+    return Settings.load(arguments.config or beside,
                          arguments.set + ["server.log_level=debug"] * arguments.verbose,
-                         missing_ok=arguments.config is None)
-
-
-def summary(server):
-    """One line for people: what listens where."""
-    return "; ".join(dict.fromkeys(             # once, however many addresses
-        "%s on %s %d" % (listener.protocol, listener.transport.upper(), listener.port)
-        for listener in server.listeners))
+                         missing_ok=not arguments.config)
 
 
 def first_contact(server):
-    """For people: what to put into game servers' settings, and where players look."""
+    """For people: what listens where, what to put into game servers' settings, and where players
+    look."""
     host = server.settings["server.public_address"] or own_address() or "localhost"
-    found = contact_lines(server.listeners, lambda protocol: host, server.settings["games"])
-    lines = ["%s: %s" % (whom, line) for _, whom, line in found]
+    places = ["%s on %s %d" % (protocol, transport.upper(), port)
+              for protocol, transport, _, port in server.listeners]
+    contacts = contact_lines(server.listeners, host, server.settings["games"])
     pages = [listener.port for listener in server.listeners if listener.protocol == "http"]
-    return lines + ["Players and browsers: http://%s/" % endpoint(host, page) for page in pages[:1]]
+    # Each place once, however many addresses it has
+    return ["; ".join(dict.fromkeys(places)), *("%s: %s" % line[1:] for line in contacts),
+            *("Players and browsers: http://%s/" % endpoint(host, page) for page in pages[:1])]
 
 
 def write_ready_file(path, server):
     """Tell programs what listens where, but for the port that nobody contacts first."""
     listeners = [listener._asdict() for listener in server.listeners if listener.protocol != "poll"]
     ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
-    try:
-        write_file(path, ready.encode("utf-8"))
-    except OSError as error:
-        raise StartError("the ready file cannot be written: %s" % error) from None
+    with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
+        write_file(path, ready.encode())
 
 
-def serve(settings, arguments):
+def command_serve(arguments):
     """Open everything, tell everybody, serve. Raises StartError."""
+    if arguments.print_config:
+        say(config_text()[:-1])
+        return EXIT_OK
+    settings = load_settings(arguments)
+    if arguments.check:
+        return check(settings)
     writer = start_log(settings)
+
+    def reload():
+        # In a thread: a disk that hangs would keep the loop waiting
+        threading.Thread(target=writer.close, daemon=True).start()
+        return load_settings(arguments)
+
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
-    server = MasterServer(settings, reload=functools.partial(load_settings, arguments))
-
-    def hung_up(number, frame):
-        writer.reopen = True  # type: ignore[attr-defined]
-        server.ask_reload()
-
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, hung_up)
+    server = MasterServer(settings, reload=reload)
+    on_signals(lambda: server.post(server.reload), "SIGHUP")
     stop_on_signals(server.stop)
     try:
         if hasattr(gc, "set_threshold"):    # not PyPy's collector
@@ -8390,7 +7532,7 @@ def serve(settings, arguments):
         server.bind()
         if arguments.ready_file:
             write_ready_file(arguments.ready_file, server)
-        for line in [summary(server)] + first_contact(server):
+        for line in first_contact(server):
             log.info("%s", line)
         for line in settings.warnings:
             log.warning("%s", line)
@@ -8402,84 +7544,41 @@ def serve(settings, arguments):
             log.error("%s", error)
         raise
     finally:
-        server.stop()
+        server.close()
     log.info("stopped")
     return EXIT_OK
 
 
-def command_serve(arguments):
-    if arguments.print_config:
-        say(config_text()[:-1])
-        return EXIT_OK
-    if arguments.check:
-        return command_check(load_settings(arguments))
-    if arguments.ready_file and os.path.isfile(arguments.ready_file):
-        with contextlib.suppress(OSError):      # of an earlier start; one that fails leaves none
-            os.remove(arguments.ready_file)
-    return serve(load_settings(arguments), arguments)
-
-
 # --- Checking the settings ----------------------------------------------------------------------
 
-def writable(path):
-    """Can this file be written, and others made beside it, as SQLite and rotation do?"""
-    folder = os.path.join(os.path.dirname(os.path.abspath(path)), "")
-    return os.access(folder, os.W_OK) and (
-        not os.path.exists(path) or not os.path.isdir(path) and os.access(path, os.W_OK))
-
-
-def check(settings):
-    """What keeps the server from starting on this machine, and what is probably wrong."""
-    errors = []
-    warnings = settings.warnings + check_reach(settings)
-    for name in ("server.database", "server.log_file"):
-        path = settings.file(name)
-        if path and not writable(path):
-            (errors if name in settings.given else warnings).append(
-                "[server] %s: %s, or its folder, cannot be written." % (name[7:], path))
-    settings.values["server.database"] = ""         # the trial leaves it alone
-    server = MasterServer(settings)
-    try:
-        server.bind()
-    except StartError as error:
-        errors += str(error).split("\n")
-    finally:
-        server.stop()
-    return errors, warnings
-
-
-def check_reach(settings):
+def reach_warnings(settings):
     """Settings with which players do not find, or do not reach, what is listed."""
     public, bound = settings["server.public_address"], settings["server.bind"]
-    iceball = settings["iceball.port"] is not None
-    silence_s = ICEBALL_PERIOD_S - (ICEBALL_BURST - 1) * ICEBALL_GAP_S
     rows = (
         (not public, "[server] public_address is empty: game servers on this machine that announce "
          "to localhost are listed as 127.0.0.1, where no other machine finds them. Set it to the "
          "address that players use."),
         (public and public in LOCAL, "[server] public_address: %s is private; players outside "
          "cannot reach what is listed there." % public),
-        (":" in public, "[server] public_address: %s is IPv6; the lists of Iceball, SubSpace and "
-         "Hyperbol have no room for it and leave out game servers on this machine." % public),
         (all(map(is_loopback, bound)), "[server] bind: %s can be reached from this machine only."
          % ", ".join(bound)),
-        (all(":" in address for address in bound), "[server] bind: it has no IPv4 address; "
-         "Iceball, SubSpace and Hyperbol, whose lists have room for no other, are not served."),
-        (iceball and not {27790, 27795} & set(settings["http.ports"]),
-         "[http] ports: Iceball's players ask for the list on port 27790 or 27795."),
-        (iceball and settings["iceball.timeout"] <= silence_s,
-         "[iceball] timeout: it must be longer than the %d s between two bursts, or servers leave "
-         "the list in each pause." % silence_s))
+        (settings["iceball.port"] is not None and not {27790, 27795} & set(settings["http.ports"]),
+         "[http] ports: Iceball's players ask for the list on port 27790 or 27795."))
     return [text for wrong, text in rows if wrong]
 
 
-def command_check(settings):
-    errors, warnings = check(settings)
-    lines = ["The settings can be read, but not used as they are:" if errors
-             else "The settings are good."]
-    lines += ["error: " + text for text in errors]
-    say("\n".join(lines + ["warning: " + text for text in warnings]))
-    return EXIT_FAILED if errors else EXIT_OK
+def check(settings):
+    """Say what is probably wrong, and try to listen everywhere. Raises StartError."""
+    for text in settings.warnings + reach_warnings(settings):
+        say("warning: " + text)
+    settings.values["server.database"] = ""         # the trial leaves it alone
+    server = MasterServer(settings)
+    try:
+        server.bind()
+    finally:
+        server.close()
+    say("The server can start with these settings.")
+    return EXIT_OK
 
 
 # --- list and ping ------------------------------------------------------------------------------
@@ -8487,10 +7586,10 @@ def command_check(settings):
 def show(arguments, ask, port):
     """Print what `ask(host, port)` learns, as JSON or in words; the exit status."""
     host = arguments.place[0]
-    try:
+    with failing_with(EXIT_FAILED, endpoint(host, port),
+                      Malformed, OSError, OverflowError, ValueError):
         found = {"game": arguments.game, "address": host, "port": port, **ask(host, port)}
-    except (Malformed, OSError, UnicodeError) as error:
-        raise ToolError(EXIT_FAILED, "%s: %s" % (endpoint(host, port), error)) from None
+    found.update(found.pop("details", {}))
     if arguments.json:
         say(json.dumps(found, indent=2))
     elif "servers" in found:
@@ -8515,14 +7614,13 @@ def list_line(row):
         players += "/%d" % row["max_players"]
     place = endpoint(row["address"], row["port"])
     return "%7s  %-21s  %s" % (players, place, row.get("name", ""))
+
+
 # --- Export -------------------------------------------------------------------------------------
 
-EXPORT_ROUND_S = 1.5                # who has not answered is queried once more, and has as long
-                                    # again: together the script's 3 s
-EXPORT_ROUNDS = 2
-EXPORT_BURST = 50                   # queries sent between two looks at the answers, so that no
-                                    # buffer overflows …
-EXPORT_BURST_S = 0.01               # … and how long such a look takes
+EXPORT_TRIES = 2                    # queries to each server: together 4 s, the script's are 3 s
+EXPORT_AT_ONCE = 200                # as many sockets; macOS grants a program 256
+EXPORT_TOTAL_S = 60.0               # then no more are queried: 3,000 silent ones until then
 EXPORT_FTP_S = 30.0                 # for each answer of the FTP server: a disk may have to wake
 
 # The script's own numbers
@@ -8546,125 +7644,101 @@ def command_export(arguments):
         return EXIT_OK
     # Each of them raises KeyboardInterrupt, in the middle of a query as well
     stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             try:
                 say(export_once(arguments))
             except ToolError as error:          # the next round may succeed
-                complain(str(error))
+                complain(error.args[1])
             time.sleep(arguments.every)
-    except KeyboardInterrupt:
-        return EXIT_OK
+    return EXIT_OK
 
 
 def export_once(arguments):
     """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
     host, port = arguments.master[0], arguments.master[1] or LISTS["hyperbol"][1]
     place, path = endpoint(host, port), arguments.output
-    try:
-        entries = hyperbol_list(host, port)
-    except (OSError, UnicodeError) as error:
-        raise ToolError(EXIT_CONNECTION, "No list from %s: %s" % (place, error)) from None
-    except Malformed as error:
-        raise ToolError(EXIT_IDENTIFIER, "%s is not a Hyperbol master: %s."
-                        % (place, error)) from None
-    if not entries:
+    with failing_with(EXIT_CONNECTION, "No list from " + place, OSError, ValueError), \
+            failing_with(EXIT_IDENTIFIER, place + " is not a Hyperbol master", Malformed):
+        rows = list_hyperbol(host, port)
+    if not rows:
         raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is." % (place, path))
-    servers = query_hyperbol_servers(entries)
+    until = time.monotonic() + EXPORT_TOTAL_S
+    with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
+        servers = list(pool.map(functools.partial(queried_server, until), rows))
     data = servers_xml(map(server_xml, servers), time.time())
-    try:
+    with failing_with(EXIT_FILE, path + " cannot be written", OSError):
         write_file(path, data)
-    except OSError as error:
-        raise ToolError(EXIT_FILE, "%s cannot be written: %s." % (path, error)) from None
     if arguments.ftp:
         upload(arguments.ftp, os.path.basename(path), data)
-    return "%d servers, %d of them responding, %d players: %s written%s." % (
+    return "%d servers, %d of them responding, %d players: %s written." % (
         len(servers), sum(server.responding for server in servers),
-        sum(server.players for server in servers), path,
-        " and uploaded to " + arguments.ftp.hostname if arguments.ftp else "")
+        sum(server.players for server in servers), path)
 
 
-def query_hyperbol_servers(entries):
-    """Query all of them at once; those that do not answer have responding False."""
-    servers = {}
-    for address, port, flavor in entries:
-        servers[address, port] = Server("hyperbol", address, port, address, 0.0, 0.0,
-                                        flavor=flavor, responding=False)
-    silent = dict(servers)
-    asked = {}       # with which timestamp, and when
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _ in range(EXPORT_ROUNDS):
-            for number, place in enumerate(list(silent), 1):
-                timestamp = CHANCE.getrandbits(32)
-                asked[place] = timestamp, time.monotonic()
-                with contextlib.suppress(OSError, OverflowError):       # no address, or no port
-                    sock.sendto(struct.pack("<BI", 2, timestamp), place)
-                if number % EXPORT_BURST == 0:
-                    read_answers(sock, asked, silent, EXPORT_BURST_S)
-            read_answers(sock, asked, silent, EXPORT_ROUND_S)
-    return list(servers.values())
-
-
-def read_answers(sock, asked, silent, seconds):
-    """Take answers for so long, or until nobody is silent; strike their servers off `silent`."""
-    now = time.monotonic()
-    until = now + seconds
-    while silent and now < until:
-        sock.settimeout(until - now)
-        with contextlib.suppress(OSError, Malformed):       # nothing came, or no answer
-            data, place = sock.recvfrom(MAX_DATAGRAM_BYTES)
-            timestamp, asked_at = asked.get(place, (0, 0.0))
-            if place in silent:
-                fields = hyperbol_info(data, timestamp)
-                server = silent.pop(place)
-                server.responding, server.ping_ms = True, (time.monotonic() - asked_at) * 1000
-                for name, value in fields.items():
-                    setattr(server, name, value)
-        now = time.monotonic()
+def queried_server(until, row):
+    """A listed server with what it answers; not responding if it does not, or not `until` then."""
+    address, port = row["address"], row["port"]
+    found: Dict[str, Any] = {"responding": False}
+    if time.monotonic() < until:
+        with contextlib.suppress(Malformed, OSError, OverflowError):    # the last is of its port
+            found = ping_hyperbol(address, port, EXPORT_TRIES)
+    return Server("hyperbol", address, port, address, 0.0, 0.0, flavor=row["flavor"], **found)
 
 
 def read_ftp_url(text):
     """ftp://USER@HOST[:PORT]/PATH/"""
     place = urllib.parse.urlsplit(text)
-    if place.scheme != "ftp" or not place.hostname or place.port == 0:
-        raise ValueError("expected ftp://USER@HOST/PATH/")
-    if place.password is not None:
-        raise ValueError("others can see the command line; put the password into the environment "
-                         "variable MASTERSERVER_FTP_PASSWORD or into ~/.netrc")
+    if place.scheme != "ftp" or not place.hostname or place.port == 0 or place.password:
+        raise ValueError("expected ftp://USER@HOST/PATH/; the password is read from the environment"
+                         " variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc")
     return place
 
 
 def ftp_login(place):
     """User and password; both empty stands for the anonymous one."""
     user = urllib.parse.unquote(place.username or "")
-    password = os.environ.get("MASTERSERVER_FTP_PASSWORD")
-    if password is None:
+    password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
+    if not password:
         with contextlib.suppress(FileNotFoundError):
-            known = netrc.netrc().authenticators(place.hostname or "")
-            if known and user in ("", known[0]):
-                user, password = known[0], known[2]
-    return user, password or ""
+            known = netrc.netrc().authenticators(place.hostname)
+            if known:
+                return user or known[0], known[2]
+    return user, password
 
 
 def upload(place, name, data):
     """Store `data` there, under `name` if the URL has none. Raises ToolError."""
-    folder, _, last = (urllib.parse.unquote(part, "latin-1")
-                       for part in place.path[1:].rpartition("/"))
-    try:
-        with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
-            # One byte a character: no answer is unreadable, and %C3%BC in the URL goes out as it is
-            ftp.encoding = "latin-1"
-            ftp.connect(place.hostname or "", place.port or ftplib.FTP_PORT)
-            ftp.login(*ftp_login(place))
-            if folder:
-                ftp.cwd(folder)
-            ftp.storbinary("STOR " + (last or name), io.BytesIO(data))
-    except (ftplib.Error, OSError, EOFError, ValueError, netrc.NetrcParseError) as error:
-        raise ToolError(EXIT_FTP, "The upload to %s failed: %s." % (
-            place.hostname, clean(error_text(error), TEXT_CHARACTERS))) from None
+    # One byte a character: no answer is unreadable, and %C3%BC in the URL goes out as it is
+    path = urllib.parse.unquote(place.path[1:], "latin-1")
+    if not path or path.endswith("/"):
+        path += name
+    with failing_with(EXIT_FTP, "The upload to %s failed" % place.hostname, *ftplib.all_errors,
+                      ValueError, netrc.NetrcParseError), ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
+        ftp.encoding = "latin-1"
+        ftp.connect(place.hostname, place.port or ftplib.FTP_PORT)
+        ftp.login(*ftp_login(place))
+        ftp.storbinary("STOR " + path, io.BytesIO(data))
+
+
 # --- The arguments ------------------------------------------------------------------------------
 
+SERVE_HELP = """\
+A master server for Iceball, Hyperbol, SubSpace, AIO and others. Without a command it serves.
+
+commands, each with a --help of its own:
+  announce  announce a game server that cannot do it itself
+  ping      query a game server
+  list      show a master's list
+  export    write a master's list as XML"""
+ANNOUNCE_HELP = """\
+Announce a game server to one or several masters, in its game's own protocol, until told to stop.
+Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
+AIO), they are answered here if that UDP port is free."""
+
+
 def serve_arguments(parser):
+    parser.epilog = EXIT_STATUSES
     add = parser.add_argument
     add("--config", metavar="FILE",
         help="read the settings from FILE, not from masterserver.ini beside the program")
@@ -8682,22 +7756,24 @@ def serve_arguments(parser):
     add("--version", action="version", version="masterserver.py " + __version__)
 
 
+def game_arguments(parser, games):
+    parser.add_argument("--game", choices=sorted(games), required=True)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
 def ping_arguments(parser):
     parser.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
                         help="the game port, even where another one is queried")
-    parser.add_argument("--game", choices=sorted(PINGS), required=True)
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    game_arguments(parser, PINGS)
 
 
 def list_arguments(parser):
     parser.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place),
                         help="the master; without a port on its game's default")
-    parser.add_argument("--game", choices=sorted(LISTS), required=True)
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    game_arguments(parser, LISTS)
 
 
 def export_arguments(parser):
-    parser.description = EXPORT_HELP
     add = parser.add_argument
     add("--game", choices=["hyperbol"], default="hyperbol", help="the master's game (hyperbol)")
     add("master", metavar="HOST[:PORT]", type=argument(read_place),
@@ -8710,10 +7786,6 @@ def export_arguments(parser):
 
 
 def announce_arguments(parser):
-    parser.description = """\
-Announce a game server to one or several masters, in its game's own protocol, until told to stop.
-Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
-AIO), they are answered here if that UDP port is free."""
     parser.epilog = EXIT_STATUSES
     add = parser.add_argument
     add("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
@@ -8731,11 +7803,8 @@ AIO), they are answered here if that UDP port is free."""
     add("--players-from", metavar="FILE|-", default="",
         help="read PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP from this file's last line "
              "whenever it changes, or from each line of standard input")
-    # Before the command as well; without a default here that stays as it is
-    add("-v", "--verbose", action="store_true", default=argparse.SUPPRESS,
-        help="log at debug level")
-    add("--exit-with-stdin", action="store_true", default=argparse.SUPPRESS,
-        help="exit when standard input is closed")
+    add("-v", "--verbose", action="store_true", help="log at debug level")
+    add("--exit-with-stdin", action="store_true", help="exit when standard input is closed")
     add("masters", nargs="+", metavar="MASTER[:PORT]",
         help="default ports: iceball 27790, subspace 4990 (announcements go to the next one), "
              "aio 27011, others 27790")
@@ -8743,42 +7812,35 @@ AIO), they are answered here if that UDP port is free."""
 
 # To add a command: a function command_NAME(arguments) that gives the exit status, one that adds its
 # arguments to its parser, and their row here
-COMMANDS = (
-    ("announce", command_announce, announce_arguments,
-     "announce a game server that cannot do it itself"),
-    ("ping", command_ping, ping_arguments, "query a game server"),
-    ("list", command_list, list_arguments, "show a master's list"),
-    ("export", command_export, export_arguments, "write a master's list as XML"),
-)
+COMMANDS = {
+    "": (command_serve, serve_arguments, SERVE_HELP),
+    "announce": (command_announce, announce_arguments, ANNOUNCE_HELP),
+    "ping": (command_ping, ping_arguments, "Query a game server."),
+    "list": (command_list, list_arguments, "Show a master's list."),
+    "export": (command_export, export_arguments, EXPORT_HELP),
+}
 
 
 def main(argv=None):
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else ""
+    command, add_arguments, help = COMMANDS[name]
     parser = argparse.ArgumentParser(
-        prog="masterserver.py", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="A master server for Iceball, Hyperbol, SubSpace, AIO and others.",
-        epilog=EXIT_STATUSES)
-    serve_arguments(parser)
-    parser.set_defaults(command=command_serve)
-    commands = parser.add_subparsers(title="commands; without one it serves", metavar="COMMAND")
-    for name, command, add_arguments, help in COMMANDS:
-        part = commands.add_parser(name, help=help, formatter_class=parser.formatter_class)
-        part.set_defaults(command=command)
-        add_arguments(part)
-    arguments = parser.parse_args(argv)
-    if arguments.command is not command_serve:
-        for name in ("config", "set", "check", "print_config", "ready_file"):
-            if getattr(arguments, name):
-                parser.error("--%s is for serving, not for this command" % name.replace("_", "-"))
+        prog=("masterserver.py " + name).strip(), description=help,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
     try:
-        return arguments.command(arguments)
+        return command(parser.parse_args(words))
     except KeyboardInterrupt:
         return EXIT_FAILED
-    except (SettingsError, StartError, ToolError) as error:
-        complain(str(error))
-        failed = EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
-        return getattr(error, "status", failed)
+    except ToolError as error:
+        status, text = error.args
+    except (SettingsError, StartError) as error:
+        status, text = EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED, str(error)
     finally:
         end_log()
+    complain(text)
+    return status
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import concurrent.futures
 import contextlib
 import ctypes
 import dis
@@ -34,6 +35,7 @@ import selectors
 import shutil
 import signal
 import socket
+import socketserver
 import sqlite3
 import statistics
 import struct
@@ -50,9 +52,7 @@ import xml.dom.minidom
 import zlib
 from types import SimpleNamespace
 from unittest import mock
-from urllib.parse import parse_qs, urlsplit
-from typing import (Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple,
-                    Union)
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import masterserver as ms
 
@@ -62,34 +62,36 @@ except ImportError:                     # PyPy keeps no such account: there the 
     tracemalloc = mock.Mock(get_traced_memory=lambda: (0, 0))
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# the interpreter is; the largest counts are smaller there
-SLOW = sys.flags.dev_mode or "PyPy" in sys.version
 PROGRAM = os.path.join(HERE, "masterserver.py")
-# Of a module Python keeps the compiled form, so that it starts in half the time; as a script the
-# README's commands start it
+# The interpreter is: the largest counts are smaller there
+SLOW = sys.flags.dev_mode or "PyPy" in sys.version
 PYTHON = [sys.executable, "-W", "error", "-X", "dev"]
+# Python keeps a module's compiled form, so that it starts in half the time; the README's commands
+# start the script
 START = [*PYTHON, "-m", "masterserver"]
 # What it does once a second is done ten times as often, for tests that wait for it
 HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER_S = 0.1; "
                           "sys.exit(ms.main())"]
 os.environ["PYTHONPATH"] = HERE
+# Settings of a program that nobody outside reaches, and that opens no port
+NO_PORTS = {"server.bind": "127.0.0.1", **{row.setting: "" for row in ms.PROTOCOLS if row.setting}}
+hexa = bytes.fromhex                    # wire bytes from hex with spaces
 
 
-def hexa(text: str) -> bytes:
-    """Wire bytes from hex with spaces."""
-    return bytes.fromhex(text.replace(" ", "").replace("\n", ""))
+def setting_names(arguments: Dict[str, str]) -> Dict[str, str]:
+    """From keyword arguments: iceball__port is [iceball] port."""
+    return {name.replace("__", "."): value for name, value in arguments.items()}
 
 
-def settings_of(settings: Dict[str, str]) -> ms.Settings:
-    """From the names of keyword arguments: iceball__port is [iceball] port."""
-    return ms.Settings({name.replace("__", "."): value for name, value in settings.items()})
+def settings_of(arguments: Dict[str, str]) -> ms.Settings:
+    return ms.Settings(setting_names(arguments))
 
 
 def make_core(**settings: str) -> ms.Core:
     """What protocols are handed, without sockets: make_core(iceball__timeout="60")."""
     chosen = settings_of(settings)
     registry = ms.Registry(ms.Rules(chosen))
-    poller = ms.Poller(chosen, registry.rules)
+    poller = ms.Poller(chosen)
     return ms.Core(chosen, registry, poller, lambda host, done: done(host, 0.0), {})
 
 
@@ -98,9 +100,9 @@ def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
     chosen = settings_of(settings)
     server = mock.Mock(settings=chosen, rules=core.registry.rules, registry=core.registry,
                        protocols=protocols)
-    server.connections.all = {}
+    server.connections = {}
     with mock.patch.object(ms, "log"):
-        ms.MasterServer.apply(server)
+        ms.MasterServer.apply(server, 0.0)
 
 
 def feed(session: ms.Session, data: bytes, size: int = 1 << 30, now: float = 0.0) -> bytes:
@@ -115,44 +117,42 @@ def feed(session: ms.Session, data: bytes, size: int = 1 << 30, now: float = 0.0
 
 
 class RunningServer:
-    """The program in a process of its own, on free ports of loopback; whatever it writes to
-    standard error is kept in `log`."""
+    """The program in a process of its own, on free ports of loopback. `log` is what it has written
+    to standard error, once it has stopped; `start_s` are the seconds until it was ready."""
 
     def __init__(self, *options: str, start: Sequence[str] = START, **settings: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.ready_file = os.path.join(self.folder.name, "ready.json")
-        chosen = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
-        chosen.update({"server.bind": "127.0.0.1", "iceball.port": "0", "http.ports": "0"})
-        chosen.update({name.replace("__", "."): value for name, value in settings.items()})
-        self.config = os.path.join(self.folder.name, "masterserver.ini")
-        with open(self.config, "w", encoding="utf-8"):
-            pass
-        command = [*start, "--config", self.config, "--ready-file", self.ready_file, *options]
+        ready, self.config, self.stderr = (os.path.join(self.folder.name, name) for name in (
+            "ready.json", "masterserver.ini", "stderr"))
+        open(self.config, "w").close()
+        command = [*start, "--config", self.config, "--ready-file", ready, *options]
         if ms.WINDOWS:                  # which has no signal that ends a child cleanly
             command.append("--exit-with-stdin")
-        for name, value in chosen.items():
-            command += ["--set", "%s=%s" % (name, value)]
-        self.stderr = open(os.path.join(self.folder.name, "stderr"), "w+b")
-        stdin = subprocess.PIPE if ms.WINDOWS else subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=stdin, stderr=self.stderr)
-        deadline = time.monotonic() + 20
-        while not os.path.exists(self.ready_file):
-            if self.process.poll() is not None or time.monotonic() > deadline:
+        for setting in {**NO_PORTS, "iceball.port": "0", "http.ports": "0",
+                        **setting_names(settings)}.items():
+            command += ["--set", "%s=%s" % setting]
+        with open(self.stderr, "wb") as stderr:
+            began = time.monotonic()
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE if ms.WINDOWS else subprocess.DEVNULL, stderr=stderr)
+        while not os.path.exists(ready):
+            if self.process.poll() is not None or time.monotonic() > began + 20:
                 self.stop()
-                raise AssertionError("the server did not start: %s" % self.log)
-            time.sleep(0.01)
-        with open(self.ready_file, encoding="utf-8") as file:
-            self.ready = json.load(file)
+                raise AssertionError("the server did not start: " + self.log)
+            time.sleep(0.0005)
+        self.start_s = time.monotonic() - began
+        with open(ready, encoding="utf-8") as file:
+            self.listeners = json.load(file)["listeners"]
 
     def port(self, protocol: str, transport: str = "", index: int = 0) -> int:
-        ports = [listener["port"] for listener in self.ready["listeners"]
-                 if listener["protocol"] == protocol and transport in ("", listener["transport"])]
-        return int(ports[index])
+        return [listener["port"] for listener in self.listeners if listener["protocol"] == protocol
+                and transport in ("", listener["transport"])][index]
 
-    def logged(self, text: bytes) -> bool:
-        """Has the running program written this?"""
-        with open(self.stderr.name, "rb") as file:
-            return text in file.read()
+    def logged(self, text: bytes = b"") -> bool:
+        """Has the program written this?"""
+        with open(self.stderr, "rb") as file:
+            self.log = file.read().decode("utf-8", "replace")
+        return text.decode() in self.log
 
     def stop(self) -> int:
         """End it as a service manager does, or where that is to kill it, as a parent does; the
@@ -162,9 +162,7 @@ class RunningServer:
         elif self.process.poll() is None:
             self.process.terminate()
         status = self.process.wait(20)
-        self.stderr.seek(0)
-        self.log = self.stderr.read().decode("utf-8", "replace")
-        self.stderr.close()
+        self.logged()
         self.folder.cleanup()
         return status
 
@@ -182,7 +180,7 @@ def timing(test: Callable[[Any], None]) -> Callable[[Any], None]:
     """For a test that measures time: whatever else the machine does only adds to it, so the best
     of three attempts counts, and it runs alone."""
     @functools.wraps(test)
-    def attempts(self: Any) -> None:
+    def attempts(self):
         for left in (2, 1, 0):
             try:
                 return test(self)
@@ -191,7 +189,6 @@ def timing(test: Callable[[Any], None]) -> Callable[[Any], None]:
                     raise
             self.doCleanups()
             self.setUp()
-        return None
     attempts.alone = True
     return attempts
 
@@ -210,10 +207,7 @@ def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
 
 def master(**settings: str) -> ms.MasterServer:
     """In this process, with the protocols named, on free ports; no source is exempt from limits."""
-    chosen = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
-    chosen.update({"server.bind": "127.0.0.1", "limits.exempt": ""})
-    chosen.update({name.replace("__", "."): value for name, value in settings.items()})
-    return ms.MasterServer(chosen)
+    return ms.MasterServer({**NO_PORTS, "limits.exempt": "", **setting_names(settings)})
 
 
 def port_of(server: ms.MasterServer, protocol: str) -> int:
@@ -271,23 +265,22 @@ def command(*words: str) -> Tuple[int, str, str]:
 # --- Settings ---------------------------------------------------------------------------------
 
 class SettingsTest(unittest.TestCase):
-    def load(self, text: Union[str, bytes], *overrides: str, read: Any = ms.Settings.load) -> Any:
+    def load(self, text, *overrides):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "some.ini")
             with open(path, "wb") as file:
                 file.write(text.encode("utf-8") if isinstance(text, str) else text)
-            return read(path, overrides)
+            return ms.Settings.load(path, overrides)
 
-    def test_defaults_need_no_file(self) -> None:
+    def test_defaults_need_no_file(self):
         settings = ms.Settings()
         self.assertEqual((settings["server.bind"], settings["iceball.version"], settings["games"]),
                          (("0.0.0.0", "::"), 8421413, {}))
-        self.assertEqual((settings.given, settings.warnings, settings.path), (set(), [], ""))
         self.assertEqual(" ".join(row.name for row in ms.SETTINGS if not row.live),
                          "server.bind server.database server.log_file http.ports iceball.port "
                          "iceball.timeout hyperbol.port subspace.port aio.port")
 
-    def test_values(self) -> None:
+    def test_values(self):
         for name, text, value in (
                 ("http.ports", "8080, 0,", (8080, 0)), ("limits.exempt", "", ()),
                 ("aio.port", "", None), ("iceball.port", "65534", 65534),
@@ -299,8 +292,7 @@ class SettingsTest(unittest.TestCase):
                 ("hyperbol.servers", "a.example:5\n[::1]:6 3",
                  (("a.example", 5, 0), ("::1", 6, 3))),
                 ("subspace.zones", "192.0.2.1:5\n\n b:65535", (("192.0.2.1", 5), ("b", 65535))),
-                ("official.[::1]:5", "on", {("::1", 5): True}),
-                ("official.192.0.2.1:5", "No", {("192.0.2.1", 5): False}),
+                ("official.[::1]:5", "No", {("::1", 5): False}),
                 ("priority.192.0.2.1:5", "-1000", {("192.0.2.1", 5): -1000}),
                 ("address_map.::ffff:10.0.0.1", "1.2.3.4", {"10.0.0.1": "1.2.3.4"}),
                 ("games.my-game_2", "My Game", {"my-game_2": "My Game"}),
@@ -309,35 +301,29 @@ class SettingsTest(unittest.TestCase):
             row = name if name in settings.values else name.partition(".")[0]
             self.assertEqual((settings[row], settings.given), (value, {row}), name)
 
-    def test_networks_and_patterns(self) -> None:
+    def test_networks_and_patterns(self):
         settings = self.load("[bans]\n198.51.100.9/24 = fakes: = and # in it\n"
                              "[server]\nrefuse_names = bad, (worse|worst)$\n  ugly\n")
-        (network, words), = settings["bans"].items()
-        self.assertEqual((str(network), words), ("198.51.100.0/24", "fakes: = and # in it"))
+        self.assertEqual({str(network): words for network, words in settings["bans"].items()},
+                         {"198.51.100.0/24": "fakes: = and # in it"})
         first, second = settings["server.refuse_names"]
         self.assertTrue(first.search("a BAD, worst") and second.search("uglyfoo"))
 
-    def test_errors_name_file_key_and_nearest(self) -> None:
+    def test_errors_name_file_key_and_nearest(self):
         for ini, words in (
-                ("[icebal]\nport = 1\n", "no section [icebal]; did you mean iceball"),
-                ("[DEFAULT]\nport = 1\n", "no section [DEFAULT]"),
+                ("[icebal]\nport = 1\n", "[icebal] is no section; did you mean iceball"),
+                ("[DEFAULT]\nport = 1\n", "[DEFAULT] is no section"),
                 ("[iceball]\nprot = 1\n", "[iceball] has no key prot; did you mean port"),
                 ("[aio]\nxyzzy = 1\n", "there are news, news_file, port"),
                 ("[iceball]\nport = many\n", "[iceball] port = many: expected a number"),
                 ("[iceball]\nport = 65535\n", "from 0 to 65534"),
-                ("[poll]\nrate = 3\n", "from 4 to 100000"),
-                ("[limits]\nservers = 0\n", "from 1 to 10000000"),
                 ("[limits]\ndatagrams = 0/10\n", "from 0.01 to 1000000"),
-                ("[priority]\n192.0.2.1:5 = 1001\n", "from -1000 to 1000"),
-                ("[official]\nsomewhere = yes\n", "is not ADDRESS:PORT"),
-                ("[official]\na.example:5 = yes\n", "'a.example' is not an IP address"),
-                ("[official]\n1.2.3.4:5 = perhaps\n", "expected yes or no"),
+                ("[official]\na.example:5 = yes\n", "'a.example' does not appear to be an IP"),
+                ("[official]\n1.2.3.4:5 = perhaps\n", "expected one of 1, yes, true, on, 0, no"),
                 ("[address_map]\n192.168.1.5 = 224.0.0.1\n", "cannot be the address"),
-                ("[address_map]\n192.168.1.5 =\n", "'' is not an IP address"),
-                ("[bans]\n1.2.3.4/33 = x\n", "is not a network"),
-                ("[server]\nrefuse_names = (\n", "is not a regular expression"),
+                ("[bans]\n1.2.3.4/33 = x\n", "does not appear to be an IPv4 or IPv6 network"),
+                ("[server]\nrefuse_names = (\n", "unterminated subpattern"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
-                ("[server]\nbind =\n", "'' is not an IP address"),
                 ("[games]\naio = A\n", "the id aio is taken"),
                 ("port = 1\n", "no section headers"),
                 ("[bans]\n192.0.2.1\n", "line 2"),
@@ -350,24 +336,21 @@ class SettingsTest(unittest.TestCase):
             self.assertIn("some.ini: ", str(caught.exception))
             self.assertIn(words, str(caught.exception))
 
-    def test_a_setting_that_was_removed_is_a_warning(self) -> None:
-        ini = "[aio]\ndialects = text\ntext_greeting_after = 1\nport = 5\n"
-        settings = self.load(ini, "aio.dialects=framed")
-        self.assertEqual(settings["aio.port"], 5)
-        self.assertEqual([text.partition(": ")[2] for text in settings.warnings], [
-            "[aio] %s is no setting any more; it has no effect" % key
-            for key in ("dialects", "text_greeting_after", "dialects")])
-        self.assertTrue(settings.warnings[2].startswith("--set: "))
-        self.assertNotIn("aio.dialects", settings.given)
+    def test_a_setting_that_was_removed_is_a_warning(self):
+        settings = self.load("[aio]\ndialects = text\nport = 5\n", "aio.text_greeting_after=1")
+        self.assertEqual((settings["aio.port"], settings.given), (5, {"aio.port"}))
+        first, second = settings.warnings
+        self.assertIn("some.ini: [aio] dialects is no setting any more; it has no effect", first)
+        self.assertIn("--set: [aio] text_greeting_after is no setting any more", second)
 
-    def test_lines_added_at_the_end(self) -> None:
+    def test_lines_added_at_the_end(self):
         settings = self.load("\ufeff" + ms.config_text() + "[http]\ntitle = Ours\n[games]\na = A\n"
                              "[bans]\n[http]\nTitle = 5 %% of %(x)s\n"
                              "[official]\n[::1]:27790 = yes\n")
         self.assertEqual((settings["http.title"], settings["games"], settings["official"]),
                          ("5 %% of %(x)s", {"a": "A"}, {("::1", 27790): True}))
 
-    def test_missing_file(self) -> None:
+    def test_missing_file(self):
         for path in "nowhere.ini", "":
             with self.assertRaisesRegex(ms.SettingsError, "name right, and may this user read it"):
                 ms.Settings.load(path)
@@ -377,43 +360,41 @@ class SettingsTest(unittest.TestCase):
             ms.Settings.load(HERE, missing_ok=True)
         self.assertEqual([self.load(ini).found for ini in ("", "[http]\n")], [False, True])
 
-    def test_overrides(self) -> None:
+    def test_overrides(self):
         settings = self.load("[iceball]\nport = 1\n", "iceball.port=", " http.ports = 0 ",
                              "official.1.2.3.4:5=yes")
         self.assertEqual((settings["iceball.port"], settings["http.ports"], settings["official"]),
                          (None, (0,), {("1.2.3.4", 5): True}))
         for wrong, words in (
-                ("iceball.port", "expected section.key=value"), ("port=1", r"no section \[port\]"),
+                ("iceball.port", "expected section.key=value"), ("port=1", r"\[port\] is no sect"),
                 ("iceball.prot=1", "did you mean port"), ("http.title=\udcff", "surrogate")):
             with self.assertRaisesRegex(ms.SettingsError, "--set.*" + words):
                 self.load("", wrong)
 
-    def test_paths_begin_in_the_folder_of_the_ini(self) -> None:
-        # A program that embeds the server keeps nothing that it was not asked to keep
-        for settings, database in (
-                (ms.Settings(), ""), (ms.Settings({"server.database": "a.db"}), "a.db")):
-            self.assertEqual(settings.file("server.database"), database)
-        path = os.path.join(os.path.abspath(os.sep), "etc", "some.ini")
-        settings = ms.Settings.load(path, ["server.log_file=log"], missing_ok=True)
-        folder = os.path.dirname(path)
-        for name, found in (
-                ("server.database", os.path.join(folder, "masterserver.db")),
-                ("server.log_file", os.path.join(folder, "log")), ("http.template", "")):
+    def test_paths_begin_in_the_folder_of_the_ini(self):
+        folder = os.path.join(os.path.abspath(os.sep), "etc")
+        path = os.path.join(folder, "some.ini")
+        loaded = ms.Settings.load(path, ["server.log_file=log"], missing_ok=True)
+        for settings, name, found in (
+                # A program that embeds the server keeps nothing that it was not asked to keep
+                (ms.Settings(), "server.database", ""),
+                (ms.Settings({"server.database": "a.db"}), "server.database", "a.db"),
+                (loaded, "server.database", os.path.join(folder, "masterserver.db")),
+                (loaded, "server.log_file", os.path.join(folder, "log")),
+                (loaded, "http.template", "")):
             self.assertEqual(settings.file(name), found)
 
-    def test_config_text_is_the_ini_and_changes_nothing(self) -> None:
+    def test_config_text_is_the_ini_and_changes_nothing(self):
         with open(os.path.join(HERE, "masterserver.ini"), encoding="utf-8") as file:
             self.assertEqual(file.read(), ms.config_text())
         self.assertEqual(self.load(ms.config_text()).values, ms.Settings().values)
         enabled = self.load(re.sub(r"(?m)^#(?! )", "", ms.config_text()))
-        for row in ms.SETTINGS:
-            if row.key:
-                self.assertEqual(enabled[row.name], ms.Settings()[row.name], row.name)
-            else:
-                self.assertEqual(len(enabled[row.name]), 1, row.name)
         self.assertEqual(enabled.given, {row.name for row in ms.SETTINGS})
+        for row in ms.SETTINGS:
+            default = ms.Settings()[row.name] if row.key else enabled[row.name] or "an example"
+            self.assertEqual(enabled[row.name], default, row.name)
 
-    def test_values_at_their_edges(self) -> None:
+    def test_values_at_their_edges(self):
         for read, good, bad in (
                 (ms.read_endpoint, "1.2.3.4:1 a.example:65535 [::1]:5",
                  "1.2.3.4:0 1.2.3.4:65536 1.2.3.4:x :5 1.2.3.4 2001:db8::1:5 [2001:db8::1:5 "
@@ -439,7 +420,7 @@ class SettingsTest(unittest.TestCase):
 # --- Wire helpers -----------------------------------------------------------------------------
 
 class TextTest(unittest.TestCase):
-    def test_clean(self) -> None:
+    def test_clean(self):
         for dirty, wanted in (
                 ("  plain ", "plain"), ("a\x00b\x07c\x7fd\x9fe", "abcde"), ("a" * 500, "a" * 128),
                 ("line\r\nbreak\u2028and\u2029more", "line break and more"),
@@ -455,14 +436,13 @@ class TextTest(unittest.TestCase):
             self.assertEqual(ms.clean(dirty), wanted, ascii(dirty))
         self.assertEqual(ms.clean("ab cd", 3), "ab")
 
-    def test_decode(self) -> None:
+    def test_decode(self):
         for raw, wanted in (
                 ("Größe".encode()[:-1], "Größ"), ("漢字".encode()[:-1], "漢"),
-                ("a😀".encode()[:-2], "a"), ("漢字".encode(), "漢字"), (b"a\xffb", "a\ufffdb"),
-                (b" a\0", "a")):
+                (b"a\xffb", "a\ufffdb"), (b" a\0", "a")):
             self.assertEqual(ms.decode_utf8(raw), wanted)
         for raw, wanted in (
-                (b"caf\xe9 \x80", "café €"), ("café".encode(), "café"), (b"a\x81b", "a\ufffdb"),
+                (b"caf\xe9 \x80", "café €"), (b"a\x81b", "a\ufffdb"),
                 (b"\xc3\xa9\xe9 x", "Ã©é x"),
                 *[("größ😀".encode()[:-cut], "größ") for cut in (1, 2, 3)],    # cut to a field
                 *[(text.encode("cp1252"), text) for text in ("José", "été", "Köln »")]):
@@ -473,7 +453,7 @@ class TextTest(unittest.TestCase):
 
 
 class AddressTest(unittest.TestCase):
-    def test_forms(self) -> None:
+    def test_forms(self):
         for call, address, wanted in (
                 (ms.canonical, "::ffff:203.0.113.9", "203.0.113.9"),
                 (ms.canonical, "fe80::1%eth0", "fe80::1"),
@@ -490,7 +470,7 @@ class AddressTest(unittest.TestCase):
                         "2001:db8::1").split():
             self.assertEqual(ms.is_loopback(address), ipaddress.ip_address(address).is_loopback)
 
-    def test_networks_are_what_ipaddress_says(self) -> None:
+    def test_networks_are_what_ipaddress_says(self):
         networks = "127.0.0.0/8 ::1 192.0.2.7 198.51.100.64/27 2001:db8:1::/48 0.0.0.0/1 ::/0"
         addresses = (
             "0.0.0.0 127.255.255.255 128.0.0.0 192.0.2.6 192.0.2.7 198.51.100.63 198.51.100.64 "
@@ -503,8 +483,7 @@ class AddressTest(unittest.TestCase):
                 self.assertEqual(address in known, inside, (network, address))
         self.assertIn("fe80::1%eth0", ms.LOCAL)
         self.assertEqual((bool(ms.Networks([])), bool(ms.LOCAL)), (False, True))
-
-    def test_the_smallest_network_tells(self) -> None:
+        # The smallest one tells
         words = {ms.read_network(text): text for text in (
             "203.0.113.0/24", "203.0.0.0/8", "203.0.113.9", "2001:db8::/32")}
         known = ms.Networks(words, words)
@@ -513,7 +492,7 @@ class AddressTest(unittest.TestCase):
                 ("203.0.113.9", "203.0.113.9"), ("2001:db8::1", "2001:db8::/32"), ("::1", None)):
             self.assertEqual(known.find(ms.address_number(address)), text)
 
-    def test_listed_address(self) -> None:
+    def test_listed_address(self):
         rules = ms.Rules(ms.Settings({"server.public_address": "203.0.113.1",
                                       "address_map.192.168.1.5": "203.0.113.7"}))
         for source, claims, listed in (
@@ -532,35 +511,34 @@ class AddressTest(unittest.TestCase):
 
 
 class CountsTest(unittest.TestCase):
-    def test_tables(self) -> None:
+    def test_tables(self):
         counts = {"a": 2}
-        ms.uncount(counts, "a")
-        self.assertEqual(counts, {"a": 1})
-        ms.uncount(counts, "a")
-        self.assertEqual(counts, {})
-        table: Any = collections.OrderedDict()
+        for left in {"a": 1}, {}:
+            ms.uncount(counts, "a")
+            self.assertEqual(counts, left)
+        table = collections.OrderedDict()
         for key in "abac":
             ms.keep_latest(table, key, key.upper(), 2)
         self.assertEqual(list(table.items()), [("a", "A"), ("c", "C")])
 
 
 class CookieTest(unittest.TestCase):
-    def test_windows(self) -> None:
-        cookie = ms.Cookie(bytes(16))
-        mac = cookie.make(b"message", 29.9)
-        self.assertEqual(len(mac), 8)
-        for now, message, good in (
-                (29.9, b"message", True), (29.9, b"massage", False), (59.9, b"message", True),
-                (59.9, b"massage", False), (60.0, b"message", False)):
-            self.assertEqual(cookie.good(mac, message, now), good, (now, message))
-        self.assertFalse(ms.Cookie(bytes(15) + b"\1").good(mac, b"message", 29.9))
-        late = cookie.make(b"message", 1e9)                 # after a long pause
-        self.assertTrue(cookie.good(late, b"message", 1e9 + 29.0))
+    def test_windows(self):
+        for start in 29.9, 1e9 + 19.9:                      # the second after a long pause
+            cookie = ms.Cookie(bytes(16))
+            cookie.make(b"", 0.0)
+            mac = cookie.make(b"message", start)
+            self.assertEqual(len(mac), 8)
+            for later, message, good in (
+                    (0.0, b"message", True), (0.0, b"massage", False), (30.0, b"message", True),
+                    (30.0, b"massage", False), (30.1, b"message", False)):
+                self.assertEqual(cookie.good(mac, message, start + later), good, (later, message))
+        self.assertFalse(ms.Cookie(bytes(15) + b"\1").good(mac, b"message", start))
         self.assertEqual(len(ms.Cookie(bytes(16), 4).make(b"", 0.0)), 4)
 
 
 class LimiterTest(unittest.TestCase):
-    def test_exact_bounds(self) -> None:
+    def test_exact_bounds(self):
         for rate, burst in ((100, 400), (10, 50), (1 / 40, 1), (3, 7), (1000, 3000)):
             limiter = ms.Limiter((rate, burst))
             for start in (0.0, 1e6):
@@ -573,7 +551,7 @@ class LimiterTest(unittest.TestCase):
                          [True, False, True, False])
 
     @mock.patch.object(ms, "LIMITER_SOURCES", 3)
-    def test_full_table_refuses_nobody(self) -> None:
+    def test_full_table_refuses_nobody(self):
         limiter = ms.Limiter((1, 1))
         for name in "abcdefg":
             self.assertTrue(limiter.allow(name, 0.0), name)
@@ -582,7 +560,7 @@ class LimiterTest(unittest.TestCase):
         limiter.allow("h", 0.0)
         self.assertEqual(list(limiter.table), ["g", "e", "h"])
 
-    def test_spent(self) -> None:
+    def test_spent(self):
         limiter = ms.Limiter((1, 3))
         for address in "192.0.2.1", "2001:db8::1":
             self.assertEqual([(limiter.allow(address, 0.0), limiter.spent(address, 0.0))
@@ -590,7 +568,7 @@ class LimiterTest(unittest.TestCase):
                              [(True, False), (True, True), (True, True), (False, True)])
             self.assertFalse(limiter.spent(address, 2.5))
 
-    def test_verdicts_and_prefixes(self) -> None:
+    def test_verdicts_and_prefixes(self):
         rules = ms.Rules(ms.Settings({"blocked.192.0.2.0/24": "floods",
                                       "limits.exempt": "127.0.0.0/8, 2001:db8:9::/48"}))
         limiter = ms.Limiter((1, 1), rules.verdict)
@@ -598,33 +576,28 @@ class LimiterTest(unittest.TestCase):
             self.assertTrue(all(limiter.allow(exempt, 0.0) for _ in range(9)))
         for now in 0.0, 1e9:
             self.assertFalse(limiter.allow("192.0.2.66", now))
-        # It is blocked, which is something else
-        self.assertFalse(limiter.spent("192.0.2.66", 0.0))
         for address, good in (("2001:db8:1:2::1", True), ("2001:db8:1:2:3::1", False),
                               ("2001:db8:1:3::1", True)):
             self.assertEqual(limiter.allow(address, 0.0), good, address)
 # --- Registry ------------------------------------------------------------------------------------
 
 class RegistryTest(unittest.TestCase):
-    def setUp(self) -> None:
+    def setUp(self):
         self.registry = make_core(limits__servers_per_source="3", limits__servers="5").registry
-        self.events: List[Tuple[str, int]] = []
+        self.events = []
         self.registry.watch(lambda event, server: self.events.append((event, server.port)))
 
-    def hear(self, port: int, source: str = "203.0.113.9", now: float = 0.0,
-             lifetime: float = 120.0, **fields: Any) -> ms.Server:
+    def hear(self, port, source="203.0.113.9", now=0.0, lifetime=120.0, **fields):
         return self.registry.hear("iceball", source, port, source, now, lifetime, fields)
 
-    def names(self) -> List[str]:
+    def names(self):
         return [server.name for server in self.registry.servers()]
 
-    def test_listed_changed_gone(self) -> None:
-        self.hear(1, name="a", players=1, max_players=8)
-        generation = self.registry.generation
-        self.hear(1, name="a", players=1, max_players=8, now=50.0)
-        self.assertEqual(self.registry.generation, generation)          # refreshed, no list differs
-        self.hear(1, name="a", players=2, max_players=8, now=60.0)
-        self.assertEqual(self.registry.generation, generation + 1)
+    def test_listed_changed_gone(self):
+        for now, players, changes in ((0.0, 1, 1), (50.0, 1, 0), (60.0, 2, 1)):
+            generation = self.registry.generation
+            self.hear(1, name="a", players=players, max_players=8, now=now)
+            self.assertEqual(self.registry.generation, generation + changes, now)
         for now, left in (179.9, 1), (180.0, 0):
             self.registry.expire(now)
             self.assertEqual(len(self.registry.servers()), left, now)
@@ -632,54 +605,46 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual((self.registry.total, dict(self.registry.sources)), (0, {}))
         self.assertEqual(self.registry.altered, {("iceball", "203.0.113.9", 1)})
 
-    def test_watchers_hear_of_their_game_and_events(self) -> None:
-        seen: List[str] = []
-        self.registry.watch(lambda event, server: seen.append(event), "iceball", ["gone"])
-        self.registry.watch(lambda event, server: seen.append(event), "aio")
+    def test_watchers_hear_of_their_game_and_events(self):
+        seen = []
+        for game, events in ("iceball", ["gone"]), ("aio", ["listed", "gone"]):
+            self.registry.watch(lambda event, server: seen.append(event), game, events)
         self.registry.remove(self.hear(1))
         self.registry.remove(None)
         self.assertEqual(seen, ["gone"])
 
-    def test_census(self) -> None:
+    def test_census(self):
         """No more than there is room for, and nobody where nobody answers."""
-        for number, (told, counted) in enumerate((
-                ({"players": 3}, (1, 3, 3)),
+        plain = {"players": 1, "max_players": 0, "playing": None, "responding": True}
+        for told, counted in (
                 ({"players": 70000}, (1, 65535, 65535)),
-                ({"players": -1}, (1, 0, 0)),
-                ({"players": 9, "max_players": 8}, (1, 8, 8)),
+                ({"players": -1}, (1, 0, 0)), ({"players": 9, "max_players": 8}, (1, 8, 8)),
                 ({"players": 5, "max_players": 8, "playing": 2}, (1, 5, 2)),
-                ({"players": 9, "max_players": 8, "playing": 9}, (1, 8, 8)),
                 ({"players": 5, "playing": -1}, (1, 5, 0)),
-                ({"players": 5, "responding": False}, (0, 0, 0)))):
-            registry = make_core().registry
-            place = "203.0.113.9", 1, "203.0.113.9"
-            for fields, wanted in (told, counted), ({"players": 1, "max_players": 0,
-                                                     "playing": None, "responding": True},
-                                                    (1, 1, 1)), (told, counted):
-                number += 2
-                registry.hear("iceball", *place, float(number), 120.0, fields)
-                found = registry.census(float(number)).get("iceball", ms.Census())
+                ({"players": 5, "responding": False}, (0, 0, 0))):
+            self.setUp()
+            for now, (fields, wanted) in enumerate((
+                    (told, counted), (plain, (1, 1, 1)), (told, counted))):
+                server = self.hear(1, now=float(now), **fields)
+                found = self.registry.census(float(now)).get("iceball", ms.Census())
                 self.assertEqual(found, wanted, fields)
-            registry.remove(registry.servers()[0])
-            self.assertEqual(registry.census(1000.0), {})
+            self.registry.remove(server)
+            self.assertEqual(self.registry.census(1000.0), {})
 
-    def test_order(self) -> None:
+    def test_order(self):
         rules = self.registry.rules
         rules.official = {("203.0.113.9", 2): True}
         rules.priority = {("203.0.113.9", 3): 1}
-        self.hear(1, name="b", players=5)
-        self.hear(2, name="c", players=1)
-        self.hear(3, name="d")
-        self.hear(4, "203.0.113.8", name="Z", players=5)
-        self.hear(5, "203.0.113.8", name="a", players=5)
-        ports = [server.port for server in self.registry.servers()]
-        self.assertEqual(ports, [3, 2, 5, 1, 4])
+        for port, name, players in (1, "b", 5), (2, "c", 1), (3, "d", 0):
+            self.hear(port, name=name, players=players)
+        for port, name in (4, "Z"), (5, "a"):
+            self.hear(port, "203.0.113.8", name=name, players=5)
+        ports = lambda game: [server.port for server in self.registry.servers(game)]
+        self.assertEqual(ports(""), [3, 2, 5, 1, 4])
         self.hear(1, name="b", players=9)
-        self.assertEqual([server.port for server in self.registry.servers("iceball")],
-                         [3, 2, 1, 5, 4])
-        self.assertEqual(self.registry.servers("aio"), [])
+        self.assertEqual((ports("iceball"), ports("aio")), ([3, 2, 1, 5, 4], []))
 
-    def test_limits_are_exact(self) -> None:
+    def test_limits_are_exact(self):
         for port in (1, 2, 3):
             self.hear(port)
         with self.assertRaisesRegex(ms.Refused, "3 servers of one address"):
@@ -695,35 +660,33 @@ class RegistryTest(unittest.TestCase):
         for port in range(4, 40):                           # loopback is exempt
             self.hear(port, "127.0.0.1")
         self.registry.hear("iceball", "203.0.113.9", 40, "203.0.113.9", 0.0, 9.0, {}, pinned=True)
-
-    def test_an_ipv6_site_has_sixteen_times_what_one_source_has(self) -> None:
-        self.registry.rules.servers = 1000
+        # An IPv6 /48 has sixteen times what a /64 has
         for number in range(16 * 3):
             self.hear(number % 3 + 1, "2001:db8:1:%x::1" % (number // 3))
         with self.assertRaisesRegex(ms.Refused, "48 servers of one /48 network"):
             self.hear(1, "2001:db8:1:ff::1")
         self.hear(1, "2001:db8:2::1")
 
-    def test_not_listable(self) -> None:
+    def test_not_listable(self):
         for address, port, source in (
                 ("203.0.113.9", 0, ""), ("203.0.113.9", 65536, ""), ("0.0.0.0", 5, ""),
-                ("224.0.0.1", 5, ""), ("255.255.255.255", 5, ""), ("240.0.0.1", 5, ""),
+                ("224.0.0.1", 5, ""),
                 ("0.0.0.0", 5, "0.0.0.0"), ("fe80::1%eth0", 5, "fe80::1%eth0")):
             with self.assertRaises(ms.Refused, msg=address):
                 source = source or "203.0.113.9"
                 self.registry.hear("nogame", address, port, source, 0.0, 120.0, {})
-        left = dict(self.registry.games), dict(self.registry.sources), self.registry.total
-        self.assertEqual(left, ({}, {}, 0))
+        self.assertFalse(self.registry.games or self.registry.sources or self.registry.total)
 
-    def test_bans_names_and_marks_at_a_reload(self) -> None:
+    def test_bans_names_and_marks_at_a_reload(self):
         self.hear(1, name="good")
         self.hear(3, "198.51.100.3", name="Free gold")
         self.hear(88, "198.51.100.4", name="198.51.100.4:88")
-        settings = ms.Settings({"bans.203.0.113.0/24": "fakes",
+        settings = ms.Settings({"bans.203.0.113.0/24": "fakes", "blocked.198.51.100.9": "secret",
                                 "server.refuse_names": "free *gold\nspam$\n88"})
         self.registry.rules.read(settings)
         for port, source, name, why in (
-                (2, "203.0.113.9", "x", "fakes"), (2, "198.51.100.1", "FREE  Gold here", "gold"),
+                (2, "203.0.113.9", "x", "fakes"), (2, "198.51.100.9", "x", "no reason given"),
+                (2, "198.51.100.1", "FREE  Gold here", "gold"),
                 (88, "198.51.100.4", "number 88", "88"), (3, "198.51.100.3", "best spam", "spam")):
             with self.assertRaisesRegex(ms.Refused, why):
                 self.hear(port, source, name=name)
@@ -735,53 +698,64 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual([(server.port, server.official, server.priority)
                           for server in self.registry.servers()], [(2, True, 0), (88, False, -2)])
 
-    def test_a_game_that_leaves_the_ini_and_an_address_that_is_mapped_otherwise(self) -> None:
+    def test_a_game_that_leaves_the_ini_and_an_address_that_is_mapped_otherwise(self):
         first = {"games.mine": "Mine", "address_map.10.0.0.5": "203.0.113.7"}
         self.registry.rules.read(ms.Settings(first))
-        self.registry.hear("mine", "203.0.113.1", 1, "203.0.113.1", 0.0, 120.0, {"name": "mine"})
-        self.registry.hear("aio", "203.0.113.7", 1, "10.0.0.5", 0.0, 120.0, {"name": "mapped"})
-        self.registry.hear("aio", "203.0.113.9", 1, "10.0.0.6", 0.0, 120.0, {"name": "claimed"})
-        self.registry.apply_rules(ms.Settings(first))
-        self.assertEqual(len(self.names()), 3)
-        self.registry.apply_rules(ms.Settings({"address_map.10.0.0.5": "203.0.113.8",
-                                               "address_map.10.0.0.6": "203.0.113.8"}))
-        self.assertEqual(self.names(), ["claimed"])
+        for game, address, source in (
+                ("mine", "203.0.113.1", "203.0.113.1"), ("aio", "203.0.113.7", "10.0.0.5"),
+                ("aio", "203.0.113.9", "10.0.0.6")):        # the last one says so itself
+            self.registry.hear(game, address, 1, source, 0.0, 120.0, {"name": source})
+        second = dict.fromkeys(("address_map.10.0.0.5", "address_map.10.0.0.6"), "203.0.113.8")
+        for settings, left in ((first, ["10.0.0.5", "10.0.0.6", "203.0.113.1"]),
+                               (second, ["10.0.0.6"])):
+            self.registry.apply_rules(ms.Settings(settings))
+            self.assertEqual(self.names(), left)
 
-    def test_who_is_banned_takes_nothing_over_and_another_source_counts(self) -> None:
+    def test_who_is_banned_takes_nothing_over_and_another_source_counts(self):
         self.hear(1, name="Mine")
         self.registry.rules.read(ms.Settings({"bans.10.0.0.5": "cheats"}))
+        takeover = lambda source: self.registry.hear(
+            "iceball", "203.0.113.9", 1, source, 1.0, 120.0, {"name": "Yours"})
         with self.assertRaisesRegex(ms.Refused, "cheats"):
-            self.registry.hear("iceball", "203.0.113.9", 1, "10.0.0.5", 1.0, 120.0, {"name": "?"})
+            takeover("10.0.0.5")
         self.assertEqual(self.names(), ["Mine"])
-        self.registry.hear("iceball", "203.0.113.9", 1, "10.0.0.6", 1.0, 120.0, {})
-        self.assertEqual(dict(self.registry.sources), {"10.0.0.6": 1})
+        takeover("10.0.0.6")
+        self.assertEqual((self.names(), dict(self.registry.sources)), (["Yours"], {"10.0.0.6": 1}))
 
-    def test_who_is_blocked_and_who_is_not_any_more(self) -> None:
+    def test_who_is_blocked_and_who_is_not_any_more(self):
         rules = self.registry.rules
-        limiters = [rules.datagrams, rules.messages, rules.answers, rules.connections,
-                    rules.udp_requests, rules.requests]
         for settings, allowed in ({}, True), ({"blocked.203.0.113.0/24": "x"}, False), ({}, True):
             rules.read(ms.Settings(settings))
-            for number, limiter in enumerate(limiters):
-                self.assertEqual(limiter.allow("203.0.113.9", 0.0), allowed, (settings, number))
+            for name in "datagrams messages answers connections udp_requests requests".split():
+                allow = getattr(rules, name).allow
+                self.assertEqual(allow("203.0.113.9", 0.0), allowed, (settings, name))
 
-    def test_unproven_sources_share_what_they_get(self) -> None:
-        rules = self.registry.rules
-        self.assertTrue(rules.allow_surplus("list", "203.0.113.1", 1_000_000, 0.0))
-        self.assertFalse(rules.allow_surplus("list", "203.0.113.2", 500, 0.0))
-        self.assertTrue(rules.allow_surplus("ping", "203.0.113.2", 500, 0.0))       # another use
-        self.assertTrue(rules.allow_surplus("list", "203.0.113.2", 0, 0.0))
-        self.assertTrue(rules.allow_surplus("list", "127.0.0.1", 500, 0.0))         # exempt
-        self.assertTrue(rules.allow_surplus("list", "203.0.113.2", 500, 1.0))
+    def test_the_limiters_have_the_rates_of_their_settings(self):
+        rules = ms.Rules(ms.Settings({"limits.datagrams": "1/2", "limits.connections": "1/3",
+                                      "limits.requests": "1/4"}))
+        for name, burst in (("datagrams", 2), ("messages", 2), ("connections", 3),
+                            ("udp_requests", 4), ("requests", 4), ("answers", 9)):
+            allow = getattr(rules, name).allow
+            self.assertEqual(sum(allow("203.0.113.9", 0.0) for _ in range(9)), burst, name)
 
-    def test_silence_that_proves_nothing(self) -> None:
+    def test_unproven_sources_share_what_they_get(self):
+        for use, address, size, now, allowed in (
+                ("list", "203.0.113.1", 1_000_000, 0.0, True),
+                ("list", "203.0.113.2", 500, 0.0, False),
+                ("ping", "203.0.113.2", 500, 0.0, True),        # another use
+                ("list", "203.0.113.2", 0, 0.0, True),
+                ("list", "127.0.0.1", 500, 0.0, True),          # exempt
+                ("list", "203.0.113.2", 500, 1.0, True)):
+            found = self.registry.rules.allow_surplus(use, address, size, now)
+            self.assertEqual(found, allowed, (use, address, size, now))
+
+    def test_silence_that_proves_nothing(self):
         """Of the time before a restart or a stop, and where a flood keeps its packets out."""
         self.hear(1)
         self.registry.deaf_until = 100.0
-        self.registry.expire(219.9)
-        self.assertEqual(len(self.names()), 1)
-        for now, left in (220.0, 1), (359.9, 1), (360.0, 0):
-            while self.registry.rules.datagrams.allow("203.0.113.9", now):
+        for now, flooded, left in ((219.9, False, 1), (220.0, True, 1), (359.9, True, 1),
+                                   (360.0, True, 0)):
+            while flooded and self.registry.rules.datagrams.allow("203.0.113.9", now):
                 pass
             self.registry.expire(now)
             self.assertEqual(len(self.names()), left, now)
@@ -789,9 +763,9 @@ class RegistryTest(unittest.TestCase):
         self.registry.expire(1120.0)
         self.assertEqual(self.names(), [])
 
-    def test_confirmed_once_it_is_heard(self) -> None:
-        for hear in (lambda server: self.registry.confirm(server, 60.0), lambda server: self.hear(
-                1, now=60.0)):
+    def test_confirmed_once_it_is_heard(self):
+        for hear in (lambda server: self.registry.confirm(server, 60.0),
+                     lambda server: self.hear(1, now=60.0)):
             server = self.hear(1)
             server.confirmed = False
             generation = self.registry.generation
@@ -799,43 +773,40 @@ class RegistryTest(unittest.TestCase):
             self.assertEqual((server.confirmed, server.last_seen), (True, 60.0))
             self.assertGreater(self.registry.generation, generation)
 
-    def test_a_list_is_made_at_most_once_a_second(self) -> None:
+    def test_a_list_is_made_at_most_once_a_second(self):
         """Of 12,000 servers; of a hundred, a hundred times a second at the most."""
         for servers, times in ((12000, 3), (100, 200)):
             registry = make_core(limits__servers_per_source="100000").registry
-            made: List[int] = []
+            made = []
+            place = "203.0.113.9"
             for port in range(1, 1 + servers):
-                registry.hear("iceball", "203.0.113.9", port, "203.0.113.9", 0.0, 120.0, {})
-            rendered = ms.RenderedList(registry, "iceball", lambda servers: made.append(1))
+                server = registry.hear("iceball", place, port, place, 0.0, 120.0, {})
+            rendered = ms.RenderedList(registry, "iceball", made.append)
             for number in range(1000):
-                server = registry.get("iceball", "203.0.113.9", 1)
                 registry.update(server, {"players": number})
                 rendered.get(number / 500)
             self.assertTrue(times * 2 // 3 <= len(made) <= times, len(made))
 
-    def test_parts_are_made_again_for_who_has_changed(self) -> None:
-        made: List[int] = []
-        for port in 1, 2:
-            self.hear(port)
-        for change in (lambda: None, lambda: self.hear(2, players=1), self.registry.forget_parts):
+    def test_parts_are_made_again_for_who_has_changed(self):
+        made = []
+        for change in (lambda: (self.hear(1), self.hear(2)), lambda: self.hear(2, players=1),
+                       self.registry.forget_parts):
             change()
             for _ in range(2):
                 ms.parts(self.registry.servers(), "x", lambda server: made.append(server.port) or 1)
         self.assertEqual(sorted(made), [1, 1, 2, 2, 2])
 
-    def test_what_was_heard_is_bounded_and_a_flood_is_noted_in_part(self) -> None:
+    def test_what_was_heard_is_bounded_and_a_flood_is_noted_in_part(self):
+        heard, note = self.registry.heard, self.registry.note
         for i in range(ms.HEARD_SOURCES + 10):
-            self.registry.note("203.0.113.%d" % i, "iceball", 1, "announced", float(i))
-        self.assertEqual(len(self.registry.heard), ms.HEARD_SOURCES)
-        self.assertNotIn(("203.0.113.9", "iceball", 1), self.registry.heard)
-        self.assertIn(("203.0.113.10", "iceball", 1), self.registry.heard)
-        self.registry.heard.clear()
-        for now, ports in (1e6, range(20000)), (1e6 + 1, range(20000, 20001)):
-            for port in ports:
-                self.registry.note("198.51.100.1", "iceball", port, "announced", now)
-        self.assertEqual(len(self.registry.heard), ms.HEARD_PER_S + 1)
+            note("203.0.113.%d" % i, "iceball", 1, "announced", float(i))
+        self.assertEqual((len(heard), next(iter(heard))[0]), (ms.HEARD_SOURCES, "203.0.113.10"))
+        heard.clear()
+        for port in range(2000):
+            note("198.51.100.1", "iceball", port, "announced", 1e6 + port // 1999)
+        self.assertEqual(len(heard), ms.HEARD_PER_S + 1)
 
-    def test_what_waits_for_the_disk_is_bounded(self) -> None:
+    def test_what_waits_for_the_disk_is_bounded(self):
         with mock.patch.object(ms, "ALTERED_SERVERS", 2):
             for port in 1, 2, 3:
                 self.registry.remove(self.hear(port))
@@ -848,20 +819,21 @@ T0 = 1_700_006_400          # 2023-11-15 00:00 UTC, a Wednesday
 DAMAGED_AT = ".damaged-20231115-000000"
 
 
-def listed_row(number: int, wall: float = T0, life: float = 100.0, fields: str = "[]") -> Any:
+def listed_row(number, wall=T0, life=100.0, fields='["S"]'):
     wall = float(wall)
     return ("iceball", "192.0.2.%d" % (number % 250), 1000 + number, wall + life, wall, wall,
             fields)
 
 
-def listed_key(number: int) -> Tuple[str, str, int]:
+def listed_key(number):
     return listed_row(number)[:3]
 
 
 class DatabaseCase(unittest.TestCase):
     A = listed_key(1)
+    TOTAL = ("iceball", "", 0)
 
-    def setUp(self) -> None:
+    def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = os.path.realpath(folder.name)
@@ -871,25 +843,26 @@ class DatabaseCase(unittest.TestCase):
             patch.start()
             self.addCleanup(patch.stop)
 
-    def database(self, wall: float = T0) -> ms.Database:
+    def database(self, wall=T0):
         made = ms.Database(self.path)
         self.addCleanup(made.close)
         made.load(wall)
         return made
 
-    def sql(self, text: str, *values: Any) -> List[Any]:
+    def sql(self, text, *values):
         with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as db:
             return db.execute(text, values).fetchall()
 
-    def put(self, data: bytes) -> None:
+    def put(self, data):
         """Have this for the database, and nothing beside it."""
         for name in os.listdir(self.folder):
             os.remove(os.path.join(self.folder, name))
         with open(self.path, "wb") as file:
             file.write(data)
 
-    def sound(self) -> bytes:
+    def sound(self):
         """The bytes of a file of some 30 pages with 60 servers."""
+        self.put(b"")
         database = self.database()
         database.save([listed_row(number, fields='["%0400d"]' % number)
                        for number in range(60)], set())
@@ -899,22 +872,20 @@ class DatabaseCase(unittest.TestCase):
         with open(self.path, "rb") as file:
             return file.read()
 
-    def use(self, database: ms.Database) -> None:
+    def use(self, database):
         """Every operation once: nothing is raised, whatever is in the file."""
-        for row in database.load(T0):
-            self.assertEqual(list(map(type, row))[:6], [str, str, int, float, float, float])
+        database.load(T0)
         database.save([listed_row(number) for number in range(0, 90, 3)], {listed_key(2)})
         database.sample(T0 + ms.QUARTER, [listed_key(number) + (1,) for number in range(90)])
         database.recent(T0)
         for number in (0, 59):
-            known = database.known(*listed_key(number)) or (0.0, 0.0, "")
-            self.assertEqual(list(map(type, known)), [float, float, str])
+            database.known(*listed_key(number))
             for span in ms.SPANS:
                 database.history(*listed_key(number), span, T0 + ms.HOUR)
 
 
 class ListOnDisk(DatabaseCase):
-    def test_rows_come_back_as_they_were(self) -> None:
+    def test_rows_come_back_as_they_were(self):
         rows = [listed_row(1, fields='["caf\u00e9"]'), listed_row(2),
                 ("aio", "2001:db8::1", 7777, math.inf, T0 + 0.5, T0 + 0.25, "[]")]
         database = self.database()
@@ -924,74 +895,41 @@ class ListOnDisk(DatabaseCase):
         database.save([listed_row(1, T0 + 50, 120.0, '["new"]')], {listed_key(2), listed_key(9)})
         changed = (*self.A, T0 + 170.0, T0, T0 + 50.0, '["new"]')
         self.assertEqual(self.database().load(T0), [changed, rows[2]])
-        self.assertIsNone(database.known(*listed_key(9)))
 
-    def test_rows_with_values_of_another_type_are_left_out(self) -> None:
+    def test_who_has_gone_is_known_with_his_first_time(self):
         database = self.database()
-        for column in ("game", "address", "port", "first_seen", "last_seen"):
-            database.save([listed_row(1), listed_row(2)], set())
-            self.sql("UPDATE server SET %s = x'00ff' WHERE id = 1" % column)
-            if column == "last_seen":
-                self.sql("UPDATE listed SET last_seen = 'then' WHERE server = 1")
-            self.assertEqual([row[2] for row in database.load(T0)], [1002], column)
-            self.sql("DELETE FROM server")
-            self.sql("DELETE FROM sqlite_sequence")
-        self.assertEqual(database.set_aside, "")
-
-    def test_who_has_gone_is_known_with_his_first_time(self) -> None:
-        database = self.database()
-        database.save([listed_row(1, fields='["old"]')], set())
-        database.save([listed_row(1, T0 + 50, fields='["old"]')], set())
+        for wall in (T0, T0 + 50):
+            database.save([listed_row(1, wall, fields='["old"]')], set())
         for gone in (set(), {self.A}, {self.A}):
             database.save([], gone)
             self.assertEqual(database.known(*self.A), (T0, T0 + 50, "old"))
         self.assertEqual(database.load(T0), [])
         database.save([listed_row(1, T0 + ms.DAY, fields='["new"]')], set())
         self.assertEqual(database.known(*self.A), (T0, T0 + ms.DAY, "new"))
-        self.assertIsNone(database.known("aio", *self.A[1:]))
         # On a machine whose clock stands at 1970 after a power cut
         database.save([listed_row(1, 40)], set())
         database.save([], {self.A})
         self.assertEqual(database.known(*self.A)[:2], (T0, T0 + 50))
+        database.sample(T0, [self.TOTAL + (1,)])
+        for nobody in (("aio", *self.A[1:]), listed_key(9), self.TOTAL):
+            self.assertIsNone(database.known(*nobody))
 
-    def test_noise_is_not_known(self) -> None:
+    def test_those_here_for_the_shortest_time_are_forgotten_when_there_are_too_many(self):
         database = self.database()
-        database.save([listed_row(1)], set())
-        database.save([], {self.A})
-        for column in ("first_seen", "last_seen"):
-            for noise in (-1.0, 4e10, math.inf, None, "then", b"\xff"):
-                self.sql("UPDATE server SET %s = ?" % column, noise)
-                self.assertIsNone(database.known(*self.A), (column, noise))
-            self.sql("UPDATE server SET %s = ?" % column, T0)
-        for fields, name in (('["S", 5]', "S"), ("[]", ""), ("[5]", "5"), ("{}", ""), ("[", ""),
-                             (None, ""), ("[" * 5000, "")):
-            self.sql("UPDATE server SET fields = ?", fields)
-            self.assertEqual(database.known(*self.A).name, name, fields)
-
-    def test_those_here_for_the_shortest_time_are_forgotten_when_there_are_too_many(self) -> None:
-        database = self.database()
-        hour = lambda number: T0 + number * ms.HOUR
-        total = ("iceball", "", 0, 1)
-        database.save([listed_row(0)], set())
-        with mock.patch.object(ms, "KNOWN_SERVERS", 100):
-            database.save([listed_row(1)], set())
-            database.save([listed_row(1, T0 + 500)], set())
-            for number in range(1, 151):        # each is here for no time, but the first
-                if number > 1:
-                    database.save([listed_row(number, T0 + number)], set())
-                database.sample(T0 + number, [listed_key(number) + (1,), total])
-                database.save([], {listed_key(number)})
-            database.sample(hour(1), [total])
-            [(count,)] = self.sql("SELECT count(*) FROM server")
-            self.assertEqual(count, 95 + 2)     # the one listed, and the sum of the game
-            [(count,)] = self.sql("SELECT count(DISTINCT server) FROM block")
-            self.assertEqual(count, 95 + 1)     # with their history
-        for number, remains in ((0, True), (1, True), (2, False), (56, False), (57, True),
-                                (150, True)):
-            self.assertEqual(bool(database.known(*listed_key(number))), remains, number)
+        total = self.TOTAL + (1,)
+        database.save([listed_row(number, T0 + number) for number in range(30)], set())
+        database.save([listed_row(1, T0 + 500)], set())     # all others are here for no time
+        database.sample(T0, [listed_key(number) + (1,) for number in range(30)] + [total])
+        database.save([], {listed_key(number) for number in range(1, 30)})
+        with mock.patch.object(ms, "KNOWN_SERVERS", 20):
+            database.sample(T0 + ms.HOUR, [total])
+        known = [number for number in range(30) if database.known(*listed_key(number))]
+        self.assertEqual(known, [0, 1, *range(11, 30)])     # the one listed is not counted
+        # With their history
+        self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"), [(21 + 1,)])
         self.assertEqual(database.load(T0), [listed_row(0)])
 
-    def test_what_was_saved_outlives_the_process(self) -> None:
+    def test_what_was_saved_outlives_the_process(self):
         child = ("import os, signal, masterserver as ms; database = ms.Database(%r)\n"
                  "database.load(0)\n"
                  "database.save([('iceball', '192.0.2.1', port, 100.0, 0.0, 0.0, '[]')\n"
@@ -1007,19 +945,16 @@ class ListOnDisk(DatabaseCase):
 
 
 class HistoryOnDisk(DatabaseCase):
-    TOTAL = ("iceball", "", 0)
-
-    def series(self, database: ms.Database, wall: float, span: str = "day") -> Tuple[Any, Any]:
+    def series(self, database, wall, span="day"):
         """Means and peaks by their times, without the gaps."""
         series = database.history(*self.A, span, wall)
         step, length = ms.SPANS[span]
-        self.assertEqual((series.step, series.start % step), (step, 0))
-        self.assertEqual((len(series.means), len(series.peaks)), (length // step, length // step))
-        by_time = [{series.start + step * n: value for n, value in enumerate(values)
-                    if value is not None} for values in (series.means, series.peaks)]
-        return by_time[0], by_time[1]
+        self.assertEqual((series.step, series.start % step, len(series.means), len(series.peaks)),
+                         (step, 0, length // step, length // step))
+        return tuple({series.start + step * n: value for n, value in enumerate(values)
+                      if value is not None} for values in (series.means, series.peaks))
 
-    def test_minutes_and_their_bytes(self) -> None:
+    def test_minutes_and_their_bytes(self):
         database = self.database()
         for minute, players in ((0, 3), (1, 0), (3, 65_534), (4, 99_999), (5, -1)):
             database.sample(T0 + 60 * minute + 7.5, [self.A + (players,)])
@@ -1031,7 +966,7 @@ class HistoryOnDisk(DatabaseCase):
         [(blob,)] = self.sql("SELECT samples FROM block WHERE step = 60")
         self.assertEqual(blob, hexa("0400 0100 0000 ffff ffff 0100") + bytes(108))
 
-    def test_a_file_of_the_first_program_that_had_this_format(self) -> None:
+    def test_a_file_of_the_first_program_that_had_this_format(self):
         """The statements as they stood in a file then, and the bytes of an hour."""
         hour = hexa("0200 0400") + bytes(4 * 167)           # mean 1, peak 3
         week = T0 // ms.WEEK * ms.WEEK
@@ -1050,9 +985,11 @@ class HistoryOnDisk(DatabaseCase):
         database = self.database()
         self.assertEqual(database.load(T0), [(*self.A, 2e9 + 120, 1e9, 2e9, '["S"]')])
         self.assertEqual(self.series(database, T0, "year"), ({week: 1}, {week: 3}))
-        self.assertEqual(database.set_aside, "")
+        self.sql("PRAGMA user_version = 0")         # restored from a dump, which does not tell it
+        again = self.database()
+        self.assertEqual((len(again.load(T0)), database.set_aside, again.set_aside), (1, "", ""))
 
-    def test_quarters_and_hours_are_made_of_minutes(self) -> None:
+    def test_quarters_and_hours_are_made_of_minutes(self):
         database = self.database()
         for minute in range(61):
             if minute == 20:
@@ -1064,41 +1001,31 @@ class HistoryOnDisk(DatabaseCase):
         quarters = {at: 14 for at in (T0, T0 + 900, T0 + 2700)}
         peaks = dict.fromkeys(quarters, 28)
         self.assertEqual(self.series(database, T0 + ms.HOUR + 960, "week"), (quarters, peaks))
-        self.assertEqual(self.series(database, end, "month"), (quarters, peaks))
         self.assertEqual(self.series(database, end, "year"), ({T0: 14}, {T0: 28}))
         self.assertEqual(database.history(*self.TOTAL, "year", end).means[-2:], [7, None])
-
-    def test_the_mean_is_of_the_samples_there_are_and_rounds(self) -> None:
-        for samples, expected in (([0, 0, 0], (0, 0)), ([0, 1, 0], (1, 1)), ([1, 2], (2, 2)),
-                                  ([1, 1, 2, 0], (1, 2)), ([65_535] * 60, (65_535, 65_535))):
-            self.assertEqual(ms.mean_and_peak(samples), struct.pack("<HH", *expected), samples)
-
-    def test_series_end_with_the_last_step_that_is_complete(self) -> None:
-        database = self.database()
-        for minute in range(0, 150):
-            database.sample(T0 + 60 * minute, [self.A + (minute,)])
-            for second in (1, 59):
-                wall = T0 + 60 * minute + second
-                for span, (step, length) in ms.SPANS.items():
-                    series = database.history(*self.A, span, wall)
-                    end = series.start + length
-                    self.assertLessEqual(end, wall + step)
-                    late = 2 * ms.MINUTE if step == ms.MINUTE else ms.QUARTER + 2 * ms.MINUTE
-                    if minute >= 80:
-                        self.assertIsNotNone(series.means[-1], (span, minute))
-                        self.assertLessEqual(wall - end, late, (span, minute))
-
-    def test_unknown_servers_and_spans(self) -> None:
-        database = self.database()
-        for span in ms.SPANS:
-            self.assertEqual(self.series(database, T0, span), ({}, {}))
+        # Nothing is known of others, and there is no other span
+        self.assertEqual(set(database.history(*listed_key(9), "year", end).peaks), {None})
         with self.assertRaises(KeyError):
             database.history(*self.A, "decade", T0)
 
-    def test_a_clock_that_is_set(self) -> None:
+    def test_the_mean_is_of_the_samples_there_are_and_rounds(self):
+        for samples, expected in (([0, 0, 0], (0, 0)), ([1, 2], (2, 2)),
+                                  ([1, 1, 2, 0], (1, 2)), ([65_535] * 60, (65_535, 65_535))):
+            self.assertEqual(ms.mean_and_peak(samples), struct.pack("<HH", *expected), samples)
+
+    def test_series_end_with_the_last_step_that_is_complete(self):
         database = self.database()
-        database.save([listed_row(1)], set())
-        # A leap ahead costs the oldest hour of minutes
+        for minute in range(150):
+            database.sample(T0 + 60 * minute, [self.A + (minute,)])
+            for span, (step, length) in ms.SPANS.items() if minute >= 80 else ():
+                wall = T0 + 60 * minute + 1 + 58 * (minute % 2)
+                series = database.history(*self.A, span, wall)
+                late = 2 * ms.MINUTE if step == ms.MINUTE else ms.QUARTER + 2 * ms.MINUTE
+                self.assertIsNotNone(series.means[-1], (span, minute))
+                self.assertTrue(-step <= wall - series.start - length <= late, (span, minute))
+
+    def test_a_clock_that_is_set(self):
+        database = self.database()
         for wall, players in ((T0 - 20 * ms.HOUR, 0), (T0, 1), (T0 + 60, 2), (T0, 9),
                               (T0 + 5 * ms.HOUR, 4)):
             database.sample(wall, [self.A + (players,)])
@@ -1107,37 +1034,19 @@ class HistoryOnDisk(DatabaseCase):
         minutes = self.series(database, end)[0]
         self.assertEqual(minutes, {T0: 9, T0 + 60: 2, T0 + 5 * ms.HOUR: 4})
         self.assertEqual(self.series(database, end, "year")[0][T0], 6)          # of 5.5
-        for wall in (0, 60, T0 + 50 * ms.YEAR):
+        for wall in (0, 60, T0 + 7 * ms.HOUR):
             database.sample(wall, [self.A + (3,)])
             self.assertEqual(database.history(*self.A, "year", wall).means[-1], None)
         self.assertEqual(self.series(database, end)[0], minutes)
 
-    def test_a_clock_that_was_ahead_costs_no_quarter_at_a_restart(self) -> None:
+    def test_a_clock_that_was_ahead_costs_no_quarter_at_a_restart(self):
         database = self.database()
         for minute in (ms.YEAR // 60, 45, 55):
             database.sample(T0 + 60 * minute, [self.A + (3,)])
         self.database().sample(T0 + 65 * 60, [self.A + (5,)])
         self.assertEqual(self.series(database, T0 + 80 * 60, "week")[0], {T0 + 45 * 60: 3})
 
-    def test_an_hour_of_a_clock_that_is_ahead_costs_little(self) -> None:
-        database = self.database()
-        database.save([listed_row(1)], set())
-        for hour in range(40 * 24):
-            database.sample(T0 + hour * ms.HOUR, [self.A + (5,), listed_key(2) + (5,)])
-        database.save([listed_row(2, T0 + 39 * ms.DAY)], set())
-        database.save([], {listed_key(2)})
-        end = T0 + 40 * ms.DAY
-        count = lambda span: len(self.series(database, end, span)[0])
-        before = count("month"), count("year")
-        for minute in range(60):
-            database.sample(end + ms.YEAR + 60 * minute, [self.A + (5,)])
-        self.assertGreater(before[0], 30 * 24)
-        self.assertGreaterEqual(count("month"), before[0] - 6 * 24)
-        self.assertGreaterEqual(count("year"), before[1] - 6 * 7 * 24)
-        self.assertGreater(before[1] - count("year"), 0)        # or nothing was tried
-        self.assertIsNotNone(database.known(*listed_key(2)))
-
-    def test_each_span_stays_whole_and_nothing_stays_for_ever(self) -> None:
+    def test_each_span_stays_whole_and_nothing_stays_for_ever(self):
         database = self.database()
         gone = listed_key(2)
         database.save([listed_row(2)], set())
@@ -1152,15 +1061,14 @@ class HistoryOnDisk(DatabaseCase):
             self.assertEqual(database.history(*gone, span, wall).means[0], 5, span)
             self.assertIsNotNone(database.known(*gone))
             for quarter in range(12):
-                database.sample(T0 + kept + covers + ms.HOUR + quarter * ms.QUARTER,
-                                [self.A + (1,)])
-            left = self.sql("SELECT * FROM block WHERE server = 1 AND step = ? AND start < ?",
-                            step, T0 + ms.QUARTER)
-            self.assertEqual(left, [], span)
-        self.assertIsNone(database.known(*gone))
-        self.assertIsNotNone(database.known(*self.TOTAL))
+                late = kept + covers + ms.HOUR + quarter * ms.QUARTER
+                database.sample(T0 + late, [self.A + (1,)])
+            [(oldest,)] = self.sql("SELECT min(start) FROM block WHERE step = ?", step)
+            self.assertGreater(oldest, T0 + ms.QUARTER, span)
+        left = self.sql("SELECT address FROM server")
+        self.assertEqual(sorted(left), [("",), ("192.0.2.1",)])        # and the sums of games
 
-    def test_sparklines(self) -> None:
+    def test_sparklines(self):
         """Across the end of a week, which is the end of a block."""
         database = self.database()
         start = T0 // ms.WEEK * ms.WEEK + ms.WEEK - 5 * ms.HOUR
@@ -1170,61 +1078,41 @@ class HistoryOnDisk(DatabaseCase):
             players = [self.TOTAL + (1,)] + [self.A + (quarter // 4,)] * (quarter < 7 * 4)
             fresh.append(database.sample(wall, players))
             self.assertIsNone(database.sample(wall + 60, players))      # no quarter has ended
-        wall = start + 10 * ms.HOUR + 10
-        self.assertEqual(database.recent(wall)[self.A],
-                         [None] * 14 + [0, 1, 2, 3, 4, 5, 6] + [None] * 3)
-        self.assertEqual(fresh[40], database.recent(wall))
-        wall = start + 29 * ms.HOUR + ms.QUARTER + ms.MINUTE
-        self.assertEqual(database.recent(wall)[self.A][0], 6)
-        # Out of sight, and not a row of gaps
-        self.assertNotIn(self.A, database.recent(wall + 2 * ms.HOUR))
-        self.assertEqual(database.recent(wall)[self.TOTAL], [1] * 24)
-
-    def test_noise_in_a_block_is_a_gap(self) -> None:
-        database = self.database()
-        noise = (b"", b"xx", bytes(10_000), "text", None, 5)
-        for step, span in ((ms.MINUTE, "day"), (ms.HOUR, "year")):
-            for samples in noise:
-                database.sample(T0, [self.A + (3,)])
-                database.sample(T0 + ms.QUARTER, [self.A + (3,)])
-                self.sql("UPDATE block SET samples = ? WHERE step = ?", samples, step)
-                self.assertEqual(self.series(database, T0 + 2 * ms.HOUR, span), ({}, {}))
-                self.assertNotIn(None, database.recent(T0 + 2 * ms.HOUR))
-                database.sample(T0 + ms.QUARTER + 60, [self.A + (4,)])
-                database._quarter = -1
-        self.assertEqual(database.set_aside, "")
+        at = lambda hours, key: database.recent(start + int(hours * ms.HOUR)).get(key)
+        self.assertEqual(at(10.01, self.A), [None] * 14 + [0, 1, 2, 3, 4, 5, 6] + [None] * 3)
+        self.assertEqual(fresh[40][self.A], at(10.01, self.A))
+        self.assertEqual(at(29.27, self.A)[0], 6)
+        self.assertIsNone(at(31.27, self.A))        # out of sight, and not a row of gaps
+        self.assertEqual(at(29.27, self.TOTAL), [1] * 24)
 
 
 class DamageOnDisk(DatabaseCase):
-    def assert_begun_anew(self, data: bytes) -> None:
-        self.put(data)
-        database = self.database()
-        self.use(database)
-        self.assertEqual(database.set_aside, self.path + DAMAGED_AT)
-        self.assertEqual(os.path.getsize(database.set_aside), len(data))
-        self.assertEqual(database.known(*listed_key(87)).last_seen, T0)
-        database.close()
-
-    def test_what_is_no_database_is_set_aside(self) -> None:
+    def test_what_is_no_database_is_set_aside(self):
         data = self.sound()
         noise = random.Random(1).getrandbits(80_000).to_bytes(10_000, "big")
         cases = [b"xx", b"<html>" * 1000, bytes(5000), noise]
-        cases += [data[:size] for size in (2, 16, 99, 100, 511, 1024, 4095, 4096, 8192, 12_345,
-                                           len(data) // 2, len(data) - 4096)]
+        cases += [data[:size] for size in (2, 99, 100, 4095, 4096, 12_345, len(data) - 4096)]
         # SQLite reports noise in the head as it does a full disk
         cases += [data[:at] + b"\x09" + data[at + 1:] for at in (16, 19, 47)]
+        cases.append(data.replace(b"192.0.2.7", b"192.0.2.\xff"))
         for case in cases:
             with self.subTest(size=len(case), begins=case[:4]):
-                self.assert_begun_anew(case)
+                self.put(case)
+                database = self.database()
+                self.use(database)
+                self.assertEqual(database.set_aside, self.path + DAMAGED_AT)
+                self.assertEqual(os.path.getsize(database.set_aside), len(case))
+                self.assertEqual(database.known(*listed_key(87)).last_seen, T0)
+                database.close()
 
-    def test_noise_anywhere_raises_nothing(self) -> None:
+    def test_noise_anywhere_raises_nothing(self):
         data, draw = self.sound(), random.Random(3)
         page = draw.getrandbits(8 * 4096).to_bytes(4096, "big")
-        cases = [data[:at] + page + data[at + 4096:] for at in range(0, len(data), 4096)]
+        cases = [data[:at] + page + data[at + 4096:] for at in range(4096, len(data), 4096)]
         for _ in range(int(os.environ.get("NOISE", 30))):
             broken = bytearray(data)
             for _ in range(draw.choice((1, 10, 100))):
-                broken[draw.randrange(100, len(broken))] = draw.randrange(256)
+                broken[draw.randrange(4096, len(broken))] = draw.randrange(256)
             cases.append(bytes(broken))
         for number, case in enumerate(cases):
             with self.subTest(number=number):
@@ -1233,19 +1121,22 @@ class DamageOnDisk(DatabaseCase):
                 self.use(database)
                 database.close()
 
-    def test_tables_that_are_not_whole_are_set_aside(self) -> None:
-        for statement in ("DROP TABLE block", "ALTER TABLE listed RENAME TO mislaid"):
-            self.put(b"")
-            self.database().close()
-            self.sql(statement)
-            database = self.database()
-            self.assertEqual(database.set_aside, self.path + DAMAGED_AT, statement)
-            self.use(database)
+    def test_values_that_nobody_wrote_are_damage(self):
+        data = self.sound()
+        for change in ("server SET port = 'x'", "server SET first_seen = 'then'",
+                       "server SET fields = '['", "listed SET expires = NULL",
+                       "block SET samples = 'x'", "block SET samples = x'0000'"):
+            self.put(data)
+            self.sql("UPDATE " + change)
+            database = self.database()              # which reads the list
+            if change.startswith("block"):
+                self.use(database)
+            self.assertIn(self.path + ".damaged", database.set_aside, change)
             database.close()
 
-    def test_what_belongs_to_others_stays_as_it_is(self) -> None:
+    def test_what_belongs_to_others_stays_as_it_is(self):
         for statement in ("CREATE TABLE mail (text TEXT)", "PRAGMA user_version = 2",
-                          "PRAGMA user_version = 20000"):
+                          "DROP TABLE block"):
             self.put(b"")
             if "mail" not in statement:
                 self.database().close()
@@ -1258,24 +1149,11 @@ class DamageOnDisk(DatabaseCase):
             after = self.sql("SELECT sql FROM sqlite_master"), self.sql("PRAGMA user_version")
             self.assertEqual((after, database.set_aside), (before, ""), statement)
 
-    def test_empty_files_and_dumps_that_were_read_again_are_sound(self) -> None:
-        self.put(b"")
-        database = self.database()
-        database.save([listed_row(1)], set())
-        database.close()
-        with contextlib.closing(sqlite3.connect(self.path)) as db:
-            dump = "".join(db.iterdump())
-        self.put(b"")
-        with contextlib.closing(sqlite3.connect(self.path)) as db:
-            db.executescript(dump)
-        self.assertEqual((database.load(T0), database.set_aside), ([listed_row(1)], ""))
-
-    def test_damage_while_it_runs(self) -> None:
-        self.put(self.sound())
+    def test_damage_while_it_runs(self):
+        self.sound()
         database = self.database()
         database.close()
-        with open(self.path, "r+b") as file:
-            file.truncate(6000)
+        os.truncate(self.path, 6000)
         database.save([listed_row(500)], set())
         self.assertEqual(database.set_aside, self.path + DAMAGED_AT)
         self.assertEqual(database.load(T0), [listed_row(500)])
@@ -1283,11 +1161,11 @@ class DamageOnDisk(DatabaseCase):
 
     @unittest.skipUnless(sys.platform == "linux" and sys.implementation.name == "cpython",
                          "no /proc, or it is closed some time later")
-    def test_it_is_closed_when_it_is_renamed(self) -> None:
+    def test_it_is_closed_when_it_is_renamed(self):
         """Windows renames no open file, and what an error holds is open."""
         replace, still_open = os.replace, []
 
-        def renamed(before: str, after: str) -> None:
+        def renamed(before, after):
             files = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
             still_open.extend(path for path in files if path.startswith(self.path))
             replace(before, after)
@@ -1296,20 +1174,16 @@ class DamageOnDisk(DatabaseCase):
             self.database()
         self.assertEqual((still_open, os.path.exists(self.path + DAMAGED_AT)), ([], True))
 
-    def test_its_logs_go_along(self) -> None:
-        suffixes = ("", "-wal", "-shm", "-journal")
-        database = ms.Database(self.path)
-        database._wall = T0
+    def test_its_logs_go_along(self):
+        suffixes = ("", "-journal", "-shm", "-wal")
         for suffix in suffixes:
-            with open(self.path + suffix, "w") as file:
-                file.write(suffix)
-        database._rename_damaged()
-        for suffix in suffixes:
-            with open(self.path + DAMAGED_AT + suffix) as file:
-                self.assertEqual(file.read(), suffix)
-            self.assertFalse(os.path.exists(self.path + suffix))
+            with open(self.path + suffix, "w"):
+                pass
+        ms.Database(self.path)._rename_damaged()
+        names = sorted(os.listdir(self.folder))
+        self.assertEqual(names, ["master.db.damaged-19700101-000000" + end for end in suffixes])
 
-    def test_a_damaged_file_that_cannot_be_renamed(self) -> None:
+    def test_a_damaged_file_that_cannot_be_renamed(self):
         self.put(b"noise" * 1000)
         database = ms.Database(self.path)
         self.addCleanup(database.close)
@@ -1319,7 +1193,7 @@ class DamageOnDisk(DatabaseCase):
         self.assertEqual((database.load(T0), database.set_aside), ([], self.path + DAMAGED_AT))
 
     @unittest.skipIf(os.name == "nt", "links need a privilege there")
-    def test_a_link_to_a_damaged_file(self) -> None:
+    def test_a_link_to_a_damaged_file(self):
         """The file is set aside and not the link, and the new one is where the link leads."""
         folder = os.path.join(self.folder, "elsewhere")
         os.mkdir(folder)
@@ -1332,38 +1206,30 @@ class DamageOnDisk(DatabaseCase):
 
 
 class TroubleOnDisk(DatabaseCase):
-    @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
-        def connect(*arguments: Any, connect: Any = sqlite3.connect, **options: Any) -> Any:
+    def with_pragma(self, pragma):
+        def connect(*arguments, connect=sqlite3.connect, **options):
             db = connect(*arguments, **options)
-            db.execute("PRAGMA max_page_count = 1")         # at most as many pages as there are
+            db.execute("PRAGMA " + pragma)
             return db
-        with mock.patch.object(sqlite3, "connect", connect):
-            yield
+        return mock.patch.object(sqlite3, "connect", connect)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self):
         with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             yield
 
-    @contextlib.contextmanager
-    def read_only(self) -> Iterator[None]:
-        def connect(path: str, *, connect: Any = sqlite3.connect, **options: Any) -> Any:
-            return connect("file:%s?mode=ro" % path, uri=True, **options)
-        with mock.patch.object(sqlite3, "connect", connect):
-            yield
-
-    def test_what_cannot_be_written_is_raised_and_ends(self) -> None:
-        rows = [listed_row(number, fields="x" * 4000) for number in range(2, 100)]
-        for number, (trouble, error) in enumerate((
-                (self.full, "full"), (self.locked, "locked"), (self.read_only, "readonly"))):
+    def test_what_cannot_be_written_is_raised_and_ends(self):
+        rows = [listed_row(number, fields='["%4000d"]' % 0) for number in range(2, 100)]
+        full = self.with_pragma("max_page_count = 1")           # as many as there are
+        read_only = self.with_pragma("query_only = 1")
+        for trouble, error in ((full, "full"), (self.locked(), "locked"), (read_only, "readonly")):
             with self.subTest(error):
-                self.path = os.path.join(self.folder, "%d.db" % number)
+                self.path = os.path.join(self.folder, error + ".db")
                 database = self.database()
                 database.save([listed_row(1)], set())
                 database.close()
-                with trouble():
+                with trouble:
                     for _ in range(2):
                         with self.assertRaisesRegex(sqlite3.OperationalError, error):
                             database.save(rows, {self.A})
@@ -1375,13 +1241,13 @@ class TroubleOnDisk(DatabaseCase):
                 self.assertEqual(self.sql("PRAGMA integrity_check"), [("ok",)])
                 self.assertEqual(database.set_aside, "")
 
-    def test_what_cannot_be_opened(self) -> None:
+    def test_what_cannot_be_opened(self):
         database = ms.Database(self.path)
         self.addCleanup(database.close)
         os.mkdir(self.path)                         # a folder in its place
-        for call in (lambda: database.load(T0), lambda: database.save([listed_row(1)], set())):
+        for _ in range(2):
             with self.assertRaisesRegex(sqlite3.OperationalError, "(unable to|Could not) open"):
-                call()
+                database.load(T0)
         os.rmdir(self.path)
         database.save([listed_row(1)], set())
         self.assertEqual(database.load(T0), [listed_row(1)])
@@ -1389,157 +1255,125 @@ class TroubleOnDisk(DatabaseCase):
 
 # --- Poller --------------------------------------------------------------------------------------
 
-class EchoQuerier(ms.Querier):
-    """Its question is its nonce; its answer is the nonce, in as many steps as are wanted."""
-
-    game = "test"
-
-    def __init__(self, steps: int = 1) -> None:
-        self.steps = steps
-        self.answered: List[ms.Target] = []
-        self.silent: List[Tuple[str, int]] = []
-
-    def query(self, target: ms.Target) -> bytes:
-        return struct.pack("<I", target.nonce)
-
-    def answer(self, target: ms.Target, data: bytes, now: float) -> bool:
-        if data != struct.pack("<I", target.nonce):
-            raise ms.Malformed("the wrong nonce")
-        target.step += 1
-        if target.step < self.steps:
-            return False
-        self.answered.append(target)
-        return True
-
-    def missed(self, target: ms.Target, now: float) -> bool:
-        self.silent.append((target.address, target.missed))
-        return target.missed >= ms.POLL_MISSED
-
-
-def address_of(number: int) -> str:
+def address_of(number):
     return "198.18.%d.%d" % (number // 250, number % 250 + 1)
 
 
+class EchoQuerier(ms.Querier):
+    """Its question is its nonce; its answer is the nonce, to as many questions as are wanted."""
+
+    game = "test"
+
+    def __init__(self, questions=1):
+        self.questions = questions
+        self.answered = []
+        self.silent = []
+
+    def query(self, target):
+        return struct.pack("<I", target.nonce)
+
+    def answer(self, target, data, now):
+        if data != self.query(target):
+            raise ms.Malformed("the wrong nonce")
+        self.answered.append(target)
+        return self.answered.count(target) % self.questions == 0
+
+    def missed(self, target, now):
+        self.silent.append(target.missed)
+        return target.missed >= ms.POLL_MISSED
+
+
+def run_poller(poller, seconds, silent=()):
+    """Who was asked in each second; all but the silent ones answer at once."""
+    asked = []
+    for second in seconds:
+        queries = poller.tick(float(second))
+        for data, peer in queries:
+            if peer[0] not in silent:
+                poller.datagram(data, peer, second + 0.01)
+        asked.append([peer[0] for _, peer in queries])
+    return asked
+
+
 class PollerTest(unittest.TestCase):
-    def setUp(self) -> None:
+    here = "203.0.113.9"
+
+    def setUp(self):
         self.poller = make_core().poller
         self.querier = EchoQuerier()
 
-    def run_seconds(self, poller: ms.Poller, seconds: Iterable[int],
-                    silent: Sequence[str] = ()) -> List[List[str]]:
-        """Who was asked in each second; all but the silent ones answer at once."""
-        asked = []
-        for second in seconds:
-            queries = list(poller.tick(float(second)))
-            for data, peer in queries:                  # grows: the next step is asked at once
-                if peer[0] not in silent:
-                    queries += poller.datagram(data, peer, second + 0.01)
-            asked.append([peer[0] for _, peer in queries])
-        return asked
+    def add(self, number, poller=None):
+        for each in range(number):
+            (poller or self.poller).add(self.querier, address_of(each), 5000)
 
-    def test_queries_are_spread_over_the_interval(self) -> None:
-        for interval, most in (30, 19), (10, 52), (5, 102):
+    def test_queries_are_spread_over_the_interval(self):
+        for interval, most in (30, 45), (10, 95), (5, 165):
             poller = make_core(poll__interval=str(interval)).poller
-            for number in range(500):
-                poller.add(self.querier, address_of(number), 5000, in_turn=True)
-            asked = self.run_seconds(poller, range(6 * interval))
+            self.add(500, poller)
+            asked = run_poller(poller, range(6 * interval))
             for start in range(0, 5 * interval, interval):
                 with self.subTest(interval=interval, start=start):
                     turn = asked[start:start + interval + 1]
                     self.assertEqual(len(set(sum(turn, []))), 500)
             self.assertLessEqual(max(map(len, asked[interval:])), most)
 
-    def test_a_new_server_is_asked_at_the_next_tick_however_many_take_their_turn(self) -> None:
-        for number in range(500):
-            self.poller.add(self.querier, address_of(number), 5000, pinned=True)
-        self.poller.tick(0.0)
-        self.poller.add(self.querier, "203.0.113.9", 5000)
-        asked = [peer for _, peer in self.poller.tick(1.0)]
-        self.assertIn(("203.0.113.9", 5000), asked)
-        self.assertLess(len(asked), 50)
-
-    def test_the_rate_holds_for_long_answers_too(self) -> None:
-        poller, querier = make_core(poll__rate="4").poller, EchoQuerier(steps=3)
-        for number in range(20):
-            poller.add(querier, address_of(number), 5000)
-        asked = self.run_seconds(poller, range(15))
+    def test_the_rate_holds_and_who_waits_longest_is_first(self):
+        poller, self.querier = make_core(poll__rate="4").poller, EchoQuerier(questions=3)
+        self.add(20, poller)
+        asked = run_poller(poller, range(15))
         self.assertEqual([len(second) for second in asked], [4] * 15)
-        self.assertEqual({target.address for target in querier.answered},
-                         {address_of(number) for number in range(20)})
+        self.assertEqual([len(set(sum(asked[at:at + 5], []))) for at in (0, 5, 10)], [20] * 3)
 
-    def test_an_answer_counts_only_from_where_and_to_what_was_asked(self) -> None:
-        target = self.poller.add(self.querier, "203.0.113.9", 5000)
+    def test_an_answer_counts_only_from_where_and_to_what_was_asked(self):
+        target = self.poller.add(self.querier, self.here, 5000)
         [(data, peer)] = self.poller.tick(1.0)
-        for stray, source in ((data, ("203.0.113.9", 5001)), (data, ("203.0.113.8", 5000)),
+        for stray, source in ((data, (self.here, 5001)), (data, ("203.0.113.8", 5000)),
                               (b"junk", peer), (b"", peer)):
-            with self.assertRaises(ms.Malformed):
-                self.poller.datagram(stray, source, 1.1)
+            self.assertRaises(ms.Malformed, self.poller.datagram, stray, source, 1.1)
         self.assertEqual(self.querier.answered, [])
         mapped = ("::ffff:203.0.113.9", 5000, 0, 0)
         self.assertEqual(self.poller.datagram(data, mapped, 1.25), [])
         self.assertEqual(self.querier.answered, [target])
         self.assertAlmostEqual(target.ping_ms, 250)
-        with self.assertRaises(ms.Malformed):                       # the same once more
-            self.poller.datagram(data, peer, 1.3)
+        self.assertRaises(ms.Malformed, self.poller.datagram, data, peer, 1.3)  # once more
 
-    def test_two_games_at_one_endpoint(self) -> None:
+    def test_two_games_at_one_endpoint(self):
         other = EchoQuerier()
         other.game, other.offset = "other", 1
-        self.poller.add(self.querier, "203.0.113.9", 5001)
-        self.poller.add(other, "203.0.113.9", 5000)
-        for data, peer in self.poller.tick(1.0):
-            self.assertEqual(peer, ("203.0.113.9", 5001))
-            self.poller.datagram(data, peer, 1.1)
+        self.poller.add(self.querier, self.here, 5001)
+        self.poller.add(other, self.here, 5000)
+        self.assertEqual(run_poller(self.poller, [1]), [[self.here] * 2])
         self.assertEqual((len(self.querier.answered), len(other.answered)), (1, 1))
 
-    def test_a_lost_answer_is_asked_for_again_with_another_nonce(self) -> None:
-        self.poller.add(self.querier, "203.0.113.9", 5000)
+    def test_a_lost_answer_is_asked_for_again_with_another_nonce(self):
+        self.poller.add(self.querier, self.here, 5000)
         [(first, peer)] = self.poller.tick(1.0)
         self.assertEqual(self.poller.tick(3.9), [])
         [(second, again)] = self.poller.tick(4.0)
         self.assertEqual((again, self.querier.silent), (peer, []))
-        with self.assertRaises(ms.Malformed):                       # the first one's, too late
-            self.poller.datagram(first, peer, 4.1)
+        self.assertRaises(ms.Malformed, self.poller.datagram, first, peer, 4.1)     # too late
         self.poller.datagram(second, peer, 4.2)
         self.assertEqual(len(self.querier.answered), 1)
 
-    def test_three_missed_polls_in_a_row(self) -> None:
-        target = self.poller.add(self.querier, "203.0.113.9", 5000)
+    def test_three_missed_polls_in_a_row(self):
+        target = self.poller.add(self.querier, self.here, 5000)
         asked = 0
         for second in range(300):
             for data, peer in self.poller.tick(float(second)):
                 asked += 1
                 if asked == 5:                          # two polls of two questions have gone by
                     self.poller.datagram(data, peer, second + 0.1)
-        missed = [("203.0.113.9", number) for number in (1, 2, 1, 2, 3)]
-        self.assertEqual((self.querier.silent, asked), (missed, 4 + 1 + 6))
-        self.assertEqual((self.poller.targets, self.poller.counts["test"]), ({}, {}))
+        self.assertEqual((self.querier.silent, asked), ([1, 2, 1, 2, 3], 4 + 1 + 6))
+        self.assertEqual(self.poller.targets, {})
         self.poller.remove(target)                                  # twice does no harm
 
-    def test_polls_go_on_at_the_interval(self) -> None:
-        self.poller.add(self.querier, "203.0.113.9", 5000)
-        asked = self.run_seconds(self.poller, range(400))
+    def test_polls_go_on_at_the_interval(self):
+        self.poller.add(self.querier, self.here, 5000)
+        asked = run_poller(self.poller, range(400))
         times = [second for second, peers in enumerate(asked) if peers]
+        self.assertEqual(times[0], 0)
         gaps = [later - sooner for sooner, later in zip(times[1:], times[2:])]
-        self.assertEqual((set(gaps), len(gaps)), ({30}, 12))
-
-    def test_one_source_cannot_have_thousands_asked(self) -> None:
-        for port in range(1, 33):
-            self.assertEqual(self.poller.crowded(self.querier, "203.0.113.9"), "")
-            self.poller.add(self.querier, "203.0.113.9", port)
-        for address, crowded in (("203.0.113.9", True), ("203.0.113.8", False)):
-            self.assertEqual(bool(self.poller.crowded(self.querier, address)), crowded, address)
-        for port in range(1, 40):
-            self.poller.add(self.querier, "127.0.0.1", port)
-        self.assertEqual(self.poller.crowded(self.querier, "127.0.0.1"), "")        # exempt
-
-    def test_who_is_removed_is_soon_forgotten(self) -> None:
-        poller = make_core(poll__interval="3600").poller
-        for second in range(1000):
-            target = poller.add(self.querier, address_of(second), 5000)
-            self.run_seconds(poller, [second])
-            poller.remove(target)
-        self.assertLess(len(poller.queue), 110)
+        self.assertEqual((set(gaps), len(gaps) > 11), ({30}, True))
 
 
 class EchoGame(EchoQuerier, ms.PolledGame):
@@ -1547,128 +1381,147 @@ class EchoGame(EchoQuerier, ms.PolledGame):
 
     offset = 1
 
-    def __init__(self, core: ms.Core) -> None:
+    def __init__(self, core):
         EchoQuerier.__init__(self)
         ms.PolledGame.__init__(self, core)
 
-    def answer(self, target: ms.Target, data: bytes, now: float) -> bool:
+    def answer(self, target, data, now):
         super().answer(target, data, now)
-        self.take(target, {"name": "Echo", "verified": "query", "responding": True}, now)
+        self.take(target, {"name": "Echo", "verified": "query", "responding": True, "players": 3},
+                  now)
         return True
 
     missed = ms.PolledGame.missed
 
 
 class PolledGameTest(unittest.TestCase):
-    def setUp(self) -> None:
-        self.lookups: List[Tuple[str, Callable[[str, float], None]]] = []
+    here = "203.0.113.9", 5000
+
+    def setUp(self):
+        self.lookups = []
         self.core = make_core()._replace(
             resolve=lambda host, done: self.lookups.append((host, done)))
-        self.game, self.poller = EchoGame(self.core), self.core.poller
+        self.registry, self.poller = self.core.registry, self.core.poller
+        self.game = EchoGame(self.core)
 
-    def poll(self, seconds: Iterable[int], silent: Sequence[str] = ()) -> None:
-        PollerTest.run_seconds(self, self.poller, seconds, silent)      # type: ignore[arg-type]
+    def run_game(self, seconds, silent=()):
+        for second in seconds:
+            self.game.resolve_pinned(float(second))
+            run_poller(self.poller, [second], silent)
 
-    def listed(self) -> List[Tuple[str, int, bool]]:
-        return [(server.address, server.port, server.responding)
-                for server in self.core.registry.servers("test")]
+    def name(self, *places):
+        """Have the ini name these."""
+        self.game.read_pinned(dict.fromkeys(places))
 
-    def targets(self) -> Set[Tuple[str, int]]:
+    def listed(self):
+        """With the players of those who respond."""
+        return [(server.address, server.port, server.responding and server.players)
+                for server in self.registry.servers("test")]
+
+    def targets(self):
         return {key[1:] for key in self.poller.targets}
 
-    def test_listed_while_it_answers(self) -> None:
-        self.poller.add(self.game, "203.0.113.9", 5000)
-        self.poll(range(2))
-        self.assertEqual(self.listed(), [("203.0.113.9", 5000, True)])
-        heard = self.core.registry.heard["203.0.113.9", "test", 5000]
-        self.assertEqual(heard[1], "listed")
-        self.poll(range(2, 60), silent=["203.0.113.9"])
+    def outcome(self):
+        return self.registry.heard["203.0.113.9", "test", 5000][1:]
+
+    def test_listed_while_it_answers(self):
+        self.poller.add(self.game, *self.here)
+        self.run_game(range(2))
+        self.assertEqual((self.listed(), self.outcome()), ([(*self.here, 3)], ("listed", "")))
+        self.run_game(range(2, 60), self.here)
         self.assertEqual(len(self.listed()), 1)
-        self.poll(range(60, 150), silent=["203.0.113.9"])
+        self.run_game(range(60, 150), self.here)
         self.assertEqual((self.listed(), self.targets()), ([], set()))
-        heard = self.core.registry.heard["203.0.113.9", "test", 5000]
-        self.assertEqual(heard[1:], ("silent", "no answer from UDP port 5001"))
+        self.assertEqual(self.outcome(), ("silent", "no answer from UDP port 5001"))
 
-    def test_an_answer_that_cannot_be_read_is_told(self) -> None:
-        self.poller.add(self.game, "203.0.113.9", 5000)
-        for second in range(7):
-            for _, peer in self.poller.tick(float(second)):
-                self.assertRaises(ms.Malformed, self.poller.datagram, b"junk", peer, second + 0.1)
-        self.assertEqual(self.core.registry.heard["203.0.113.9", "test", 5000][1:], (
-            "bad packet", "its answer from UDP port 5001: the wrong nonce"))
+    def test_an_answer_that_cannot_be_read_is_told(self):
+        self.poller.add(self.game, *self.here)
+        _, peer = self.poller.tick(0.0)[0]
+        self.assertRaises(ms.Malformed, self.poller.datagram, b"junk", peer, 0.1)
+        self.run_game((3, 6), self.here)
+        self.assertEqual(self.outcome(),
+                         ("bad packet", "its answer from UDP port 5001: the wrong nonce"))
 
-    def test_who_is_refused_is_asked_no_more(self) -> None:
-        self.core.registry.rules.read(ms.Settings({"server.refuse_names": "Echo"}))
-        self.poller.add(self.game, "203.0.113.9", 5000)
-        self.poll(range(2))
-        self.assertEqual((self.listed(), self.targets()), ([], set()))
-        self.assertEqual(self.core.registry.heard["203.0.113.9", "test", 5000][1], "name")
+    def test_who_is_refused_is_asked_no_more_unless_the_ini_names_it(self):
+        for pinned in False, True:
+            self.setUp()
+            self.name(*[self.here] * pinned)
+            self.poller.add(self.game, *self.here)
+            self.run_game(range(2))
+            self.assertEqual(len(self.listed()), 1)
+            self.registry.rules.read(ms.Settings({"server.refuse_names": "Echo"}))
+            self.run_game(range(2, 40))
+            self.assertEqual((self.listed(), len(self.targets())), ([], pinned))
+            self.assertEqual(self.outcome()[0], "name")
 
-    def test_who_leaves_or_stops_is_asked_no_more_and_who_is_restored_is(self) -> None:
-        for end in (lambda: self.core.registry.remove(self.core.registry.servers()[0]),
-                    lambda: self.assertTrue(self.game.stopped("203.0.113.9", 5000))):
-            server = ms.Server("test", "203.0.113.9", 5000, "203.0.113.9", 0.0, math.inf)
-            self.core.registry.insert(server)
-            self.assertEqual(self.targets(), {("203.0.113.9", 5000)})
+    def test_who_leaves_or_stops_is_asked_no_more_and_who_is_restored_is(self):
+        for end in (lambda: self.registry.remove(self.registry.servers()[0]),
+                    lambda: self.assertTrue(self.game.stopped(*self.here))):
+            server = ms.Server("test", *self.here, self.here[0], 0.0, math.inf)
+            self.registry.insert(server)
+            self.assertEqual(self.targets(), {self.here})
             end()
             self.assertEqual(self.targets(), set())
-            self.core.registry.remove(server)
-        self.assertFalse(self.game.stopped("203.0.113.9", 5000))
+            self.registry.remove(server)
+        self.assertFalse(self.game.stopped(*self.here))
 
-    def test_what_the_ini_names_is_shown_as_not_responding(self) -> None:
-        self.game.read_pinned([("203.0.113.9", 5000)])
-        self.game.resolve_pinned(0.0)
-        self.poll(range(40), silent=["203.0.113.9"])
-        self.assertEqual(self.listed(), [("203.0.113.9", 5000, False)])
-        self.poll(range(40, 80))
-        self.assertEqual(self.listed(), [("203.0.113.9", 5000, True)])
+    def test_what_the_ini_names_is_shown_as_not_responding(self):
+        self.name(self.here)
+        self.run_game(range(40), self.here)
+        self.assertEqual(self.listed(), [(*self.here, False)])
+        self.run_game(range(40, 80))
+        self.assertEqual(self.listed(), [(*self.here, 3)])
         self.assertFalse(self.game.stopped("198.51.100.1", 5000))
-        self.assertTrue(self.game.stopped("203.0.113.9", 5000))         # it stays a target
-        self.poll(range(80, 250), silent=["203.0.113.9"])
-        self.assertEqual(self.listed(), [("203.0.113.9", 5000, False)])
-        self.game.read_pinned([])
+        self.assertTrue(self.game.stopped(*self.here))                  # it stays a target
+        self.run_game(range(80, 250), self.here)
+        self.assertEqual(self.listed(), [(*self.here, False)])
+        self.assertEqual(self.registry.servers()[0].players, 0)
+        self.name()
+        self.run_game([250])
         self.assertEqual((self.listed(), self.targets()), ([], set()))
 
-    def test_names_are_looked_up_away_from_the_loop_and_again(self) -> None:
-        self.game.read_pinned([("a.example", 5000), ("203.0.113.9", 6000)])
-        self.game.resolve_pinned(0.0)
-        self.assertEqual(self.targets(), {("203.0.113.9", 6000)})       # it waits for no name
-        self.lookups[0][1]("203.0.113.1", 1.0)
-        self.assertEqual(self.targets(), {("203.0.113.9", 6000), ("203.0.113.1", 5000)})
-        self.game.resolve_pinned(59.0)
-        self.assertEqual(len(self.lookups), 1)
-        for now in (60.0, 659.0, 660.0):
+    def test_names_are_looked_up_away_from_the_loop_and_again(self):
+        other = "203.0.113.9", 6000
+        self.name(("a.example", 5000), ("a.example", 7000), other)
+        for now, found, lookups, leads in (
+                (0, None, 1, []),                       # nobody waits for a name
+                (1, "203.0.113.1", 1, ["203.0.113.1"]), (599, None, 1, ["203.0.113.1"]),
+                (600, None, 2, ["203.0.113.1"]),        # a name server that fails moves nobody
+                (601, "", 2, ["203.0.113.1"]), (660, None, 2, ["203.0.113.1"]),
+                (661, None, 3, ["203.0.113.1"]), (662, "203.0.113.2", 3, ["203.0.113.2"])):
+            if found is not None:
+                self.lookups[-1][1](found, now)
             self.game.resolve_pinned(now)
-        self.assertEqual([host for host, _ in self.lookups], ["a.example"] * 3)
-        self.lookups[2][1]("203.0.113.2", 661.0)                        # it moved
-        self.assertEqual(self.targets(), {("203.0.113.9", 6000), ("203.0.113.2", 5000)})
-        self.game.read_pinned([("203.0.113.9", 6000)])
+            self.assertEqual([host for host, _ in self.lookups], ["a.example"] * lookups, now)
+            places = {(address, port) for address in leads for port in (5000, 7000)}
+            self.assertEqual(self.targets(), {other} | places, now)
+        self.name(other)
         self.lookups[1][1]("203.0.113.3", 662.0)                        # too late
-        self.assertEqual(self.targets(), {("203.0.113.9", 6000)})
+        self.game.resolve_pinned(662.0)
+        self.assertEqual(self.targets(), {other})
 
-    def test_a_name_that_leads_nowhere(self) -> None:
-        self.game.read_pinned([("a.example", 5000)])
+    def test_a_name_that_leads_nowhere(self):
+        self.name(("a.example", 5000))
         with self.assertLogs("masterserver", "WARNING") as logged:
-            for number, address in enumerate(("", "0.0.0.0", "")):
+            for number, address in enumerate(("", "0.0.0.0", "", "203.0.113.1")):
+                self.assertEqual(self.targets(), set())
                 self.game.resolve_pinned(60.0 * number)
                 self.assertEqual(len(self.lookups), number + 1)
                 self.lookups[-1][1](address, 60.0 * number)
-        self.assertEqual((len(logged.records), self.targets()), (1, set()))
-        self.game.resolve_pinned(180.0)
-        self.lookups[-1][1]("203.0.113.1", 180.0)
-        self.assertEqual(self.targets(), {("203.0.113.1", 5000)})
+        self.game.resolve_pinned(181.0)
+        self.assertEqual((len(logged.records), self.targets()), (1, {("203.0.113.1", 5000)}))
 
-    def test_what_the_ini_named_before_a_restart_goes(self) -> None:
+    def test_what_the_ini_named_before_a_restart_goes(self):
         for number, pinned in (1, True), (2, True), (3, False):
             address = "203.0.113.%d" % number
             server = ms.Server("test", address, 5000, address, 0.0, math.inf)
             server.pinned = pinned
-            self.core.registry.insert(server)
-        self.game.read_pinned([("a.example", 5000)])
+            self.registry.insert(server)
+        self.name(("a.example", 5000))
         self.game.resolve_pinned(0.0)
+        self.assertEqual(len(self.listed()), 3)             # until it is known where that leads
         self.lookups[0][1]("203.0.113.2", 1.0)
-        self.assertEqual(len(self.listed()), 3)
-        self.game.resolve_pinned(60.0)
+        self.game.resolve_pinned(1.0)
         self.assertEqual([address for address, _, _ in self.listed()],
                          ["203.0.113.2", "203.0.113.3"])
 
@@ -1683,16 +1536,15 @@ CAPTURED = hexa("31434542 0200 25808000 e954 0000 4000"
                 "636c6173736963283531322c35313229" + "00" * 14)
 
 
-def announcement(port: int = 20737, players: int = 0, maximum: int = 64, name: bytes = b"S",
-                 mode: bytes = b"ctf", map: bytes = b"m", hbversion: int = 2,
-                 version: int = 8421413) -> bytes:
+def announcement(port=20737, players=0, maximum=64, name=b"S", mode=b"ctf", map=b"m",
+                 hbversion=2, version=8421413):
     """By the document's layout."""
     numbers = struct.pack("<HIHHH", hbversion, version, port, players, maximum)
     texts = name.ljust(30, b"\0") + mode.ljust(10, b"\0") + map.ljust(30, b"\0")
     return b"1CEB" + numbers + texts
 
 
-def encoded_twice(text: str) -> bytes:
+def encoded_twice(text):
     """As the dedicated server does: its JSON reader takes each byte of its ini for a character."""
     return text.encode().decode("latin-1").encode()
 
@@ -1700,15 +1552,15 @@ def encoded_twice(text: str) -> bytes:
 class IceballCase(unittest.TestCase):
     peer = ("203.0.113.9", 40000)
 
-    def setUp(self) -> None:
+    def setUp(self):
         self.start()
 
-    def start(self, **settings: str) -> None:
+    def start(self, **settings):
         self.core = make_core(**settings)
         self.registry, self.rules = self.core.registry, self.core.registry.rules
         self.iceball = ms.Iceball(self.core)
 
-    def send(self, data: bytes, now: float = 0.0, peer: Tuple[str, int] = peer) -> bytes:
+    def send(self, data, now=0.0, peer=peer):
         """Its answer; b"" for none."""
         answer, = self.repeated([data], now, peer)
         if answer is not None:
@@ -1717,12 +1569,11 @@ class IceballCase(unittest.TestCase):
         self.assertEqual([to for _, to in replies], [peer] * len(replies))
         return b"".join(reply for reply, _ in replies)
 
-    def repeated(self, data: Sequence[bytes], now: float = 0.0,
-                 peer: Tuple[str, int] = peer) -> List[Optional[bytes]]:
+    def repeated(self, data, now=0.0, peer=peer):
         return list(self.iceball.repeated(data, [peer] * len(data), now))
 
-    def shake(self, data: bytes, now: float = 0.0, peer: Tuple[str, int] = peer) -> ms.Server:
-        """Announce a server and return the cookie."""
+    def shake(self, data, now=0.0, peer=peer):
+        """A server that announces itself and answers."""
         msok = self.send(data, now, peer)
         self.assertEqual(msok[:4], b"MSOK")
         self.assertEqual(self.send(b"HSHK" + msok[4:], now, peer), b"")
@@ -1730,16 +1581,16 @@ class IceballCase(unittest.TestCase):
         server, = [server for server in self.registry.servers() if server.port == port]
         return server
 
-    def outcome(self, port: int = 0, source: str = "203.0.113.9") -> str:
+    def outcome(self, port=0, source="203.0.113.9"):
         """What /check says of it."""
         return ": ".join(self.registry.heard[source, "iceball", port][1:])
 
-    def places(self) -> List[Tuple[str, int]]:
+    def places(self):
         return [(server.address, server.port) for server in self.registry.servers()]
 
 
 class IceballTest(IceballCase):
-    def test_the_capture_gets_listed_by_its_handshake(self) -> None:
+    def test_the_capture_gets_listed_by_its_handshake(self):
         msok = self.send(CAPTURED)
         self.assertEqual((msok[:4], len(msok) <= 86), (b"MSOK", True))
         self.assertEqual((self.places(), self.outcome(21737)), ([], "announced: "))
@@ -1752,7 +1603,7 @@ class IceballTest(IceballCase):
             self.assertEqual(getattr(server, name), value, name)
         self.assertEqual(self.outcome(21737), "listed: ")
 
-    def test_versions_as_text(self) -> None:
+    def test_versions_as_text(self):
         for number, text in (
                 (8421413, "0.2.1-37"), (1 << 27 | 3 << 22, "1.3"), (2 << 22 | 1 << 10, "0.2a"),
                 (2 << 22 | 1 << 15 | 30 << 10 | 5, "0.2.1~-5"), (2 << 22 | 7, "0.2-7")):
@@ -1760,33 +1611,30 @@ class IceballTest(IceballCase):
             self.assertEqual(ms.read_iceball_version(text), number)
         self.assertEqual(ms.iceball_version_text(31 << 10), "0.0")
 
-    def test_names_as_their_owners_wrote_them(self) -> None:
+    def test_names_as_their_owners_wrote_them(self):
         for sent, name in (
                 (hexa("c383 c29c 6e c383 c2af"), "Ünï"),                        # captured
                 (encoded_twice("漢字 Ü x"), "漢字 Ü x"),
-                (encoded_twice("x" * 26 + "Ü"), "x" * 26 + "Ü"),                # just fits
                 (encoded_twice("x" * 27 + "Ü")[:30], "x" * 27),                 # cut in its middle
-                (encoded_twice("x" * 28 + "Ü")[:30], "x" * 28),
                 (encoded_twice("x" * 29 + "Ü")[:30], "x" * 29),
                 (encoded_twice("x漢漢漢漢漢")[:30], "x漢漢漢漢"),
                 (hexa("c383 c29c 6e c383"), "Ün"),
-                ("é".encode(), "é"), ("VilÃ".encode(), "VilÃ"), ("Größe".encode(), "Größe"),
-                ("é 漢字".encode(), "é 漢字"), (b"Iceball", "Iceball"),
+                ("VilÃ".encode(), "VilÃ"), ("Größe".encode(), "Größe"),
+                ("é 漢字".encode(), "é 漢字"),
                 (("x" * 28 + "漢").encode()[:30], "x" * 28), (b"\xff\xfe<b>", "\ufffd\ufffd<b>"),
                 (b"n" * 30, "n" * 30), (b"ab\0garbage", "ab")):
             server = self.shake(announcement(name=sent, map=sent))
             self.assertEqual((server.name, server.map), (name, name), sent)
 
-    def test_fields_at_their_limits(self) -> None:
+    def test_fields_at_their_limits(self):
         server = self.shake(announcement(name=b"N" * 30, mode=b"M" * 10, map=b"P" * 30))
         self.assertEqual((server.name, server.mode, server.map), ("N" * 30, "M" * 10, "P" * 30))
-        for players, maximum, listed in (99, 64, 64), (9, 0, 0), (65535, 65535, 65535):
-            server = self.shake(announcement(players=players, maximum=maximum))
-            self.assertEqual((server.players, server.max_players), (listed, maximum))
+        server = self.shake(announcement(players=65535, maximum=64))
+        self.assertEqual((server.players, server.max_players), (64, 64))
         self.send(b"HSHK" + self.send(announcement(port=0))[4:])
         self.assertEqual(self.outcome(), "bad packet: port 0 cannot be listed")
 
-    def test_nothing_unproven_changes_a_listed_server(self) -> None:
+    def test_nothing_unproven_changes_a_listed_server(self):
         server = self.shake(CAPTURED)
         before = [getattr(server, name) for name in ms.Server.__slots__]
         generation = self.registry.generation
@@ -1797,8 +1645,7 @@ class IceballTest(IceballCase):
         self.assertEqual([getattr(server, name) for name in ms.Server.__slots__], before)
         self.assertEqual((self.registry.generation, self.outcome(21737)), (generation, "listed: "))
 
-    def test_a_change_counts_with_its_handshake(self) -> None:
-        late = self.send(announcement(players=1))
+    def test_a_change_counts_with_its_handshake(self):
         server = self.shake(announcement(players=1))
         changed = announcement(players=2, name=b"T")
         msok = self.send(changed, 1.0, ("203.0.113.9", 50123))
@@ -1806,32 +1653,24 @@ class IceballTest(IceballCase):
         self.send(b"HSHK" + msok[4:], 1.0)
         self.assertEqual((server.players, server.name, server.last_seen), (2, "T", 1.0))
         self.assertEqual((len(self.places()), len(self.iceball.known)), (1, 1))
-        self.send(b"HSHK" + late[4:], 2.0)              # sets it back until it speaks again
-        self.assertEqual((self.repeated([changed]), self.shake(changed).players), ([None], 2))
 
-    def test_what_is_a_repetition_and_what_is_not(self) -> None:
+    def test_what_is_a_repetition_and_what_is_not(self):
         other, same = announcement(), b"MSOKsame"
-        for fingerprint in ms.fingerprint, tuple:           # tuple: as with 32 bits
-            with mock.patch.object(ms, "fingerprint", fingerprint):
-                self.start()
-                self.assertEqual(self.repeated([CAPTURED]), [None])
-                captured, server = self.shake(CAPTURED), self.shake(other)
-                for data, source in ((other[:-1], "203.0.113.9"), (other + b"\0", "203.0.113.9"),
-                                     (other, "203.0.113.90"), (other + b"2", "03.0.113.9")):
-                    self.assertEqual(self.repeated([data], 1.0, (source, 40000)), [None])
-                self.assertEqual(self.repeated([b"?", other, CAPTURED, other], 3.0),
-                                 [None, same, same, same])
-                self.assertEqual(self.send(b"HSHKsame", 3.0), b"")
-                self.assertEqual(self.repeated([other], 4.0, ("203.0.113.9", 50000)), [same])
-                self.assertEqual((captured.last_seen, server.last_seen), (3.0, 4.0))
-                self.shake(announcement(players=1), 5.0)
-                self.assertEqual(self.repeated([other, announcement(players=1)]), [None, same])
-                self.registry.remove(server)
-                self.assertEqual(self.repeated([announcement(players=1), CAPTURED]), [None, same])
-                self.iceball.read(self.core.settings)
-                self.assertEqual(self.repeated([CAPTURED]), [None])
+        captured, server = self.shake(CAPTURED), self.shake(other)
+        for data, source in ((other[:-1], "203.0.113.9"), (other + b"\0", "203.0.113.9"),
+                             (other, "203.0.113.90"), (other + b"2", "03.0.113.9")):
+            self.assertEqual(self.repeated([data], 1.0, (source, 40000)), [None])
+        self.assertEqual(self.repeated([b"?", other, CAPTURED, other], 3.0),
+                         [None, same, same, same])
+        self.assertEqual(self.send(b"HSHKsame", 3.0), b"")
+        self.assertEqual(self.repeated([other], 4.0, ("203.0.113.9", 50000)), [same])
+        self.assertEqual((captured.last_seen, server.last_seen), (3.0, 4.0))
+        self.shake(announcement(players=1), 5.0)
+        self.assertEqual(self.repeated([other, announcement(players=1)]), [None, same])
+        self.registry.remove(server)
+        self.assertEqual(self.repeated([announcement(players=1), CAPTURED]), [None, same])
 
-    def test_gone_after_120_s_and_not_before(self) -> None:
+    def test_gone_after_120_s_and_not_before(self):
         self.shake(CAPTURED, 10.0)
         for now in 11.0, 12.0, 50.0:
             self.assertEqual(self.send(CAPTURED, now), b"MSOKsame")
@@ -1840,7 +1679,7 @@ class IceballTest(IceballCase):
             self.assertEqual(len(self.places()), listed)
         self.assertEqual(self.repeated([CAPTURED], 171.0), [None])
 
-    def test_who_answers_no_msok_leaves_whatever_is_announced_in_its_name(self) -> None:
+    def test_who_answers_no_msok_leaves_whatever_is_announced_in_its_name(self):
         for answers in True, False:
             self.start()
             self.iceball.tick(0.0)
@@ -1856,7 +1695,7 @@ class IceballTest(IceballCase):
                 left = left if self.places() else min(left, now)
             self.assertEqual(240 < left <= 360, not answers, left)
 
-    def test_what_proves_nothing_lists_nothing(self) -> None:
+    def test_what_proves_nothing_lists_nothing(self):
         msok = self.send(CAPTURED, 29.0)
         good = b"HSHK" + msok[4:]
         forged = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1:] for at in range(4, len(good))]
@@ -1867,36 +1706,33 @@ class IceballTest(IceballCase):
         self.assertEqual(self.places(), [])
         self.send(good, 59.9)
         self.assertEqual(len(self.places()), 1)
-        self.registry.remove(self.registry.servers()[0])
         self.assertRaises(ms.Malformed, self.send, good, 60.0)              # older than two windows
-        self.assertEqual(self.places(), [])
 
-    def test_a_cookie_is_none_for_an_address_with_a_digit_more(self) -> None:
+    def test_a_cookie_is_none_for_an_address_with_a_digit_more(self):
         msok = self.send(announcement(version=ord("0")))
         stolen = b"HSHK" + msok[4:12] + msok[13:]               # the version's "0" to the address
         self.assertRaises(ms.Malformed, self.send, stolen, 0.0, ("203.0.113.90", 40000))
 
-    def test_how_long_msok_is(self) -> None:
+    def test_how_long_msok_is(self):
         for map_bytes, size in (0, 62), (24, 86), (30, 92):
             data = announcement(name=b"N" * 30, mode=b"M" * 10, map=b"P" * map_bytes)
             self.assertLessEqual(len(self.send(data)), size)
         self.rules.surplus.set_rate((0.01, 1))          # a flood has had the few bytes more
         self.assertEqual(len(self.send(data)), 86)
         self.assertEqual((self.shake(data).map, self.repeated([data])), ("P" * 24, [None]))
-        self.assertEqual(len(self.send(data)), 92)      # now that one of its address is listed
+        self.rules.surplus.set_rate((6, 10))
         self.assertEqual((self.shake(data).map, self.repeated([data])), ("P" * 30, [b"MSOKsame"]))
 
-    def test_which_versions_are_welcome(self) -> None:
+    def test_which_versions_are_welcome(self):
         for accepted, version, good in (
-                ("", "0.1", True), ("0.2.1", "0.2.1-37", True), ("0.2.1", "0.2.1", True),
-                ("0.2.1", "0.2.1a-1", False), ("0.2.1, 0.3-5", "0.3-5", True),
-                ("0.3-5", "0.3-50", False), ("0.3-5", "0.3", False)):
+                ("", "0.1", True), ("0.2.1", "0.2.1-37", True), ("0.2.1", "0.2.1a-1", False),
+                ("0.2.1, 0.3-5", "0.3-5", True), ("0.3-5", "0.3-50", False)):
             self.start(iceball__accept_versions=accepted)
             answer = self.send(announcement(version=ms.read_iceball_version(version)))
             expected = b"MSOK" if good else b"BADV"
             self.assertEqual(answer[:4], expected, (accepted, version))
 
-    def test_reproaches(self) -> None:
+    def test_reproaches(self):
         badv, old = hexa("42414456 0200 25808000"), announcement(version=7)
         for sent, answer, outcome in (
                 (announcement(hbversion=3)[:10], badv, "version: heartbeat version 3, only 2"),
@@ -1911,7 +1747,7 @@ class IceballTest(IceballCase):
         self.assertEqual(self.send(old[:50])[:4] + self.send(announcement(hbversion=1)),
                          b"BADF" + hexa("42414456 0200 0000c000"))
 
-    def test_no_reproach_to_a_flood_or_for_whom_a_server_is_listed(self) -> None:
+    def test_no_reproach_to_a_flood_or_for_whom_a_server_is_listed(self):
         """A deployed server that gets one stops announcing to every master."""
         bad = announcement(hbversion=7), CAPTURED[:50]
         for source, listed, told in (("127.0.0.1", True, 20), ("203.0.113.77", True, 0),
@@ -1919,14 +1755,11 @@ class IceballTest(IceballCase):
             self.start(limits__exempt="127.0.0.0/8, 203.0.113.0/24")
             if listed:
                 self.shake(CAPTURED, 0.0, (source, 1))
-            answers = 0
-            for number in range(20):
-                with contextlib.suppress(ms.Malformed):
-                    answers += self.send(bad[number % 2], 0.0, (source, number))[:3] == b"BAD"
-            self.assertEqual(answers, told, (source, listed))
+            answers = [self.send(bad[number % 2], 0.0, (source, number)) for number in range(20)]
+            self.assertEqual(sum(map(bool, answers)), told, (source, listed))
             self.assertRegex(self.outcome(0, source), "only 2|length")
 
-    def test_what_cannot_be_read_is_told_at_check(self) -> None:
+    def test_what_cannot_be_read_is_told_at_check(self):
         for data, why in (
                 (b"1CEB", "an announcement too short for its versions"),
                 (CAPTURED[:9], "an announcement too short for its versions"),
@@ -1937,7 +1770,7 @@ class IceballTest(IceballCase):
             self.assertRaisesRegex(ms.Malformed, why, self.send, data)
             self.assertIn("bad packet: " + why, self.outcome())
 
-    def test_refused(self) -> None:
+    def test_refused(self):
         self.start(server__refuse_names="casino", limits__servers="1")
         self.shake(CAPTURED)
         for port, name, outcome in (1, b"S", "limit"), (21737, b"Casino", "name"):
@@ -1945,15 +1778,15 @@ class IceballTest(IceballCase):
             self.assertRegex(self.outcome(port), "^" + outcome)
         self.assertEqual([server.name for server in self.registry.servers()], ["Iceball Server"])
 
-    def test_a_reload_is_heeded_by_servers_that_are_listed(self) -> None:
+    def test_a_reload_is_heeded_by_servers_that_are_listed(self):
         self.shake(CAPTURED)
         reload(self.core, self.iceball, iceball__accept_versions="0.3")
-        self.assertRaisesRegex(ms.Malformed, "version", self.send, CAPTURED)
+        self.assertEqual((self.send(CAPTURED), self.outcome()[:7]), (b"", "version"))
         reload(self.core, self.iceball, **{"address_map.203.0.113.9": "198.51.100.7"})
         self.shake(CAPTURED)
         self.assertEqual(self.places(), [("198.51.100.7", 21737)])
 
-    def test_two_sources_of_one_listed_address(self) -> None:
+    def test_two_sources_of_one_listed_address(self):
         self.rules.address_map = {"192.168.1.5": "203.0.113.9"}
         server = self.shake(announcement(name=b"Mine"), 0.0, ("192.168.1.5", 1))
         self.send(announcement(name=b"Evil"), 1.0)
@@ -1962,7 +1795,7 @@ class IceballTest(IceballCase):
         self.shake(announcement(name=b"Moved"), 2.0)
         self.assertEqual((server.name, server.source), ("Moved", "203.0.113.9"))
 
-    def test_a_flood_of_strangers_leaves_nothing_behind(self) -> None:
+    def test_a_flood_of_strangers_leaves_nothing_behind(self):
         counted = getattr(sys, "getallocatedblocks", int)           # PyPy cannot count
         blocks = []
         for number in range(12000):             # after half of them every bounded table is full
@@ -1977,19 +1810,17 @@ class IceballTest(IceballCase):
 class IceballDraftTest(IceballCase):
     """The document's layouts; no released program speaks it."""
 
-    def request(self, now: float = 0.0, peer: Tuple[str, int] = IceballCase.peer,
-                claim: bytes = b"") -> bytes:
+    def request(self, now=0.0, peer=IceballCase.peer, claim=b""):
         reply = self.send(hexa("01 0100 0151") + claim + b"\0", now, peer)
         self.assertEqual((reply[:1], reply[5:7]), (b"\2", hexa("0151")))
         return reply[1:5]
 
-    def open(self, now: float = 0.0, peer: Tuple[str, int] = IceballCase.peer,
-             claim: bytes = b"") -> bytes:
+    def open(self, now=0.0, peer=IceballCase.peer, claim=b""):
         identity = self.request(now, peer, claim)
         self.assertEqual(self.send(b"\5" + identity, now, peer), b"")
         return identity
 
-    def test_a_session(self) -> None:
+    def test_a_session(self):
         reply = self.send(hexa("01 0100 0151 00"))
         self.assertEqual(reply[:1] + reply[5:], hexa("02 0151") + b"203.0.113.9\0")
         self.assertEqual((self.places(), self.send(b"\5" + reply[1:5])), ([], b""))
@@ -2010,7 +1841,7 @@ class IceballDraftTest(IceballCase):
         for unknown in b"\3" + reply[1:5] + b"\7x\0", b"\4" + reply[1:5] + hexa("09 01000000"):
             self.assertEqual(self.send(unknown), b"")
 
-    def test_without_the_id_nothing(self) -> None:
+    def test_without_the_id_nothing(self):
         identity = self.open()
         forged = bytes([identity[0] ^ 1]) + identity[1:]
         for data, peer in ((b"\3" + forged + b"\1Evil\0", self.peer), (b"\5", self.peer),
@@ -2020,43 +1851,39 @@ class IceballDraftTest(IceballCase):
         server, = self.registry.servers()
         self.assertEqual((server.name, server.last_seen), ("203.0.113.9:20737", 0.0))
 
-    def test_silence_ends_the_session(self) -> None:
+    def test_silence_ends_the_session(self):
         identity = self.open()
-        for now in 30.0, 149.0:
-            self.assertEqual(self.send(b"\5" + identity, now), b"")
+        self.send(b"\5" + identity, 119.0)
+        self.assertEqual(self.send(b"\5" + identity, 149.0), b"")
         for now, listed in (268.9, 1), (269.0, 0):
             self.registry.expire(now)
             self.assertEqual(len(self.places()), listed)
         self.assertEqual(self.send(b"\5" + identity, 270.0), b"\6")
 
-    def test_a_new_id_replaces_the_old(self) -> None:
+    def test_a_new_id_replaces_the_old(self):
         first, away = self.open(), ("203.0.113.9", 40001)
-        self.assertNotEqual(first, self.open(31.0))
+        self.open(31.0)
         self.assertEqual(self.send(b"\5" + first, 31.0), b"\6")
         self.open(32.0, away)                               # the same server from another port
-        self.assertEqual((list(self.iceball.draft.sessions), len(self.places())), ([away], 1))
         self.shake(announcement(20737), 33.0)               # and in the current form
-        self.assertEqual((len(self.iceball.draft.sessions), len(self.places())), (0, 1))
-        self.open(34.0)
-        self.assertEqual(self.repeated([announcement(20737)], 35.0), [None])
+        self.assertEqual(len(self.places()), 1)
 
-    def test_a_flood_of_requests_gets_no_more_than_its_share(self) -> None:
+    def test_a_flood_of_requests_gets_no_more_than_its_share(self):
         self.rules.surplus.set_rate((0.01, 1))
         self.assertEqual(self.send(hexa("01 0100 0151 00")), b"")
         self.request(0.0, self.peer, b"a claimed address")          # not longer than the request
 
-    def test_refused(self) -> None:
+    def test_refused(self):
         self.start(server__refuse_names="casino", limits__servers="1")
         identity = self.open()
-        refused, mode = b"\3" + identity + b"\1Casino\0", b"\3" + identity + b"\2casino\0"
-        self.assertRaisesRegex(ms.Malformed, "casino", self.send, refused)
-        self.assertEqual(self.send(mode), mode)
+        name, mode = b"\3" + identity + b"\1Casino\0", b"\3" + identity + b"\2casino\0"
+        self.assertEqual((self.send(name), self.send(mode)), (b"", mode))
         self.assertEqual(self.registry.servers()[0].name, "203.0.113.9:20737")
         other = "203.0.113.10", 40000
-        self.assertEqual(self.send(b"\5" + self.request(0.0, other), 0.0, other), b"\6")
+        self.assertEqual(self.send(b"\5" + self.request(0.0, other), 0.0, other), b"")
         self.assertRegex(self.outcome(20737, other[0]), "^limit")
 
-    def test_claimed_address(self) -> None:
+    def test_claimed_address(self):
         for source, claim, listed in (
                 ("203.0.113.9", b"198.51.100.1", "203.0.113.9"),
                 ("192.168.1.5", b"198.51.100.1", "198.51.100.1"),
@@ -2067,7 +1894,7 @@ class IceballDraftTest(IceballCase):
             self.assertEqual(reply[7:], listed.encode() + b"\0")
             self.assertEqual(self.places(), [(listed, 20737)])
 
-    def test_bad_packets(self) -> None:
+    def test_bad_packets(self):
         self.assertEqual(self.send(hexa("01 0200 0151 00")), hexa("07 0100"))
         identity = self.open()
         for bad in (b"\1", b"\1\1", hexa("01 0100 0151"), hexa("01 0100 0151 41"),
@@ -2103,7 +1930,7 @@ HYPERBOL_REPLY = (
 )
 
 
-def hyperbol_reply(**changed: bytes) -> bytes:
+def hyperbol_reply(**changed):
     """229 bytes by the table of offsets; o5=b"name" puts another value at offset 5."""
     reply = b"".join(changed.get("o%d" % offset, value).ljust(size, b"\0")
                      for offset, size, value in HYPERBOL_REPLY)
@@ -2114,15 +1941,15 @@ def hyperbol_reply(**changed: bytes) -> bytes:
 class HyperbolTest(unittest.TestCase):
     here = "203.0.113.9", 27888
 
-    def start(self, servers: str = "", **settings: str) -> None:
+    def start(self, servers="", **settings):
         self.core = make_core(hyperbol__servers=servers, **settings)
         self.registry, self.poller = self.core.registry, self.core.poller
         self.hyperbol = ms.Hyperbol(self.core)
         # Game servers that answer, with what they change in the reply
-        self.answers: Dict[Tuple[str, int], Dict[str, bytes]] = {}
+        self.answers = {}
         self.now = 0.0
 
-    def pass_time(self, seconds: int) -> None:
+    def pass_time(self, seconds):
         for _ in range(seconds):
             self.now += 1.0
             self.hyperbol.tick(self.now)
@@ -2132,32 +1959,32 @@ class HyperbolTest(unittest.TestCase):
                     reply = hyperbol_reply(o1=query[1:], **self.answers[peer])
                     self.poller.datagram(reply, peer, self.now + 0.04)
 
-    def announce(self, *places: Tuple[str, int]) -> None:
+    def announce(self, *places):
         for source, port in places:
             self.hyperbol.announced(source, port, {"flavor": 9}, self.now)
 
-    def greeted(self) -> Tuple[ms.Session, bytes]:
+    def greeted(self):
         session = self.hyperbol.session("203.0.113.50", self.now)
         return session, session.opened(self.now)
 
-    def get_list(self, filter: str = "ff000000", size: int = 8) -> bytes:
+    def get_list(self, filter="ff000000", size=8):
         session, greeting = self.greeted()
         answer = feed(session, greeting[4:8] + hexa(filter), size, self.now)
         self.assertTrue(session.done)
         return answer
 
-    def players(self) -> int:
+    def players(self):
         return int.from_bytes(self.greeted()[1][8:], "little")
 
-    def listed(self, *names: str) -> List[Any]:
+    def listed(self, *names):
         """These attributes of each server, by address and port."""
         servers = sorted(self.registry.servers("hyperbol"), key=lambda s: (s.address, s.port))
         return [tuple(getattr(server, name) for name in names) for server in servers]
 
-    def outcome(self, source: str = "203.0.113.9", port: int = 27888) -> str:
+    def outcome(self, source="203.0.113.9", port=27888):
         return self.registry.heard[source, "hyperbol", port][1]
 
-    def test_reply_by_the_table_of_offsets(self) -> None:
+    def test_reply_by_the_table_of_offsets(self):
         self.assertEqual(ms.hyperbol_info(hyperbol_reply(), 0x11223344), {
             "name": "Fun & Games", "mode": "Capture the Core", "map": "orbital",
             "version": "1.8a", "players": 5, "max_players": 16,
@@ -2167,15 +1994,16 @@ class HyperbolTest(unittest.TestCase):
                 (5, b"n" * 32, "name", "n" * 32), (37, b"g" * 32, "mode", "g" * 32),
                 (72, b"m" * 64, "map", "m" * 64), (169, b"v" * 16, "version", "v" * 16),
                 (5, b"left\0right", "name", "left"), (5, b"caf\xe9", "name", "café"),
-                (69, b"\xff", "players", 255), (70, b"\xfe", "max_players", 254)):
+                (69, b"\xff", "players", 255)):
             reply = hyperbol_reply(**{"o%d" % offset: sent})
             self.assertEqual(ms.hyperbol_info(reply, 0x11223344)[name], value)
         for none in (b"", hyperbol_reply()[:228], hyperbol_reply(o0=b"\x1a"),
                      hyperbol_reply(o1=b"\x44\x33\x22\x10")):
             self.assertRaises(ms.Malformed, ms.hyperbol_info, none, 0x11223344)
 
-    def test_list_as_the_document_lays_it_out(self) -> None:
-        self.start("203.0.113.9:27888 3\n203.0.113.10:1 0\n203.0.113.11:1 5\n[2001:db8::1]:1 5")
+    def test_list_as_the_document_lays_it_out(self):
+        self.start("203.0.113.9:27888 3\n203.0.113.10:1 0\n203.0.113.11:1 5\n[2001:db8::1]:1 5",
+                   limits__servers="1")         # of which the ini is free
         self.answers = {self.here: {}, ("203.0.113.10", 1): {"o69": b"\x04"},
                         ("2001:db8::1", 1): {"o69": b"\x04"}}
         self.pass_time(30)                      # 203.0.113.11 is silent
@@ -2186,7 +2014,7 @@ class HyperbolTest(unittest.TestCase):
                 self.assertEqual(self.get_list(filter, size), answer, filter)
         self.assertEqual(self.players(), 13)
 
-    def test_what_the_tools_read(self) -> None:
+    def test_what_the_tools_read(self):
         greeting = b"HBSL" + hexa("04030201 02010000")
         self.assertEqual(ms.hyperbol_greeting(greeting), (0x01020304, 0x0102))
         for none in b"HBSL" + bytes(7), b"HBSM" + bytes(8):
@@ -2195,7 +2023,7 @@ class HyperbolTest(unittest.TestCase):
         self.assertEqual(ms.hyperbol_entries(entries),
                          [("203.0.113.9", 27888, 3), ("10.0.0.1", 65535, 0)])
 
-    def test_sessions_end(self) -> None:
+    def test_sessions_end(self):
         self.start("203.0.113.9:27888 1", limits__requests="1/2")
         self.answers = {self.here: {}}
         self.pass_time(2)
@@ -2213,13 +2041,13 @@ class HyperbolTest(unittest.TestCase):
         lists = [len(self.get_list()) for _ in range(3)]
         self.assertEqual(lists, [12, 12, 0], "limited")
 
-    def test_an_announced_server_is_listed_while_it_answers(self) -> None:
+    def test_an_announced_server_is_listed_while_it_answers(self):
         self.start()
         self.announce(self.here)
         self.assertEqual(self.outcome(), "announced")
-        self.pass_time(100)                     # it does not answer
-        self.assertEqual((self.listed(), self.poller.targets, self.outcome()), ([], {}, "silent"))
-        self.announce(self.here)
+        self.pass_time(30)                      # it does not answer
+        self.announce(self.here)                # which takes nothing from what /check says
+        self.assertEqual((self.listed(), self.outcome()), ([], "silent"))
         self.answers[self.here] = {}
         self.pass_time(30)
         self.assertEqual(self.listed("name", "verified", "flavor", "ping_ms"),
@@ -2230,22 +2058,18 @@ class HyperbolTest(unittest.TestCase):
         self.pass_time(600)
         self.registry.expire(self.now)
         self.assertEqual((self.listed("name"), self.players()), ([("203.0.113.9:27888",)], 0))
-        self.answers.clear()
-        self.pass_time(100)
-        self.assertEqual((self.get_list(), self.listed(), self.poller.targets), (b"", [], {}))
 
-    def test_flavor_comes_from_the_ini_alone(self) -> None:
+    def test_flavor_comes_from_the_ini_alone(self):
         self.start("203.0.113.9:27888 7", poll__interval="3600")
         self.announce(self.here, ("203.0.113.8", 27888))
         self.answers = {self.here: {}, ("203.0.113.8", 27888): {}}
         self.pass_time(3600)
         self.assertEqual(self.listed("address", "flavor"), [("203.0.113.8", 0), ("203.0.113.9", 7)])
         self.hyperbol.read(ms.Settings({"hyperbol.servers": "203.0.113.8:27888 4"}))
-        self.announce(self.here)
-        self.pass_time(2)
-        self.assertEqual(self.listed("address", "flavor"), [("203.0.113.8", 4), ("203.0.113.9", 0)])
+        self.pass_time(1)
+        self.assertEqual(self.listed("address", "flavor"), [("203.0.113.8", 4)])
 
-    def test_flavor_follows_the_ini_to_an_address(self) -> None:
+    def test_flavor_follows_the_ini_to_an_address(self):
         for ini, source, listed in (
                 ("a.example:27888 4", "203.0.113.9", "203.0.113.9"),
                 ("203.0.113.9:27888 4", "203.0.113.9", "203.0.113.9"),
@@ -2264,7 +2088,7 @@ class HyperbolTest(unittest.TestCase):
                 self.assertEqual(self.listed("address", "responding", "flavor"),
                                  [(listed, True, 4)])
 
-    def test_named_by_its_public_address_and_announced_from_behind_the_router(self) -> None:
+    def test_named_by_its_public_address_and_announced_from_behind_the_router(self):
         """At the public address nobody answers, as routers seldom lead back; or the server does."""
         inside, outside = ("192.168.1.5", 27888), ("203.0.113.7", 27888)
         for answers in False, True:
@@ -2281,20 +2105,13 @@ class HyperbolTest(unittest.TestCase):
             self.assertEqual(self.listed("responding"), [(answers,)])
             self.assertEqual(list(self.poller.targets), [("hyperbol", *outside)])
 
-    def test_the_ini_knows_no_limit(self) -> None:
-        self.start("\n".join("203.0.113.9:%d" % port for port in range(1, 41)))
-        self.answers = {("203.0.113.9", port): {} for port in range(1, 41)}
-        self.pass_time(31)
-        self.assertEqual(len(self.get_list()), 40 * 12)
-
-    def test_refused(self) -> None:
+    def test_refused(self):
         self.start(server__refuse_names="casino", **{"bans.198.51.100.0/24": "fake players"})
         here = "203.0.113.9", 1
-        self.announce(*[("203.0.113.9", port) for port in range(1, 33)], here)
+        self.announce(here)
         for source, outcome, words in (
                 ("198.51.100.7", "banned", "fake players"),
-                ("2001:db8::1", "bad packet", "IPv4 addresses only; this came from 2001:db8::1"),
-                ("203.0.113.9", "limit", "at most 32 servers of one address")):
+                ("2001:db8::1", "bad packet", "IPv4 addresses only; this came from 2001:db8::1")):
             with self.assertRaisesRegex(ms.Refused, words) as caught:
                 self.announce((source, 27888))
             self.assertEqual(caught.exception.outcome, outcome)
@@ -2302,15 +2119,13 @@ class HyperbolTest(unittest.TestCase):
             self.answers[here] = changed
             self.pass_time(31)
             self.assertEqual(self.listed("name"), names)
-        self.assertEqual(self.outcome(port=1), "name")
-        self.assertNotIn(("hyperbol", *here), self.poller.targets)
+        self.assertEqual((self.outcome(port=1), self.poller.targets), ("name", {}))
         self.registry.rules.servers = 1
         self.answers["203.0.113.8", 1] = {}
         for _ in range(2):                      # who is listed counts no second time
             self.announce(("203.0.113.8", 1))
             self.pass_time(2)
         self.assertRaisesRegex(ms.Refused, "lists at most 1", self.announce, ("203.0.113.7", 1))
-
 
 
 # --- SubSpace ------------------------------------------------------------------------------------
@@ -2334,21 +2149,21 @@ ARENAS_TEXT = "(Public 0) 2/1, pb 1/1, duel 1/1, duel2 1/0"
 ZONE = ("203.0.113.9", 25000)
 
 
-def zone_packet(name: bytes = b"Loopback Test Zone", password: bytes = b"cane", port: int = 25000,
-                players: int = 6, scores: int = 1, version: int = 134,
-                description: bytes = b"a real asss on loopback\0") -> bytes:
+def zone_packet(name=b"Loopback Test Zone", password=b"cane", port=25000,
+                players=6, scores=1, version=134,
+                description=b"a real asss on loopback\0"):
     return (b"\0\0\0\0" + struct.pack("<HHHI", port, players, scores, version)
             + name.ljust(32, b"\0") + password.ljust(48, b"\0") + description)
 
 
-def asss(question: bytes) -> Optional[bytes]:
+def asss(question):
     """How the captured asss answers, whatever the timestamp."""
     if len(question) == 4:
         return SHORT[:4] + question
     return question[:4] + {1: SUMMARY, 2: ARENAS, 3: BOTH}[question[4]][4:]
 
 
-def old_zone(question: bytes) -> Optional[bytes]:
+def old_zone(question):
     return asss(question) if len(question) == 4 else None
 
 
@@ -2356,18 +2171,18 @@ class SubSpaceWorld:
     """Both protocols, their poller, and zones that answer: by address and ping port a function
     from a question to the answer."""
 
-    def __init__(self, *answering: str, **settings: str) -> None:
+    def __init__(self, *answering, **settings):
         """`answering`: addresses of zones at ZONE's port."""
         self.core = make_core(**settings)
         self.registry = self.core.registry
         self.ping = ms.SubSpacePing(self.core)
         self.list = ms.SubSpaceList(self.core)
-        self.zones: Dict[Any, Callable[[bytes], Optional[bytes]]] = {
+        self.zones = {
             (address, 25001): asss for address in answering}
-        self.asked: List[Tuple[bytes, Any]] = []
+        self.asked = []
         self.now = 0.0
 
-    def deliver(self, questions: ms.Replies, to: Callable[..., ms.Replies]) -> None:
+    def deliver(self, questions, to):
         """To the zones, and what they answer, 20 ms later, to the master."""
         now, questions = self.now, list(questions)
         while questions:
@@ -2378,20 +2193,20 @@ class SubSpaceWorld:
                 now += 0.02
                 questions += to(answer, place, now)
 
-    def announce(self, data: bytes, source: str = ZONE[0]) -> None:
+    def announce(self, data, source=ZONE[0]):
         self.deliver(self.ping.datagram(data, (source, 5000), self.now), self.ping.datagram)
 
-    def by_http(self, source: str = ZONE[0], port: int = ZONE[1], **fields: Any) -> None:
+    def by_http(self, source=ZONE[0], port=ZONE[1], **fields):
         self.ping.announced(source, port, fields, self.now)
 
-    def run(self, seconds: int) -> None:
+    def run(self, seconds):
         for _ in range(seconds):
             self.now += 1.0
             self.registry.expire(self.now)
             self.deliver(self.ping.tick(self.now), self.ping.datagram)
             self.deliver(self.core.poller.tick(self.now), self.core.poller.datagram)
 
-    def restarted(self) -> SubSpaceWorld:
+    def restarted(self):
         """Another master, with what was listed; the zones are the same."""
         world = SubSpaceWorld()
         world.zones = self.zones
@@ -2403,22 +2218,20 @@ class SubSpaceWorld:
         world.registry.deaf_until = 0.0
         return world
 
-    def names(self) -> List[str]:
+    def names(self):
         return sorted(server.name for server in self.registry.servers() if server.responding)
 
-    def zone(self, source: str = ZONE[0], port: int = ZONE[1]) -> ms.Server:
-        server = self.registry.get("subspace", source, port)
-        assert server is not None, (source, port)
-        return server
+    def zone(self, source=ZONE[0], port=ZONE[1]):
+        return self.registry.get("subspace", source, port)
 
-    def outcome(self, source: str = ZONE[0], port: int = ZONE[1]) -> Tuple[str, str]:
+    def outcome(self, source=ZONE[0], port=ZONE[1]):
         return self.registry.heard[source, "subspace", port][1:]
 
 
 class SubSpacePingAnswers(unittest.TestCase):
     """This master, as a zone's ping port would answer."""
 
-    def answers(self, counts: Sequence[Tuple[str, int, int]], *questions: str) -> List[bytes]:
+    def answers(self, counts, *questions):
         world = SubSpaceWorld()
         for number, (game, players, playing) in enumerate(counts):
             address = "198.51.100.%d" % number
@@ -2432,7 +2245,7 @@ class SubSpacePingAnswers(unittest.TestCase):
             out.append(answer)
         return out
 
-    def test_captures(self) -> None:
+    def test_captures(self):
         # The capture has an arena that is not public, and games all are: two registries
         kept = [PING_ANSWERS[row] for row in (0, 1, 2, 4)]
         self.assertEqual(self.answers([("a", 5, 4), ("b", 1, 0)], *[row[0] for row in kept]),
@@ -2443,13 +2256,7 @@ class SubSpacePingAnswers(unittest.TestCase):
         self.assertEqual(arenas, hexa("11223344 02000000") + blocks)
         self.assertEqual(both, hexa("11223344 03000000 04000000 02000000") + blocks)
 
-    def test_other_sizes_get_silence(self) -> None:
-        world = SubSpaceWorld()
-        for size in [0, 1, 2, 3, 5, 6, 7, *range(9, 95), 481, 600, 4096]:
-            with self.assertRaises(ms.Malformed, msg=str(size)):
-                world.ping.datagram(bytes(size), ZONE, 0.0)
-
-    def test_at_most_512_bytes_cut_at_an_arena(self) -> None:
+    def test_at_most_512_bytes_cut_at_an_arena(self):
         for width in (20, 25, 26, 31):
             names = [("game%02d" % number).ljust(width, "x") for number in range(40)]
             answer, = self.answers([(name, 70000, 1) for name in names], "11223344 03000000")
@@ -2457,7 +2264,7 @@ class SubSpacePingAnswers(unittest.TestCase):
             self.assertEqual(answer[16:], b"".join(
                 name.encode() + hexa("00 ffff 0100") for name in names[:fit]) + b"\0")
 
-    def test_rates(self) -> None:
+    def test_rates(self):
         """Requests by source; equal answers, which two ports could go on with, much fewer; and
         what is longer from one account for all sources."""
         rows = ((hexa("11223344"), "192.0.2.1", range(59, 62)),
@@ -2476,42 +2283,37 @@ class SubSpacePingAnswers(unittest.TestCase):
 class SubSpacePolls(unittest.TestCase):
     """This master, reading what zones answer."""
 
-    def poll(self, *steps: Tuple[int, bytes]) -> ms.ZonePoll:
+    def poll(self, *steps):
         """Steps: the options that are asked for (0: the 4-byte form), and the answer."""
         poll, complete = ms.ZonePoll(), False
         for options, answer in steps:
             asked = PING_TIME + (struct.pack("<I", options) if options else b"")
             self.assertEqual((poll.question(PING_NONCE), complete), (asked, False))
             complete = poll.answer(answer, PING_NONCE)
-        self.assertTrue(complete and poll.answered)
-        return poll
+        self.assertTrue(complete)
+        return poll.players, poll.playing, poll.arenas
 
-    def test_answers(self) -> None:
-        playing = hexa("11223344 03000000 06000000 07000000 00")
+    def test_answers(self):
         virtual = hexa("11223344 03000000 32000000 04000000") + ARENA_BLOCKS
         entered = hexa("11223344 03000000 08000000 04000000") + ARENA_BLOCKS
-        cases = (
-            ("the captures", [(3, BOTH)], 4, ARENAS_TEXT),
-            ("too long a list", [(3, SUMMARY), (2, ARENAS)], 4, ARENAS_TEXT),
-            ("no arenas: the option is left out", [(3, SUMMARY), (2, PING_ANSWERS[1][1])], 4, ""),
-            ("more play than are there", [(3, playing)], None, ""),
-            ("one of several on a server", [(3, virtual)], None, ""),
-            ("two came between the questions", [(3, entered)], 4, ARENAS_TEXT),
-            ("a name of no text", [(3, BOTH[:16] + hexa("01000200 0000 00"))], 4, "? 2/0"))
-        for case, steps, playing_count, arenas in cases:
-            poll = self.poll((0, SHORT), *steps)
-            self.assertEqual((poll.fields(), poll.arenas_text()),
-                             ({"players": 6, "playing": playing_count}, arenas), case)
-        huge = self.poll((0, hexa("ffffffff") + PING_TIME), (3, BOTH))
-        self.assertEqual(huge.fields()["players"], 65535)
+        for case, steps, playing, arenas in (
+                ("the captures", [(3, BOTH)], 4, ARENAS_TEXT),
+                ("too long a list", [(3, SUMMARY), (2, ARENAS)], 4, ARENAS_TEXT),
+                ("no arenas: the option is left out", [(3, SUMMARY), (2, PING_ANSWERS[1][1])], 4,
+                 ""),
+                ("one of several on a server", [(3, virtual)], None, ""),
+                ("two came between the questions", [(3, entered)], 4, ARENAS_TEXT),
+                ("a name of no text", [(3, BOTH[:16] + hexa("01000200 0000 00"))], 4, "? 2/0"),
+                ("as long as any", [(3, BOTH[:16] + b"x\0\1\0\1\0" * 84)], 4,
+                 ", ".join(["x 1/1"] * 84))):
+            self.assertEqual(self.poll((0, SHORT), *steps), (6, playing, arenas), case)
+        huge = hexa("ffffffff") + PING_TIME
+        self.assertEqual(self.poll((0, huge), (3, BOTH))[0], 65535)
+        for cut, count in ((1, 4), (2, 3), (4, 3), (11, 3), (12, 2), (30, 0)):
+            self.assertEqual(ms.arenas_text(ARENA_BLOCKS[:-cut]),
+                             ", ".join(ARENAS_TEXT.split(", ")[:count]), cut)
 
-    def test_lists_that_are_cut_off(self) -> None:
-        for cut, arenas in ((1, 4), (2, 3), (4, 3), (11, 3), (12, 2), (30, 0)):
-            self.assertEqual(len(ms.arena_blocks(ARENA_BLOCKS[:-cut])), arenas, cut)
-        longest = BOTH[:16] + b"x\0\1\0\1\0" * 84
-        self.assertEqual((len(longest), len(self.poll((0, SHORT), (3, longest)).arenas)), (520, 84))
-
-    def test_wrong_answers(self) -> None:
+    def test_wrong_answers(self):
         first = b"", PING_TIME, hexa("06000000 11223345"), hexa("11223344 06000000"), SHORT + b"\0"
         second = SHORT, b"", hexa("11223345") + BOTH[4:], PING_TIME, BOTH + bytes(480)
         for steps, answers in (((), first), (((0, SHORT),), second)):
@@ -2521,9 +2323,9 @@ class SubSpacePolls(unittest.TestCase):
                     poll.answer(before, PING_NONCE)
                 with self.assertRaises(ms.Malformed, msg=answer.hex()):
                     poll.answer(answer, PING_NONCE)
-                self.assertEqual((poll.step, poll.answered), (len(steps), bool(steps)))
+                self.assertEqual(poll.step, len(steps))
 
-    def test_timestamps_ask_for_the_total(self) -> None:
+    def test_timestamps_ask_for_the_total(self):
         nonces = {ms.ping_nonce() for _ in range(2000)}
         for nonce in nonces:
             self.assertTrue(0 <= nonce < 1 << 32 and nonce % 600 < 300 and nonce % 1000 < 500)
@@ -2533,7 +2335,7 @@ class SubSpacePolls(unittest.TestCase):
 
 class SubSpaceAnnouncements(unittest.TestCase):
 
-    def test_the_capture_is_listed_once_it_answers(self) -> None:
+    def test_the_capture_is_listed_once_it_answers(self):
         self.assertEqual((len(ZONE_PACKET), zone_packet()), (118, ZONE_PACKET))
         world = SubSpaceWorld()
         world.announce(ZONE_PACKET)
@@ -2555,7 +2357,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual([len(question) for question, _ in world.asked][:4],
                          [4, 4, 4, 8])
 
-    def test_texts_and_scores(self) -> None:
+    def test_texts_and_scores(self):
         """Of the scores only the low byte tells."""
         for packet, name, description, scores in (
                 (zone_packet(b"Caf\xe9", description="Żółw\0".encode()), "Café", "Żółw", "yes"),
@@ -2567,19 +2369,20 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 (fields["name"], fields["description"], fields["details"]["scores"]),
                 (name, description, scores))
 
-    def test_what_cannot_be_read(self) -> None:
+    def test_what_cannot_be_read(self):
         world = SubSpaceWorld(ZONE[0])
         for packet, field in (
-                (ZONE_PACKET[:94], "length"), (zone_packet(description=bytes(387)), "length"),
-                (zone_packet(b""), "name"), (zone_packet(b"\x1b[1m \0x"), "name"),
+                *[(bytes(size), "length") for size in (0, 1, 3, 5, 7, 9, 94, 481, 2048)],
                 (zone_packet(port=65535), "port")):
             with self.assertRaisesRegex(ms.Malformed, field):
                 world.announce(packet)
             self.assertEqual(world.outcome(port=0)[0], "bad packet")
             self.assertIn(field, world.outcome(port=0)[1])
         self.assertEqual(world.asked, [])
+        world.announce(zone_packet(b"\x1b[1m \0x"))             # without a name
+        self.assertEqual(world.names(), ["203.0.113.9:25000"])
 
-    def test_what_proves_a_zone(self) -> None:
+    def test_what_proves_a_zone(self):
         place, window = (ZONE[0], 25001), ms.COOKIE_WINDOW_S
         cases = (
             ("its answer", lambda mac: SHORT[:4] + mac, place, window, True),
@@ -2596,7 +2399,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world.ping.datagram(answer(mac), peer, float(later))
             self.assertEqual(bool(world.names()), listed, case)
 
-    def test_nothing_unproven_changes_a_listed_zone(self) -> None:
+    def test_nothing_unproven_changes_a_listed_zone(self):
         world = SubSpaceWorld(ZONE[0])
         world.announce(ZONE_PACKET)
         world.run(31)
@@ -2608,7 +2411,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                            zone_packet(scores=0, version=number), zone_packet(password=text)):
                 world.announce(forged)
         self.assertEqual(world.registry.generation, generation)
-        self.assertEqual((world.outcome()[0], len(world.ping.claims)), ("listed", 1))
+        self.assertEqual((world.outcome()[0], len(world.ping.claims)), ("password", 1))
         # What it repeats refreshes it at once; its players are those of its answers
         del world.asked[:]
         world.announce(zone_packet(players=99))
@@ -2618,7 +2421,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual((world.names(), zone.details["scores"]), (["New name"], "no"))
         self.assertIs(world.zone(), zone)
 
-    def test_it_lives_by_its_announcements(self) -> None:
+    def test_it_lives_by_its_announcements(self):
         world = SubSpaceWorld(ZONE[0])
         for seconds in (100, 179):
             world.announce(ZONE_PACKET)
@@ -2628,7 +2431,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual((world.names(), world.core.poller.targets), ([], {}))
         self.assertGreater(len(world.asked), 10)
 
-    def test_it_goes_after_three_silent_polls(self) -> None:
+    def test_it_goes_after_three_silent_polls(self):
         """However it announces itself, and whoever does so in its name."""
         world = SubSpaceWorld(ZONE[0])
         world.announce(ZONE_PACKET)
@@ -2640,101 +2443,95 @@ class SubSpaceAnnouncements(unittest.TestCase):
             self.assertEqual(len(world.names()), listed, minute)
         self.assertEqual((world.outcome()[0], world.core.poller.targets), ("silent", {}))
 
-    def test_an_old_zone_knows_the_short_form_alone(self) -> None:
+    def test_an_old_zone_knows_the_short_form_alone(self):
         world = SubSpaceWorld()
         world.zones[ZONE[0], 25001] = old_zone
         for _ in range(4):
             world.announce(zone_packet(players=99))
             world.run(60)
         zone = world.zone()
-        self.assertEqual((zone.players, zone.playing, zone.details), (6, None, {"scores": "yes"}))
+        self.assertEqual((zone.players, zone.playing, zone.details),
+                         (6, None, {"scores": "yes", "arenas": ""}))
         world.zones.clear()
         world.run(50)
         self.assertEqual(len(world.names()), 1)     # no poll was missed before these
 
-    def test_several_zones_of_one_source_port(self) -> None:
+    def test_several_zones_of_one_source_port(self):
         world = SubSpaceWorld()
         for port in (2000, 3000):
             world.zones[ZONE[0], port + 1] = asss
             world.announce(zone_packet(b"Zone %d" % port, port=port))
         self.assertEqual(world.names(), ["Zone 2000", "Zone 3000"])
 
-    def test_names_belong_to_a_password(self) -> None:
+    def test_names_belong_to_a_password(self):
+        """(source, name, password, what it is refused for)"""
         first, second, third = sources = "203.0.113.1", "203.0.113.2", "203.0.113.3"
         taken = "the name Chaos belongs to another zone, with another password, for as long as"
         steps = (
-            (first, b"Chaos", b"secret", "listed"), (second, b"Chaos", b"cane", "name"),
+            (first, b"Chaos", b"secret", ""), (second, b"Chaos", b"cane", "name"),
             (second, b"CHAOS", b"", "name"), (second, b"Chaos \xa0 ", b"cane", "name"),
-            (second, b"Chaos 2", b"cane", "listed"), (second, b"Chaos", b"cane", "name"),
-            (third, b"chaos", b"secret", "listed"),         # one network's zones share both
+            (second, b"Chaos 2", b"cane", ""), (second, b"Chaos", b"cane", "name"),
+            (third, b"chaos", b"secret", ""),               # one network's zones share both
             (first, b"Chaos", b"other", "password"), (first, b"Forged", b"cane", "password"),
-            (first, b"Order", b"secret", "listed"), (second, b"Chaos", b"cane", "name"),
-            (third, b"Peace", b"secret", "listed"), (second, b"Chaos", b"cane", "listed"),
-            (third, b"Chaos", b"secret", "name"),
-            (first, b"My  Order", b"secret", "listed"), (second, b"my order", b"cane", "name"))
+            (first, b"Order", b"secret", ""), (second, b"Chaos", b"cane", "name"),
+            (third, b"Peace", b"secret", ""), (second, b"Chaos", b"cane", ""),
+            (third, b"Chaos", b"secret", "name"))
         world = SubSpaceWorld(*sources)
-        for number, (source, name, password, outcome) in enumerate(steps):
+        for number, (source, name, password, refused) in enumerate(steps):
+            world.registry.heard.clear()
             world.announce(zone_packet(name, password), source)
-            self.assertEqual(world.outcome(source)[0], outcome, (number, name))
+            outcomes = {outcome for _, outcome, _ in world.registry.heard.values()}
+            self.assertEqual(outcomes - {"listed"}, {refused} - {""}, (number, name))
             if number == 1:
                 self.assertTrue(world.outcome(source)[1].startswith(taken))
-        self.assertEqual(world.names(), ["Chaos", "My  Order", "Peace"])
+        self.assertEqual(world.names(), ["Chaos", "Order", "Peace"])
 
-    def test_a_name_is_free_when_its_zone_has_gone(self) -> None:
-        world = SubSpaceWorld(ZONE[0], "203.0.113.2")
-        world.announce(zone_packet(b"Mine", b"secret"))
-        world.run(181)
-        world.announce(zone_packet(b"Mine", b"other"))              # its own new password too
-        self.assertEqual(world.outcome()[0], "listed")
-        passwords = [server.packet.password for server in world.registry.servers()]
-        self.assertEqual(passwords, [b"other"])
+    def test_when_a_name_is_free(self):
+        """When its zone announces itself no more or does not answer."""
+        other = "203.0.113.8"
+        for zones, answers in ("", True), ("203.0.113.9:25000", False):
+            world = SubSpaceWorld(ZONE[0], other, subspace__zones=zones)
+            world.announce(zone_packet(b"Mine", b"secret"))
+            world.run(31)
+            if not answers:
+                del world.zones[ZONE[0], 25001]
+            for seconds, outcome in (0, "name"), (180, "listed"):
+                world.run(seconds)
+                world.announce(zone_packet(b"Mine", b"other"), other)
+                self.assertEqual(world.outcome(other)[0], outcome)
 
-    def test_a_name_is_not_kept_by_who_does_not_answer(self) -> None:
-        world = SubSpaceWorld(ZONE[0], "203.0.113.8", subspace__zones="203.0.113.9:25000")
-        world.announce(zone_packet(b"Mine", b"secret"))
-        world.run(31)
-        del world.zones[ZONE[0], 25001]
-        for minute, outcome in (0, "name"), (3, "listed"):
-            world.run(60 * minute)
-            world.announce(zone_packet(b"Mine", b"thief"), "203.0.113.8")
-            self.assertEqual(world.outcome("203.0.113.8")[0], outcome)
-
-    def test_after_a_restart(self) -> None:
+    def test_after_a_restart(self):
         """The password is its who proves the zone first; until then nobody else has the name."""
-        before = SubSpaceWorld(ZONE[0], "203.0.113.8", "203.0.113.7")
-        for source in (ZONE[0], "203.0.113.8"):
+        before = SubSpaceWorld(ZONE[0], "203.0.113.7", "203.0.113.8")
+        for source in ZONE[0], "203.0.113.8":
             before.announce(zone_packet(b"Mine", b"secret"), source)
         before.run(60)
         world = before.restarted()
         self.assertFalse(world.zone().confirmed)
-        world.announce(zone_packet(b"Mine", b"secret"), "203.0.113.7")
-        self.assertEqual(world.outcome("203.0.113.7")[0], "name")
         world.run(31)
         self.assertEqual((world.zone().confirmed, world.zone().last_seen),
                          (True, before.zone().last_seen - 60.0))
-        for source in (ZONE[0], "203.0.113.8", "203.0.113.7"):
-            world.announce(zone_packet(b"Mine", b"secret"), source)
-            self.assertEqual(world.outcome(source)[0], "listed")
-        world.announce(zone_packet(b"Mine", b"thief"))
-        self.assertEqual(world.outcome()[0], "password")
+        for source, password, outcome in (
+                ("203.0.113.7", b"secret", "name"), (ZONE[0], b"secret", None),
+                ("203.0.113.8", b"secret", None), ("203.0.113.7", b"secret", "listed"),
+                (ZONE[0], b"thief", "password")):
+            world.announce(zone_packet(b"Mine", password), source)
+            heard = world.registry.heard.get((source, "subspace", ZONE[1]), (0, None))
+            self.assertEqual(heard[1], outcome)
         silent = before.restarted()
-        silent.run(179)
-        self.assertEqual(silent.names(), ["Mine", "Mine"])
-        silent.run(1)
-        self.assertEqual(silent.names(), [])
+        for seconds, zones in (179, 2), (1, 0):
+            silent.run(seconds)
+            self.assertEqual(len(silent.names()), zones)
 
-    def test_announced_by_http(self) -> None:
+    def test_announced_by_http(self):
         """It stays for as long as it answers, across a restart too."""
         world = SubSpaceWorld(ZONE[0])
         world.by_http(name="Web Zone", players=50, description="d")
         self.assertEqual((world.names(), world.outcome()[0]), ([], "silent"))
         world.run(1)
         self.assertEqual((world.names(), world.ping.tick(1.0)), (["Web Zone"], []))
-        for announce, name in (
-                (lambda: world.by_http(name="Other", players=9), "Other"),
-                (lambda: world.by_http(), "Other"), (lambda: world.announce(ZONE_PACKET),
-                                                     "Loopback Test Zone")):
-            announce()
+        for fields, name in ({"name": "Other", "players": 9}, "Other"), ({}, "203.0.113.9:25000"):
+            world.by_http(**fields)
             world.run(600)
             zone = world.zone()
             self.assertEqual((zone.name, zone.players, zone.lifetime), (name, 6, math.inf))
@@ -2742,16 +2539,15 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world = world.restarted()
         world.run(600)
         self.assertTrue(world.zone().confirmed)
+        world.announce(ZONE_PACKET)             # from now on it lives by these
+        self.assertEqual((world.names(), world.zone().lifetime), (["Loopback Test Zone"], 180.0))
+        world.by_http()
         world.zones.clear()
         world.run(120)
         self.assertEqual(world.names(), [])
-        world.by_http()
-        world.zones[ZONE[0], 25001] = asss
-        world.run(1)
-        self.assertEqual(world.names(), ["203.0.113.9:25000"])
 
-    def test_refusals(self) -> None:
-        """By HTTP at once; who announces himself by UDP is asked first."""
+    def test_refusals(self):
+        """At once; a listed zone leaves with a name that is refused."""
         rows = (
             ({"bans.203.0.113.0/24": "fake players"}, "Zone", ("banned", "fake players")),
             ({"server.refuse_names": "viagra"}, "Buy Viagra", ("name", "viagra")),
@@ -2765,7 +2561,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
             self.assertEqual((world.outcome()[0], words in world.outcome()[1]), (outcome, True))
             with self.assertRaisesRegex(ms.Refused, words):
                 world.by_http(name=name)
-            self.assertEqual((world.registry.total, world.core.poller.targets), (1, {}))
+            self.assertEqual((world.registry.total, world.core.poller.targets, world.asked),
+                             (1, {}, []))
         world = SubSpaceWorld("203.0.113.8")
         world.announce(zone_packet(b"Mine", b"secret"), "203.0.113.8")
         for source, port, words in (("2001:db8::1", 25000, r"IPv4.*\[2001:db8::1\]:25000"),
@@ -2774,16 +2571,13 @@ class SubSpaceAnnouncements(unittest.TestCase):
             with self.assertRaisesRegex(ms.Refused, words):
                 world.by_http(source, port, name="Mine")
         self.assertEqual(world.ping.tick(1.0), [])
+        world.registry.rules.read(ms.Settings({"server.refuse_names": "casino"}))
+        world.announce(zone_packet(b"casino", b"secret"), "203.0.113.8")
+        self.assertEqual((world.outcome("203.0.113.8")[0], world.names()), ("name", []))
 
-    def test_a_refused_name_is_not_taken_later(self) -> None:
-        world = SubSpaceWorld(ZONE[0], server__refuse_names="casino")
-        for name, outcome in (b"Zone", "listed"), (b"Casino", "name"):
-            world.announce(zone_packet(name))
-            self.assertEqual((world.outcome()[0], world.names()), (outcome, ["Zone"]))
-
-    def test_zones_of_the_ini(self) -> None:
+    def test_zones_of_the_ini(self):
         world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
-        world.run(31)
+        world.run(64)                       # the second poll tells of the arenas
         zone = world.zone()
         self.assertEqual((zone.name, zone.players, zone.playing, zone.details, zone.responding),
                          ("203.0.113.9:25000", 6, 4, {"arenas": ARENAS_TEXT}, True))
@@ -2797,16 +2591,18 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(world.outcome(), ("silent", "no answer from UDP port 25001"))
         self.assertEqual(fetch_all(world), [])
         world.zones[ZONE[0], 25001] = asss
+        world.run(7)                        # the poll that it may have missed is over
         world.announce(ZONE_PACKET)
-        world.run(31)
+        world.run(32)
         self.assertEqual((zone.responding, zone.players, zone.details),
                          (True, 6, {"scores": "yes", "arenas": ARENAS_TEXT}))
         reload(world.core, world.ping, world.list)
+        world.run(1)
         self.assertEqual((world.names(), world.core.poller.targets), ([], {}))
         world.announce(ZONE_PACKET)
         self.assertEqual((world.names(), world.zone().lifetime), (["Loopback Test Zone"], 180.0))
 
-    def test_public_addresses(self) -> None:
+    def test_public_addresses(self):
         """A zone beside the master, which the ini may name by its public address as well."""
         for zones in ("", "198.51.100.9:25000"):
             world = SubSpaceWorld("127.0.0.1", "198.51.100.9", subspace__zones=zones,
@@ -2817,28 +2613,19 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 self.assertEqual([server.address for server in world.registry.servers()],
                                  ["198.51.100.9"])
                 self.assertEqual(world.names(), ["Loopback Test Zone"])
-        world = SubSpaceWorld("127.0.0.1", "198.51.100.9", server__public_address="198.51.100.9")
-        world.by_http("127.0.0.1")
-        world.run(1)
-        world.by_http("198.51.100.9", name="Moved")         # from then on it is queried there
-        del world.zones["127.0.0.1", 25001]
-        for answers in True, False:
-            world.run(200)
-            self.assertEqual(world.names(), ["Moved"] * answers)
-            world.zones.clear()
 
-    def test_the_master_does_not_list_itself(self) -> None:
+    def test_the_master_does_not_list_itself(self):
         world, own = SubSpaceWorld(), ("127.0.0.1", 4991)
         world.zones[own] = lambda question: b"".join(
             answer for answer, _ in world.ping.datagram(question, own, world.now)) or None
         world.announce(zone_packet(port=4990), "127.0.0.1")
         self.assertEqual((len(world.asked), world.names()), (1, []))
 
-    def test_a_flood_of_false_claims(self) -> None:
+    def test_a_flood_of_false_claims(self):
         """It takes bounded room, keeps no zone out and takes none out; each is asked once."""
         world = SubSpaceWorld(ZONE[0])
         world.announce(zone_packet(b"Listed"))
-        waiting: ms.Replies = []
+        waiting = []
         for second in range(60):
             for number in range(200):
                 world.announce(ZONE_PACKET, "10.%d.%d.7" % (second, number))
@@ -2862,31 +2649,31 @@ REQUEST = hexa("0003 00000000 01 00000000")
 PLAYER = ("192.0.2.1", 777)
 
 
-def acknowledge(packet: bytes) -> bytes:
+def acknowledge(packet):
     return b"\0\4" + packet[2:6]
 
 
 class Player(ms.SubSpaceLink):
     """Asks for a list; `zones` once it is there."""
 
-    def __init__(self, minimum: int = 0, now: float = 0.0) -> None:
+    def __init__(self, minimum=0, now=0.0):
         super().__init__(now, [b"\1" + struct.pack("<I", minimum)])
         self.data = b""
-        self.zones: Optional[List[Dict[str, Any]]] = None
+        self.zones = None
 
-    def packet(self, data: bytes, now: float) -> List[bytes]:
+    def packet(self, data, now):
         if data[:2] != hexa("000a"):
             return super().packet(data, now)
+        assert len(data) <= 6 + 480
         self.data += data[6:]
         if len(self.data) == int.from_bytes(data[2:6], "little"):
             self.zones = ms.zone_entries(self.data)
         return []
 
 
-def fetch_all(world: SubSpaceWorld, minimum: int = 0) -> List[Dict[str, Any]]:
+def fetch_all(world, minimum=0):
     """The list, over a network that loses nothing."""
     player, now = Player(minimum, world.now), world.now
-    player.heard_at = now
     world.list.datagram(CONNECT, PLAYER, now)
     out = player.tick(now)
     for _ in range(5000):
@@ -2900,7 +2687,7 @@ def fetch_all(world: SubSpaceWorld, minimum: int = 0) -> List[Dict[str, Any]]:
 
 class SubSpaceLists(unittest.TestCase):
 
-    def world(self, zones: int, **settings: str) -> SubSpaceWorld:
+    def world(self, zones, **settings):
         world = SubSpaceWorld(limits__servers_per_source="100000", **settings)
         for number in range(zones):
             world.registry.hear(
@@ -2909,37 +2696,37 @@ class SubSpaceLists(unittest.TestCase):
                       "description": "d" * 100, "details": {"scores": "yes"}})
         return world
 
-    def say(self, world: SubSpaceWorld, *packets: bytes, peer: Any = PLAYER, now: float = 0.0
-            ) -> List[bytes]:
+    def say(self, world, *packets, peer=PLAYER, now=0.0):
         """What the last of these packets is answered."""
-        out: List[bytes] = []
+        out = []
         for packet in packets:
             replies = world.list.datagram(packet, peer, now)
             self.assertTrue(all(to == peer for _, to in replies))
             out = [data for data, _ in replies]
         return out
 
-    def test_exchange(self) -> None:
+    def test_exchange(self):
         world = self.world(0)
         world.registry.hear("subspace", "203.0.113.9", 25000, "203.0.113.9", 0.0, 1e9, {
             "name": "Żółw Café", "players": 6, "version": "134", "description": "naïve ☃",
             "details": {"scores": "yes"}})
         entry = (hexa("cb007109 a861 0600 0100 86000000") + b"?\xf3?w Caf\xe9".ljust(64, b"\0")
                  + b"na\xefve ?\0")
-        for packet, answers in (
-                (CONNECT, [hexa("0002 aabbccdd")]),
-                (hexa("0005 01020304 0000"), [hexa("0006 01020304 64000000")]),
-                (hexa("0006 01020304 64000000"), []),
-                (REQUEST, [hexa("0004 00000000"), hexa("0003 00000000 000a 57000000 01") + entry]),
-                (hexa("0004 00000000"), []),
-                (REQUEST, [hexa("0004 00000000")]),         # its acknowledgement was lost
-                (hexa("0007"), []), (hexa("0007"), [])):
+        for packet, *answers in (
+                (CONNECT, "0002 aabbccdd"), ("0005 01020304 0000", "0006 01020304 64000000"),
+                ("0006 01020304 64000000",),
+                (REQUEST, "0004 00000000", hexa("0003 00000000 000a 57000000 01") + entry),
+                ("0004 00000000",), (REQUEST, "0004 00000000"),     # its acknowledgement was lost
+                ("0007",), ("0007",)):
+            packet, *answers = [hexa(data) if isinstance(data, str) else data
+                                for data in (packet, *answers)]
             self.assertEqual(self.say(world, packet, now=1.0), answers, packet.hex())
-        self.assertFalse(world.list.links)
-        with self.assertRaises(ms.Malformed):
-            self.say(world, REQUEST)
+        self.assertEqual((world.list.tick(1.0), len(world.list.links)), ([], 0))
+        for outside in REQUEST, ZONE_PACKET, hexa("0007"):
+            with self.assertRaises(ms.Malformed):
+                self.say(world, outside)
 
-    def test_connects(self) -> None:
+    def test_connects(self):
         """Repeated, also with an empty list or 11 for a version, and by who wants another list."""
         world = self.world(0)
         version_11, other_key = b"\0\1" + KEY + b"\x11\0", b"\0\1" + bytes(4) + b"\1\0"
@@ -2956,15 +2743,7 @@ class SubSpaceLists(unittest.TestCase):
             with self.assertRaisesRegex(ms.Malformed, "connect"):
                 self.say(world, bad)
 
-    def test_who_announces_himself_here_is_told(self) -> None:
-        world = self.world(0)
-        for packet, told in (bytes(10), False), (ZONE_PACKET, True):
-            with self.assertRaises(ms.Malformed):
-                self.say(world, packet, peer=ZONE)
-            self.assertEqual((ZONE[0], "subspace", 0) in world.registry.heard, told)
-        self.assertIn("next one", world.outcome(port=0)[1])
-
-    def test_texts_are_cut_to_their_fields(self) -> None:
+    def test_texts_are_cut_to_their_fields(self):
         server = ms.Server("subspace", *ZONE, ZONE[0], 0.0, 1.0, "n" * 90, version="135",
                            description="d" * 600)
         entry = ms.zone_entry(server)
@@ -2973,7 +2752,7 @@ class SubSpaceLists(unittest.TestCase):
         server.version = "1.0"
         self.assertEqual(ms.zone_entry(server)[10:14], hexa("86000000"))
 
-    def test_who_is_in_the_list(self) -> None:
+    def test_who_is_in_the_list(self):
         world = self.world(100)
         for address, fields in (("2001:db8::1", {}), ("203.0.113.9", {"responding": False})):
             world.registry.hear("subspace", address, 9, address, 0.0, 1e9, fields)
@@ -2982,51 +2761,48 @@ class SubSpaceLists(unittest.TestCase):
             world.now += 10.0
             self.assertEqual([zone["players"] for zone in fetch_all(world, minimum)], list(players))
 
-    def test_clusters(self) -> None:
-        """Clusters and reliable packets are taken apart in order; a bad part spoils no other."""
+    def test_clusters(self):
+        """Clusters and reliable packets are taken apart in order; what is not known or cut off is
+        ignored."""
         sync = "06 0005 01020304"
         request = "0b 0003 00000000 01 00000000"
-        cases = (
-            ("several", "000e" + sync + request, ["0006", "0004", "0003"]),
-            ("not known, and cut off", "000e 03 051234" + request + "07 0005 0102",
-             ["0004", "0003"]),
-            ("empty", "000e 00" + request + "ff", ["0004", "0003"]),
-            ("a cluster in a cluster", "000e 0e 000e" + request, ["0004", "0003"]),
-            ("in a reliable packet", "0003 00000000 000e 05 01 00000000", ["0004", "0003"]),
-            ("eight answers at most", "000e" + sync * 60, ["0006"] * 8))
-        for case, packet, kinds in cases:
+        for case, packet, kinds in (
+                ("several", "000e" + sync + request, ["0006", "0004", "0003"]),
+                ("not known, and cut off", "000e 03 051234" + request + "07 0005 0102",
+                 ["0004", "0003"]),
+                ("empty", "000e 00" + request + "ff", ["0004", "0003"]),
+                ("a cluster in a cluster", "000e 0e 000e" + request + sync,
+                 ["0004", "0006", "0003"]),
+                ("in a reliable packet", "0003 00000000 000e 05 01 00000000", ["0004", "0003"]),
+                ("eight answers at most", "000e" + sync * 60, ["0006"] * 8),
+                *[("no packet", packet, []) for packet in (
+                    "", "00", "0003", "0003 0000", "0005 010203", "01 000000", "000e",
+                    "01 00000000 00", "0009 00000000", "0002 aabbccdd")]):
             out = self.say(self.world(1), CONNECT, hexa(packet))
-            self.assertEqual([answer[:2] for answer in out], list(map(hexa, kinds)), case)
-        got: List[bytes] = []
-        link = ms.SubSpaceLink(0.0)
-        with mock.patch.object(link, "packet", lambda data, now: got.append(data) or []):
-            link.receive(hexa("000e 0a 0003 00000000 000e 01 41 07 0003 01000000 42"), 0.0)
-        self.assertEqual(got, [b"A", b"B"])
+            self.assertEqual([answer[:2] for answer in out], list(map(hexa, kinds)),
+                             (case, packet))
         deep = hexa("0005 01020304")
         for _ in range(60):
             deep = b"\0\x0e" + bytes([len(deep)]) + deep
         self.assertEqual(self.say(self.world(1), CONNECT, deep)[0][:2], hexa("0006"))
 
-    def test_packets_that_are_cut_off_or_not_known(self) -> None:
-        for bad in ("00", "0003", "0003 0000", "0004 000000", "0005 010203", "01 000000", "05",
-                    "01 00000000 00", "02 00000000", "0009 00000000", "", "0002 aabbccdd"):
-            with self.assertRaises(ms.Malformed, msg=bad):
-                self.say(self.world(1), CONNECT, hexa(bad))
-
-    def test_reliable_packets_are_taken_in_order(self) -> None:
-        """All are acknowledged but those too far ahead, also if they come again."""
-        got: List[bytes] = []
+    def test_reliable_packets_are_taken_in_order(self):
+        """One that comes too early is not acknowledged, so it comes again; an old one is."""
+        got = []
         link = ms.SubSpaceLink(0.0)
-        with mock.patch.object(link, "packet", lambda data, now: got.append(data) or []):
-            for number, answered, taken in ((1, 1, b""), (15, 1, b""), (16, 0, b""), (0, 1, b"01"),
-                                            (1, 1, b"01"), (3, 1, b"01"), (2, 1, b"0123")):
+        with mock.patch.object(link, "packet", lambda data, now: got.append(data)):
+            for number, payload, answered, taken in (
+                    (1, "41", 0, b""), (0, "000e 01 41 01 42", 1, b"AB"), (0, "41", 1, b"AB"),
+                    (2, "43", 0, b"AB"), (1, "43", 1, b"ABC"), (0, "41", 1, b"ABC"),
+                    (2, "44", 1, b"ABCD")):
                 head = struct.pack("<I", number)
-                out = link.receive(hexa("0003") + head + b"%x" % number, 0.0)
-                self.assertEqual((out, b"".join(got)), ([hexa("0004") + head] * answered, taken))
+                out = link.receive(hexa("0003") + head + hexa(payload), 0.0)
+                kept = b"".join(data for data in got if data[:2] not in (b"\0\3", b"\0\x0e"))
+                self.assertEqual((out, kept), ([hexa("0004") + head] * answered, taken))
 
-    def test_windows_and_resends(self) -> None:
+    def test_windows_and_resends(self):
         """One packet in flight before the first acknowledgement, then four, each again after half
-        a second; no more than sixteen beyond one that is missing."""
+        a second, and none beyond those four while one is missing."""
         link = ms.SubSpaceLink(0.0, [b"%d" % number for number in range(40)])
         sent = lambda packets: [int.from_bytes(packet[2:6], "little") for packet in packets]
         say = lambda now, *numbers: [number for acked in numbers for number in sent(
@@ -3036,23 +2812,12 @@ class SubSpaceLists(unittest.TestCase):
             self.assertEqual(sent(link.tick(now)), resent, now)
         self.assertEqual(say(1.1, 0), [1, 2, 3, 4])
         self.assertEqual(say(1.2, 0, 9), [])                # once more, and one that never was
-        self.assertEqual(say(1.3, 2, 3, 4), [5, 6, 7])
+        self.assertEqual(say(1.3, 2, 3, 4), [])
         self.assertEqual(sent(link.tick(1.7)), [1])
-        self.assertEqual(say(1.75, *range(5, 16)), [*range(8, 17)])
-        self.assertEqual(say(1.76, 16, 1), [17, 18, 19, 20])
+        self.assertEqual(say(1.75, 1), [5, 6, 7, 8])
+        self.assertEqual(say(1.76, 6, 5), [9, 10])
 
-    def test_chunks_are_small(self) -> None:
-        world, data = self.world(40), b""
-        flying = self.say(world, CONNECT, REQUEST)[1:]
-        self.assertEqual(len(flying[0]), 480 + 12)
-        while flying:
-            packet = flying.pop(0)
-            self.assertLessEqual(len(packet), 492)
-            data += packet[12:]
-            flying += self.say(world, acknowledge(packet))
-        self.assertEqual(len(data), 1 + 40 * (78 + 101))
-
-    def test_a_second_request_on_a_link_is_served_after_the_first(self) -> None:
+    def test_a_second_request_on_a_link_is_served_after_the_first(self):
         world = self.world(2)
         first = self.say(world, CONNECT, REQUEST)[1]
         second = hexa("0003 01000000 01 02000000")
@@ -3061,16 +2826,16 @@ class SubSpaceLists(unittest.TestCase):
         answer = self.say(world, hexa("0003 02000000 01 02000000"))[1]
         self.assertEqual(answer, hexa("0003 01000000 000a 01000000 01"))
 
-    def test_400_zones_over_a_bad_network(self) -> None:
+    def test_100_zones_over_a_bad_network(self):
         """A fifth of all packets is lost, some come twice, and none in order."""
         for seed in range(4):
-            world, rng, player = self.world(400), random.Random(seed), Player()
+            world, rng, player = self.world(100), random.Random(seed), Player()
 
-            def arrived(packets: List[bytes]) -> List[bytes]:
+            def arrived(packets):
                 rng.shuffle(packets)
                 return [packet for packet in packets for _ in range(rng.choice((0, 1, 1, 1, 2)))]
             self.say(world, CONNECT)
-            out: List[bytes] = []
+            out = []
             for step in range(600):                 # a tenth of a second each, half a round trip
                 now = step / 10
                 out += player.tick(now)
@@ -3082,23 +2847,28 @@ class SubSpaceLists(unittest.TestCase):
                        for answer in player.receive(packet, now)]
             assert player.zones is not None
             self.assertEqual([zone["name"] for zone in player.zones],
-                             ["Zone %d" % number for number in range(399, -1, -1)])
+                             ["Zone %d" % number for number in range(99, -1, -1)])
             world.list.tick(now + ms.LINK_IDLE_S + 1.0)
             self.assertFalse(world.list.links)
 
-    def test_an_exchange_nobody_acknowledges_ends(self) -> None:
+    def test_an_exchange_nobody_acknowledges_ends(self):
+        """And one in which nothing happens; what was seen before prolongs nothing."""
         for also in [], [REQUEST], [hexa("0005 01020304")]:
             world = self.world(400)
             sent = self.say(world, CONNECT, REQUEST)[1:]
-            for second in range(1, 2 * ms.LINK_TRIES):
+            for second in range(1, 60):
                 for packet in also if world.list.links else ():
                     sent += self.say(world, packet, now=second - 0.5)
                 sent += [data for data, _ in world.list.tick(float(second))]
             chunks = [data for data in sent if len(data) > 20]
-            self.assertEqual((len(set(chunks)), len(chunks)), (1, ms.LINK_TRIES))
-            self.assertEqual((ms.LINK_TRIES < 17, len(world.list.links)), (True, 0))
+            self.assertEqual((len(set(chunks)), len(world.list.links)), (1, 0))
+            self.assertIn(len(chunks), range(20, 42))
+        self.say(world, CONNECT, now=60.0)
+        for now, links in (80.0, 1), (80.1, 0):
+            world.list.tick(now)
+            self.assertEqual(len(world.list.links), links)
 
-    def test_false_addresses_get_little(self) -> None:
+    def test_false_addresses_get_little(self):
         """One address, many ports and keys, for ten seconds: a slow trickle for who lives there.
         Many addresses: what all together get is bounded."""
         for addresses, least, most in (1, 5_000, 50_000), (4000, 90_000, 200_000):
@@ -3115,7 +2885,7 @@ class SubSpaceLists(unittest.TestCase):
             self.assertTrue(least < chunks < most, (addresses, chunks))
             self.assertEqual(len(world.list.links), ms.LIST_LINKS)
 
-    def test_requests_are_limited(self) -> None:
+    def test_requests_are_limited(self):
         """One link after another, or many requests on one."""
         for links, exempt, served in (20, "", 3), (1, "", 5), (20, "192.0.2.1", 20):
             world = self.world(1, limits__requests="1/6", limits__exempt=exempt)
@@ -3131,14 +2901,14 @@ class SubSpaceLists(unittest.TestCase):
                         self.say(world, acknowledge(packet), peer=peer)
             self.assertEqual(lists, served)
 
-    def test_lists_are_bounded_in_bytes(self) -> None:
+    def test_lists_are_bounded_in_bytes(self):
         """To one address and to all; what is held back has not been tried, and comes later."""
         for setting, players in (("limiter", 1), ("limiter_in_all", 10)):
             world = self.world(400)
             getattr(world.list, setting).set_rate((30_000, 30_000))
-            waiting: Dict[Any, Set[bytes]] = {
+            waiting = {
                 ("203.0.113.%d" % number, 777): set() for number in range(players)}
-            arrived: ms.Replies = []
+            arrived = []
             for peer in waiting:
                 for packet in CONNECT, REQUEST:
                     arrived += world.list.datagram(packet, peer, 0.0)
@@ -3156,13 +2926,13 @@ class SubSpaceLists(unittest.TestCase):
                     self.assertLess(max(sum(map(len, seen)) for seen in waiting.values()), 40_000)
             self.assertEqual({sum(map(len, seen)) for seen in waiting.values()}, {1 + 400 * 179})
 
-    def test_who_is_blocked_meanwhile_gets_no_list(self) -> None:
+    def test_who_is_blocked_meanwhile_gets_no_list(self):
         world = self.world(400)
         self.say(world, CONNECT)
         world.registry.rules.read(ms.Settings({"blocked.192.0.2.0/24": "floods"}))
         self.assertEqual(self.say(world, REQUEST), [hexa("0004 00000000")])
 
-    def test_strangers_push_nobody_out(self) -> None:
+    def test_strangers_push_nobody_out(self):
         """A player 200 ms away asks amid 10,000 connects a second; the oldest links go."""
         world = self.world(1)
         self.say(world, CONNECT)
@@ -3173,15 +2943,7 @@ class SubSpaceLists(unittest.TestCase):
         self.assertEqual(len(self.say(world, REQUEST)), 2)
         self.assertEqual(len(world.list.links), ms.LIST_LINKS)
 
-    def test_idle_links_end(self) -> None:
-        world = self.world(1)
-        self.say(world, CONNECT)
-        self.say(world, hexa("0005 01020304"), now=20.0)
-        for now, links in (20.0 + ms.LINK_IDLE_S, 1), (21.0 + ms.LINK_IDLE_S, 0):
-            world.list.tick(now)
-            self.assertEqual(len(world.list.links), links)
-
-    def test_zones_of_a_list(self) -> None:
+    def test_zones_of_a_list(self):
         entry = (hexa("cb007109 a861 0600 0103 86000000") + b"Caf\xe9".ljust(64, b"\0") + b"d\0")
         self.assertEqual(ms.zone_entries(b"\1" + entry), [{
             "address": "203.0.113.9", "port": 25000, "name": "Café", "players": 6, "scores": True,
@@ -3229,7 +2991,7 @@ AIO_TRACES = (
     ("list, as deployed", b"12#%\n", AIO_DEPLOYED_LIST),
     ("list, as deployed, CR LF", b"12#%\r\n", AIO_DEPLOYED_LIST),
     ("list, document", b"12#%", AIO_DOCUMENT_LIST),
-    ("line ends first", b"\n\r\n12#%\n", AIO_DEPLOYED_LIST),
+    ("line ends between", b"HI#%\n\r\n12#%\n", AIO_DEPLOYED_LIST),
     ("publish, as deployed", b"13#NAME#DESC#27010#%\n", b"%SUCCESS#13#%"),
     ("publish, document",
      b"13#best AIO server#please no non-vanilla content pls#185.12.59.68#27010#%",
@@ -3254,12 +3016,10 @@ AIO_TRACES = (
     ("framed news", hexa("01000000 01"), hexa("0e000000 01 0b00") + b"50% more #1"),
     ("framed port 0", hexa("03000000 03 0000"),
      hexa("1b000000 06 03 1700") + b"port 0 cannot be listed"),
-    ("framed unknown", hexa("02000000 09 00"),
-     hexa("23000000 06 09 1f00") + b"this master knows no request 09"),
 )
 
 
-def aio_ready(**settings: str) -> ms.Aio:
+def aio_ready(**settings):
     """With the document's two servers."""
     aio = ms.Aio(make_core(aio__news="50% more #1", **settings))
     for name, description, address in (AIO_OFFICIAL, AIO_UNNAMED):
@@ -3267,39 +3027,39 @@ def aio_ready(**settings: str) -> ms.Aio:
     return aio
 
 
-def aio_peer(aio: ms.Aio, data: bytes, address: str = "203.0.113.9", now: float = 0.0
-             ) -> ms.AioSession:
+def aio_peer(aio, data, address="203.0.113.9", now=0.0
+             ):
     """A connection that has sent this."""
     session = aio.session(address, now)
     feed(session, data, now=now)
     return session
 
 
-def aio_ask(aio: ms.Aio, request: bytes, now: float = 0.0) -> bytes:
+def aio_ask(aio, request, now=0.0):
     """What a peer of its own gets for this; 0.2 s later if it takes a newline to tell."""
     session = aio.session("198.51.100.7", now)
     return feed(session, request, now=now) + session.tick(now + 0.2)
 
 
 class AioTest(unittest.TestCase):
-    def listed(self, aio: ms.Aio, *names: str) -> List[Any]:
+    def listed(self, aio, *names):
         """These attributes of the listed servers."""
         return [tuple(getattr(server, name) for name in names) if names[1:]
                 else getattr(server, names[0]) for server in aio.registry.servers("aio")]
 
-    def test_uintv(self) -> None:
+    def test_uintv(self):
         for value, wire in ((0, "01"), (127, "ff"), (128, "0200"), (8080, "427c"),
                             (0x407F, "feff"), (16512, "040000"), (27010, "144801"),
-                            (65535, "fcfb05"), (0x20407F, "fcffff"), (0x204080, "00000000"),
-                            (0x2020407F, "f8ffffff")):
+                            (65535, "fcfb05"), (0x204080, "00000000"), (0x2020407F, "f8ffffff")):
             with self.subTest(value):
                 data = hexa(wire)
-                self.assertEqual(ms.uintv(value), data)
+                if value <= 65535:
+                    self.assertEqual(ms.uintv(value), data)
                 self.assertEqual(ms.read_uintv(b"?" + data + b"?", 1), (value, 1 + len(data)))
                 for cut in range(len(data)):
                     self.assertGreater(ms.read_uintv(data[:cut], 0)[1], cut)
 
-    def test_traces_whole_and_in_every_split(self) -> None:
+    def test_traces_whole_and_in_every_split(self):
         for title, data, answer in AIO_TRACES:
             for size in range(1, len(data) + 1):
                 with self.subTest(title, size=size):
@@ -3310,7 +3070,7 @@ class AioTest(unittest.TestCase):
                 found = feed(session, data[:at]) + feed(session, data[at:], now=0.1)
                 self.assertEqual(found + session.tick(0.35), answer, title)
 
-    def test_one_answer_at_a_time(self) -> None:
+    def test_one_answer_at_a_time(self):
         """The rest waits until the peer has taken it; what has no answer stops nothing."""
         for data, answers in (
                 (b"\x0c\x0c" + AIO_BINARY + b"\x0c", 3), (b"HI#%NEWS#%HI#%NEWS#%", 2),
@@ -3321,8 +3081,8 @@ class AioTest(unittest.TestCase):
                 found.append(session.receive(b"", 0.0))
             self.assertEqual(len(found) - 1, answers, data)
 
-    def test_a_newline_tells_the_two_lists_apart(self) -> None:
-        def session() -> ms.AioSession:
+    def test_a_newline_tells_the_two_lists_apart(self):
+        def session():
             made = aio_ready().session("198.51.100.7", 0.0)
             self.assertEqual(made.receive(b"12#%", 5.0), b"")
             return made
@@ -3335,7 +3095,7 @@ class AioTest(unittest.TestCase):
         self.assertEqual(half_closed.ended(5.1), AIO_DOCUMENT_LIST)
         self.assertEqual(half_closed.receive(b"", 5.1), b"")
 
-    def test_greetings(self) -> None:
+    def test_greetings(self):
         aio = ms.Aio(make_core())
         for number in b"0", b"1":               # ids count up
             silent = aio.session("198.51.100.7", 0.0)
@@ -3344,11 +3104,10 @@ class AioTest(unittest.TestCase):
                              [b"", b"%1#" + number + b"#%", b""])
             self.assertEqual(feed(silent, b"KEEPALIVE#%", now=2.0), b"%SUCCESS#KEEPALIVE#%")
         for data in b"N", b"\x0d", b"\3":
-            talking = aio.session("198.51.100.7", 0.0)
-            talking.opened(0.0)
-            self.assertEqual((talking.receive(data, 0.5), talking.tick(1.2)), (b"", b""))
+            talking = aio_peer(aio, data)
+            self.assertEqual(talking.tick(1.2), b"")
 
-    def test_published_in_one_dialect_and_listed_in_all(self) -> None:
+    def test_published_in_one_dialect_and_listed_in_all(self):
         best, fun = b"best AIO server", b"100% fun"
         for data, name, description in (
                 (b"13#best AIO server#100% fun#27010#%\n", best, fun),
@@ -3367,7 +3126,7 @@ class AioTest(unittest.TestCase):
         self.assertEqual(aio_ask(aio, b"12#%\n"),
                          b"%12#[2001:db8::9]:27010##2001:db8::9#27010#%")
 
-    def test_empty_lists(self) -> None:
+    def test_empty_lists(self):
         entry = (b"No servers currently online :pepe:", b"There are currently no available"
                  b" servers... Maybe host your own or wait later?:O", b"127.0.0.1")
         text = b"#".join(entry) + b"#27010#%"
@@ -3376,28 +3135,26 @@ class AioTest(unittest.TestCase):
             b"%12#" + text, b"%12#0#" + text,
             hexa("0c 0000") + b"\0".join(entry) + hexa("00 144801"), hexa("03000000 02 0000")])
 
-    def test_lists_number_their_servers(self) -> None:
+    def test_lists_number_their_servers(self):
         aio = ms.Aio(make_core())
         for number in range(300):
             address = address_of(number)
             aio.registry.hear("aio", address, 27010, address, 0.0, math.inf, {"name": str(number)})
-        with mock.patch.object(ms, "AIO_SERVERS", 257):         # no more than have a number
-            deployed, document, binary, framed = [aio_ask(aio, request) for request in AIO_LISTS]
-        numbers = list(range(257))
-        self.assertEqual(deployed.count(b"#27010#"), 257)
+        deployed, document, binary, framed = [aio_ask(aio, request) for request in AIO_LISTS]
+        numbers = list(range(300))
+        self.assertEqual(deployed.count(b"#27010#"), 300)
         self.assertEqual(list(map(int, document.split(b"#")[1::5][:-1])), numbers)
         entries = binary[1:].split(hexa("144801"))[:-1]
         self.assertEqual([int.from_bytes(entry[:2], "little") for entry in entries], numbers)
         # A long frame is compressed; peers read it with one recv(4) and one recv(length)
         self.assertEqual((len(framed) - 4, framed[3]), (int.from_bytes(framed[:3], "little"), 1))
         payload = zlib.decompress(framed[4:])
-        self.assertEqual((payload[:3], payload.count(hexa("8269"))), (hexa("02 0101"), 257))
-        self.assertLess(ms.AIO_SERVERS, 1 << 16)
-        made = aio_ask(aio, b"\x0c", 5.0), aio.lists[ms.aio_binary_list].made
-        self.assertEqual(aio_ask(aio, b"\x0c", 5.0), made[0])
-        self.assertIs(aio.lists[ms.aio_binary_list].made, made[1])                  # made once
+        self.assertEqual((payload[:3], payload.count(hexa("8269"))), (hexa("02 2c01"), 300))
+        made = aio.lists[ms.aio_binary_list].made
+        self.assertEqual(aio_ask(aio, b"\x0c", 5.0), binary)
+        self.assertIs(aio.lists[ms.aio_binary_list].made, made)                     # made once
 
-    def test_names_and_players(self) -> None:
+    def test_names_and_players(self):
         """(published, name, players, maximum, in the text list, in the binary one)"""
         hundred = "100％ C＃ [bad] [7/32]".encode()
         for name, *facts, text, binary in (
@@ -3420,7 +3177,7 @@ class AioTest(unittest.TestCase):
         feed(session, b"13#K [2/9]#D#27010#%", now=1.0)         # somebody joined
         self.assertEqual(self.listed(aio, "name", "players"), [("K", 2)])
 
-    def test_addresses(self) -> None:
+    def test_addresses(self):
         """(source, what it sends, where it is listed)"""
         settings = {"server__public_address": "198.51.100.1",
                     "address_map.192.168.1.5": "198.51.100.2"}
@@ -3435,24 +3192,21 @@ class AioTest(unittest.TestCase):
                 ("127.0.0.1", b"13#N#D#203.0.113.7\n#27010#%", "203.0.113.7"),
                 ("127.0.0.1", b"\x0dN\0D\x00203.0.113.7\0\x14\x48\x01", "203.0.113.7"),
                 ("127.0.0.1", b"SET_IP#203.0.113.7#%" + AIO_TEXT, "203.0.113.7"),
-                ("127.0.0.1", AIO_TEXT + b"SET_IP#203.0.113.7#%", "203.0.113.7"),   # it moves
+                # With the next keepalive it moves
+                ("127.0.0.1", AIO_TEXT + b"SET_IP#203.0.113.7#%KEEPALIVE#%", "203.0.113.7"),
                 ("127.0.0.1", b"SET_IP#203.0.113.7#%13#N [1/2]#D#2#%13#N#D#127.0.0.1#27010#%",
                  "203.0.113.7"),
                 ("127.0.0.1", b"SET_IP#fe80::1%eth0#%" + AIO_TEXT, "198.51.100.1"),
                 ("127.0.0.1", b"SET_IP#::ffff:203.0.113.7#%" + AIO_TEXT, "203.0.113.7"),
-                ("127.0.0.1", b"13#N#D#203.0.113.7#27010#%SET_IP#203.0.113.8#%", "203.0.113.8"),
                 ("192.168.1.5", AIO_TEXT, "198.51.100.2"),
                 ("10.1.2.3", b"13#N#D#203.0.113.7#27010#%", "203.0.113.7")):
             with self.subTest(source=source, data=data):
                 aio = ms.Aio(make_core(**settings))
                 aio_peer(aio, data, source)
                 self.assertEqual(self.listed(aio, "address", "port"), [(address, 27010)])
-        for source, answer in ("127.0.0.1", b"%SUCCESS#SET_IP#%"), ("203.0.113.9", b""):
-            session = aio.session(source, 0.0)
-            self.assertEqual(feed(session, b"SET_IP#203.0.113.7#%\n"), answer)
-            self.assertEqual(feed(session, b"SET_IP#%\n"), b"")
+        self.assertEqual(aio_ask(aio, b"SET_IP#203.0.113.7#%\n"), b"%SUCCESS#SET_IP#%")
 
-    def test_the_newer_connection_has_the_server(self) -> None:
+    def test_the_newer_connection_has_the_server(self):
         for publish in AIO_TEXT, AIO_BINARY, AIO_FRAMED:
             aio = ms.Aio(make_core())
             old = aio_peer(aio, publish)
@@ -3471,7 +3225,7 @@ class AioTest(unittest.TestCase):
         feed(session, b"13#M#D#27011#%")                        # it has another port now
         self.assertEqual(self.listed(aio, "name", "port"), [("M", 27011)])
 
-    def test_restored_servers(self) -> None:
+    def test_restored_servers(self):
         """They leave unless they publish again; framed ones do not send the name they had."""
         for publish, name in ((AIO_FRAMED, "My server"), (AIO_TEXT, "N")):
             aio = ms.Aio(make_core())
@@ -3486,7 +3240,7 @@ class AioTest(unittest.TestCase):
             self.assertEqual(self.listed(aio, "name", "confirmed", "verified"),
                              [(name, True, "connection")])
 
-    def test_refusals(self) -> None:
+    def test_refusals(self):
         """(source, what it sends, the answer, what /check says of which port)"""
         aio = ms.Aio(make_core(**{
             "bans.203.0.113.0/24": "fake players", "server__refuse_names": "casino",
@@ -3511,20 +3265,14 @@ class AioTest(unittest.TestCase):
         aio_peer(aio, b"13#Good#d#1000#%13#evil#d#1000#%")
         self.assertEqual(self.listed(aio, "name"), ["Good"])
 
-    def test_how_long_a_connection_lasts(self) -> None:
-        """(what it sends at 0, when it is still there, when it is not, whether it is malformed)"""
+    def test_how_long_a_connection_lasts(self):
+        """(what it sends at 0, when it is still there, when it is not)"""
         text_keepalive = AIO_TEXT + b"KEEPALIVE#%\n"
-        for data, there, gone, malformed in (
-                (b"", 19.9, 20, True),                          # says nothing
-                (b"\3\0", 19.9, 20, True),
-                (b"13#NAME#", 19.9, 20, True),
-                (AIO_TEXT + b"13#NAME#", 19.9, 20, True),
-                (b"12#%\n", 329, 330, False),                   # a client
-                (AIO_KEEPALIVE, 329, 330, False),               # it comes again after 270 s
-                (text_keepalive, 119, 120, False),
-                (AIO_FRAMED + AIO_KEEPALIVE, 119, 120, False),
-                (AIO_TEXT, 86400, None, False),
-                (AIO_BINARY, 86400, None, False)):
+        for data, there, gone in (
+                (b"", 329, 330), (b"13#NAME#", 329, 330), (b"12#%\n", 329, 330),
+                (AIO_KEEPALIVE, 329, 330),                      # it comes again after 270 s
+                (text_keepalive, 119, 120), (AIO_FRAMED + AIO_KEEPALIVE, 119, 120),
+                (AIO_TEXT, 86400, None), (AIO_BINARY, 86400, None)):
             with self.subTest(data):
                 aio = ms.Aio(make_core())
                 session = aio_peer(aio, data)
@@ -3532,43 +3280,27 @@ class AioTest(unittest.TestCase):
                 session.tick(there)
                 self.assertFalse(session.done)
                 self.assertEqual(self.listed(aio, "last_seen"), [there] * listed)
-                if malformed:
-                    self.assertRaises(ms.Malformed, session.tick, gone)
-                    self.assertEqual(aio.registry.heard["203.0.113.9", "aio", 0][1:],
-                                     ("bad packet", "no whole message in 20 s"))
-                elif gone:
+                if gone:
                     session.tick(gone)
                     self.assertTrue(session.done)
                 session.closed(gone or there)
                 self.assertEqual(aio.registry.total, 0)
-        # Each message has its own time, though the next one began with its end
-        session = aio.session("203.0.113.8", 0.0)
-        for now in range(0, 60, 15):
-            feed(session, b"#%KEEPALIVE" if now else b"KEEPALIVE", now=now)
-            session.tick(now + 14)
-        self.assertRaises(ms.Malformed, session.tick, 65)
-        session = aio_peer(aio, b"12#%\n")      # from its first byte; more of them change nothing
-        session.receive(b"13#N", 100.0)
-        session.receive(b"#", 119.0)
-        self.assertRaises(ms.Malformed, session.receive, b"D", 120.0)
+        for more, lives in (b"KEEPALIVE#%\n", True), (b"NEWS#%\n", False):
+            session = aio_peer(ms.Aio(make_core()), text_keepalive)
+            for now in (100.0, 200.0):
+                session.tick(now)
+                feed(session, more, now=now)
+            self.assertEqual(not session.done, lives, more)     # only keepalives keep it
+        session = aio_peer(ms.Aio(make_core()), b"12#%\n")
+        feed(session, b"12#%\n", now=200.0)
+        session.tick(529.0)
+        self.assertFalse(session.done)
 
-    def test_only_keepalives_keep_who_sends_them(self) -> None:
-        for publish, more, lives in (
-                (AIO_TEXT, b"KEEPALIVE#%\n", True), (AIO_FRAMED, AIO_KEEPALIVE, True),
-                (AIO_TEXT, b"12#%\n", False), (AIO_FRAMED, hexa("01000000 02"), False)):
-            first = b"KEEPALIVE#%" if publish is AIO_TEXT else AIO_KEEPALIVE
-            session = aio_peer(ms.Aio(make_core()), publish + first)
-            for now in range(40, 161, 40):
-                session.tick(float(now))
-                if not session.done:
-                    self.assertNotEqual(feed(session, more, now=float(now)), b"")
-            self.assertEqual(not session.done, lives, more)
-
-    def test_what_is_no_message(self) -> None:
+    def test_what_is_no_message(self):
         bomb = zlib.compress(bytes(100 << 20), 9)
         http = b"POST / HTTP/1.1\r\nHost: x\r\n\r\n#%"       # of a browser, with any body
         for data in (
-                b"\x80", b"%", b"\0\0\0\0", b"\x16\3\1\2\0",
+                b"\x80", b"%", b"\0\0\0\0", b"\x16\3\1\2\0", hexa("02000000 09 00"),
                 b"\x0c\x0e", b"A" * 9000, b"\x0d" + b"A" * 9000, b"HI#" + b"A" * 9000 + b"#%",
                 b"\1\0\xff\0", AIO_KEEPALIVE + bytes(4), hexa("01000000 04 01200000") + bytes(8193),
                 b"13#N#D#%", b"13#N#D#1.2.3.4#5#6#%", b"13#N#D#-1#%", "13#N#D#२७#%".encode(),
@@ -3582,7 +3314,7 @@ class AioTest(unittest.TestCase):
                 self.assertRaises(ms.Malformed, feed, session, data, 4096)
                 self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
                 tracemalloc.stop()
-                self.assertEqual((session.buffer, aio.registry.total), (b"", 2))
+                self.assertEqual(aio.registry.total, 2)
                 self.assertEqual(aio.registry.heard["203.0.113.9", "aio", 0][1], "bad packet")
         # What came before it is answered; then the connection ends, and its server leaves
         session = aio.session("203.0.113.9", 0.0)
@@ -3591,28 +3323,21 @@ class AioTest(unittest.TestCase):
         session.closed(0.0)
         self.assertEqual(aio.registry.total, 2)
 
-    def test_limits(self) -> None:
+    def test_limits(self):
         """(what it sends again and again, how often it may)"""
         settings = {"limits__requests": "1/3", "limits__datagrams": "1/5"}
         for data, most, words in (
-                (b"\x0c", 3, "requests"), (b"NEWS#%", 3, "requests"), (b"12#%\n", 3, "requests"),
+                (b"\x0c", 3, "requests"), (b"12#%\n", 3, "requests"),
+                (hexa("01000000 02"), 3, "requests"), (b"NEWS#%", 5, "messages"),
                 (b"HI#%", 5, "messages"), (AIO_TEXT, 5, "messages"), (AIO_BINARY, 5, "messages"),
                 (AIO_FRAMED, 5, "messages")):
             with self.subTest(data):
                 aio = aio_ready(**settings)
-                session = aio.session("203.0.113.9", 0.0)
-                for _ in range(most):
-                    feed(session, data)
+                session = aio_peer(aio, data * most)
                 self.assertRaisesRegex(ms.Malformed, "too many " + words, feed, session, data)
-                exempt = aio.session("127.0.0.1", 0.0)
-                feed(exempt, data * 100)
-        for data in hexa("01000000 02"), hexa("01000000 01"):   # this dialect has words for it
-            session = aio_ready(**settings).session("203.0.113.9", 0.0)
-            answers = [feed(session, data) for _ in range(5)]
-            self.assertEqual([answer[4] for answer in answers], [data[4]] * 3 + [6] * 2)
-            self.assertIn(b"too many requests", answers[3])
+                aio_peer(aio, data * 100, "127.0.0.1")                      # it is exempt
 
-    def test_query(self) -> None:
+    def test_query(self):
         core = make_core(**{"address_map.192.168.1.5": "198.51.100.2"})
         aio, peer = ms.Aio(core), ("192.168.1.5", 27010)
         session = aio_peer(aio, AIO_FRAMED, peer[0])
@@ -3643,7 +3368,7 @@ class AioTest(unittest.TestCase):
         session.closed(600.0)
         self.assertEqual((core.registry.total, core.poller.targets), (0, {}))
 
-    def test_names_in_answers(self) -> None:
+    def test_names_in_answers(self):
         """(name and description in the answer, as they are listed)"""
         place = "203.0.113.9:27010"
         for name, description, listed in (
@@ -3660,13 +3385,13 @@ class AioTest(unittest.TestCase):
             self.assertEqual(self.listed(aio, "name", "description"), [listed])
             self.assertEqual(self.listed(aio, "players"), [0 if name == b"EVIL" else 65535])
 
-    def test_news(self) -> None:
+    def test_news(self):
         """(file, setting, as text, framed)"""
         aio = ms.Aio(make_core())
         for file, setting, text, framed in (
                 ("", "", "", ""), ("", "old", "old", "old"),
                 ("\n one \n two % # \n", "old", "one \n two <percent> <num>", "one \n two % #"),
-                ("x" + "é" * 40000, "", "x" + "é" * 32499, "x" + "é" * 32499)):     # whole ones
+                ("€" * 40000, "", "€" * 16000, "€" * 16000)):
             settings = settings_of({"aio__news": setting})
             settings.texts["aio.news_file"] = file
             aio.read(settings)
@@ -3676,7 +3401,7 @@ class AioTest(unittest.TestCase):
             self.assertEqual(payload, b"\1" + struct.pack("<H", len(words)) + words)
             self.assertEqual(rest, b"")
 
-    def test_what_is_listed_again(self) -> None:
+    def test_what_is_listed_again(self):
         """At the next keepalive or publish, once its address or a ban has changed, or the newer
         connection that had it has ended."""
         for data, again in ((b"13#K [3/9]#D#2#%\n", b"KEEPALIVE#%\n"),
@@ -3710,26 +3435,26 @@ class AioTest(unittest.TestCase):
 class AioScenario(unittest.TestCase):
     """Programs of all generations on one running server, over real sockets."""
 
-    def connect(self, greeting: bytes = hexa("01 00000000")) -> socket.socket:
+    def connect(self, greeting=hexa("01 00000000")):
         sock = socket.create_connection(("127.0.0.1", self.server.port("aio")), 5)
         self.addCleanup(sock.close)
         self.take(sock, greeting)
         return sock
 
-    def take(self, sock: socket.socket, wanted: bytes) -> None:
+    def take(self, sock, wanted):
         data = b""
         while len(data) < len(wanted):
             data += sock.recv(len(wanted) - len(data)) or b"the end"
         self.assertEqual(data, wanted)
 
-    def ask(self, request: bytes) -> bytes:
+    def ask(self, request):
         """All that a peer gets who sends this and no more."""
         with self.connect() as sock:
             sock.sendall(request)
             sock.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: sock.recv(65536), b""))
 
-    def test_all_generations_at_once(self) -> None:
+    def test_all_generations_at_once(self):
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             game = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
@@ -3776,8 +3501,6 @@ CHROMIUM = next(filter(None, map(shutil.which, (
 POLICY = ("default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
           "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'")
 WALL = 1_795_222_800.0          # 2026-11-21 01:00 UTC
-TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO"}
-LOOK = ms.Look("Open Game Masters", "Every public server of four small games.", None)
 HOSTILE = [
     "<img src=x onerror=alert(1)>", "\"><script>alert(2)</script>", "javascript:alert(3)",
     "' onmouseover='alert(4)", "\u202egnp.exe right to left \u202e\u2067", "שרת המשחקים הגדול",
@@ -3786,13 +3509,13 @@ HOSTILE = [
 SPAN_STEPS = {"day": (1440, 60), "week": (672, 900), "month": (2976, 900), "year": (8784, 3600)}
 
 
-def make_server(**values):
-    server = dict(
-        game="iceball", address="192.0.2.1", port=27790, name="Iceball Server", mode="CTF",
-        map="mesa", version="0.2.1-37", players=3, max_players=32, playing=None, description="",
-        official=False, verified="handshake", confirmed=True, responding=True, ping_ms=None,
-        first_seen=WALL - 90 * 86400, last_seen=WALL - 12, details={})
-    return SimpleNamespace(**dict(server, **values))
+def make_server(game="iceball", address="192.0.2.1", **values):
+    server = ms.Server(game, address, 27790, address, -12.0, math.inf, "Iceball Server", "CTF",
+                       "mesa", "0.2.1-37", 3, 32, "handshake")
+    server.first_seen = -90.0 * 86400
+    for name, value in values.items():
+        setattr(server, name, value)
+    return server
 
 
 def make_servers(count):
@@ -3803,7 +3526,7 @@ def make_servers(count):
     for index in range(count):
         address = "2001:db8:1234::%x" if index % 20 == 7 else "198.18.%d.9"
         servers.append(make_server(
-            game=chance.choice(list(TITLES)), address=address % index, port=1024 + index,
+            chance.choice(list(ms.GAME_TITLES)), address % index, port=1024 + index,
             name="%s %d" % (" ".join(chance.sample(words, 3)), index), official=index % 25 == 2,
             players=chance.choice([0, 0, 0, 1, 5, 12, 31, 64]), confirmed=index % 40 != 5,
             max_players=chance.choice([64, 64, 99, 0])))
@@ -3822,30 +3545,31 @@ def make_series(span="day"):
     means = [round(18 + 14 * math.sin(index * step / 86400 * 6.283)) for index in range(count)]
     means[count // 4:count // 4 + 72] = [None] * 72
     means[count // 2] = None
-    return SimpleNamespace(start=WALL - count * step, step=step, means=means,
-                           peaks=[mean and mean + 3 for mean in means])
+    return ms.Series(int(WALL) - count * step, step, means, [mean and mean + 3 for mean in means])
 
 
-def row_of(server):
-    before, after = ms.server_row(server, ms.sparkline(range(24)), TITLES.get(server.game, "?"))
-    return (before + ms.seen_cell(server.last_seen, WALL) + after).decode("utf-8")
+def web_of(servers, known=None, template=ms.LIST_PAGE):
+    """What serves these servers, in this order and whatever they tell; `known`: of the others."""
+    core = make_core(http__title="Open Game Masters")
+    for server in servers:
+        core.registry.games[server.game][server.address, server.port] = server
+        server.rank, server.parts = (servers.index(server),), None
+    database = mock.Mock(known=lambda *key: known,
+                         history=lambda game, address, port, span, wall: make_series(span))
+    web = ms.Web(core._replace(
+        database=database, listeners=[SimpleNamespace(protocol="aio", port=27011)],
+        recent=lambda: {server.key: range(24) for server in servers}))
+    web.epoch, web.look = WALL, web.look._replace(template=template)
+    return web
 
 
-def render_list(servers, look=LOOK, game="", name="", players_min=""):
-    """The list page as the program answers this query."""
-    counts = {key: sum(server.game == key for server in servers) for key in TITLES}
-    titles = {key: title for key, title in TITLES.items() if counts[key] or key == game}
-    least = int(players_min or 0)
-    found = [server for server in servers if game in ("", server.game) and server.players >= least
-             and ms.is_called(server, ms.clean(name).casefold())]
-    rows = [row_of(server).encode("utf-8") for server in found[:ms.PAGE_ROWS]]
-    return ms.list_page(titles, counts, game, rows, len(found), sum(s.players for s in found), look,
-                        name, least, ms.Html("<pre><code>127.0.0.1 27790</code></pre>"),
-                        ms.sparkline(range(24))).decode("utf-8")
+def page_of(web, path="/"):
+    request = http_request(path, "Accept: text/html")
+    return split_response(answered(web.session("127.0.0.1", 0.0), request))[2].decode("utf-8")
 
 
-def server_page(server, known=None, span="day"):
-    return ms.server_page(server, known, make_series(span), span, WALL, LOOK, "Iceball")
+def link_to(server):
+    return html.unescape(ms.server_link(server))
 
 
 class Outline(html.parser.HTMLParser):
@@ -3874,13 +3598,16 @@ class PagesTest(unittest.TestCase):
 
     def test_hostile_text_makes_no_tag_and_no_attribute(self):
         servers = hostile_servers()
-        pages = [render_list(servers), render_list(servers, game="aio", name=HOSTILE[1])]
+        web = web_of(servers)
+        pages = [page_of(web)]
         for text, server in zip(HOSTILE, servers):
-            look, findings = ms.Look(text, text, None), [(WALL, text, text, 1, text, text)]
-            pages += [
-                server_page(server), server_page(None, server),
-                ms.error_page(404, text, text, look),
-                ms.check_page(text, 0, [(text, text)], findings, servers, WALL, look)]
+            quoted = urllib.parse.quote(text[:300])
+            web.registry.note(server.address, text, 1, text, 0.0, text)
+            gone = web_of([], ms.Remembered(0.0, 0.0, text))
+            gone.look = gone.look._replace(title=text, intro=text)
+            pages += [page_of(web, link_to(server)), page_of(web, "/?game=aio&name=" + quoted),
+                      page_of(web, "/check?address=" + server.address),
+                      page_of(gone, link_to(server)), page_of(gone), page_of(gone, "/" + quoted)]
         for page in pages:
             for tag, attributes in Outline(page).tags:
                 self.assertNotIn(tag, ("img", "iframe", "object", "rows"))
@@ -3899,10 +3626,10 @@ class PagesTest(unittest.TestCase):
                 (make_server(players=32), 'class="full"'),
                 (make_server(players=0, max_players=0), 'class="empty"', "<b>0</b></span>"),
                 (make_server(name=""), "<bdi>192.0.2.1:27790</bdi>"),
-                (make_server(address="2001:db8::1", game="my game&x"),
+                (make_server("my game&x", "2001:db8::1"), ">my game&amp;x<",
                  "/server?game=my%20game%26x&amp;address=2001%3Adb8%3A%3A1&amp;port=27790",
                  "<code>[2001:db8::1]:27790</code>\n")):
-            self.holds(row_of(server), *parts)
+            self.holds(page_of(web_of([server])), *parts)
 
     def test_ago(self):
         for seconds, words in (
@@ -3912,9 +3639,9 @@ class PagesTest(unittest.TestCase):
 
     def test_sparkline(self):
         self.assertEqual(ms.sparkline([None] * 24), "")
-        self.holds(ms.sparkline([None, 0, 2, 4]), 'd="M0 9V9h1V8h1V4h1V0h1V9"')
-        for values, path in (([1, 16], "V8h1V0h1V9"), ([1], "V6h1V9")):
-            self.holds(ms.sparkline(values), 'd="M0 9%s"' % path)
+        for values, path in (([None, 0, 2, 4], "M0 9V9h1V8h1V4h1V0h1V9"),
+                             ([1, 16], "M0 9V8h1V0h1V9"), ([1], "M0 9V6h1V9")):
+            self.holds(ms.sparkline(values), 'd="%s"' % path)
 
     def test_ticks(self):
         for top, ticks in ((0, [0, 1]), (1, [0, 1]), (3, [0, 1, 2, 3]), (7.2, [0, 2, 4, 6, 8]),
@@ -3927,15 +3654,14 @@ class PagesTest(unittest.TestCase):
 
     def test_chart_leaves_gaps_and_names_peak_and_latest(self):
         means = [1, 2, None, None, 7, None, 3, 3, None, 4]
-        series = SimpleNamespace(start=WALL - 600, step=60, means=means,
-                                 peaks=means[:7] + [5, None, 4])
+        series = ms.Series(WALL - 600, 60, means, means[:7] + [5, None, 4])
         chart = ms.chart(series, WALL + 12)
         # Four stretches; one of 8 players is 12.5 % of the height
         self.holds(
             chart,
             'class="mean" d="M0 87.5h.01L1 75h.01M4 12.5h.01M6 62.5h.01L7 62.5h.01M9 50h.01"',
             'd="M0 100V87.5h1V100M1 100V75h1V100M4 100V12.5h1V100M6 100V62.5h1V100M7 100V37.5h1V',
-            '<circle cx="40.4%" cy="23%"', ">peak 7<",
+            '<circle cx="40.4%" cy="23%"', 'x="40.4%" y="23%" dy="-9">peak 7<',
             'latest" x="83.4%" y="50%" dx="6" dy="5">4<',
             "Peak 7 at 2026-11-21 00:54. Latest 4, " + ms.time_tag(WALL, WALL + 12))
         ticks = r'class="(\w+)"[^>]*/><text class="tick end"[^>]*>(\d+)<'
@@ -3945,18 +3671,19 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(re.findall(r'<text class="middle[^>]*>([^<]+)<', day),
                          "03:00 06:00 09:00 12:00 15:00 18:00 21:00 00:00".split())
         self.assertLess(len(re.findall("h.01", year)), ms.CHART_POINTS)         # not one an hour
+        self.holds(year, "h.01L24 ")
         series = make_series()
         series.peaks[101] = 40
         self.holds(ms.chart(series, WALL), "V0h4V100")
-        series.means = series.peaks = [None] * 10
-        self.holds(ms.chart(series, WALL), "No history in this span yet")
+        self.holds(ms.chart(ms.Series(0, 60, [9, 1], [9, 1]), WALL), 'x="9.44%" y="21.2%" dy="-9"')
+        self.holds(ms.chart(ms.Series(0, 60, [None], [None]), WALL), "No history in this span yet")
 
     def test_server_page(self):
         server = make_server(mode="\u05de", map="<m>", players=1200, playing=3, ping_ms=23.4,
                              description="Builders welcome.", details={"free_slots": "none"})
         fact = '<div class="%s"><dt>%s</dt><dd>%s</dd></div>'
         self.holds(
-            server_page(server),
+            page_of(web_of([server]), link_to(server)),
             # Each part of the lead has its own direction
             "<bdi>Iceball</bdi> · <bdi>\u05de</bdi> · <bdi>&lt;m&gt;</bdi>",
             'href="iceball://192.0.2.1:27790">Play', '<svg class="chart"', "94.9 % of the time",
@@ -3966,15 +3693,19 @@ class PagesTest(unittest.TestCase):
             *[fact % (key, key, value) for key, value in (
                 ("Ping from this master", "23 ms"), ("Free slots", "none"),
                 ("Description", "Builders welcome."))])
-        for first_seen, words in ((WALL - 3600, ">100 % of"), (WALL - 72000, ">93.9 % of")):
-            self.holds(server_page(make_server(first_seen=first_seen)), words)
-        page = server_page(None, make_server(name="Gone <fishing>", last_seen=WALL - 7200))
-        self.holds(page, "Gone &lt;fishing&gt;", "Not listed now. Last seen <time",
+        for first_seen, words in ((-3600.0, ">100 % of"), (-72000.0, ">93.9 % of")):
+            server.first_seen = first_seen
+            self.holds(page_of(web_of([server]), link_to(server)), words)
+        gone = page_of(web_of([], ms.Remembered(WALL - 9000, WALL - 7200, "Gone <fishing>")),
+                       link_to(server))
+        self.holds(gone, "Gone &lt;fishing&gt;", "Not listed now. Last seen <time",
                    '<svg class="chart"', "/check?game=iceball&amp;address=192.0.2.1&amp;port=27790")
-        for part in "Play<", "Mode", "Verified":
-            self.assertNotIn(part, page)
+        for part in "Play<", "Mode", "Verified", "<i title":
+            self.assertNotIn(part, gone)
         server.game = "aio"
-        page = ms.server_page(server, None, None, "day", WALL, LOOK)
+        web = web_of([server])
+        web.core = web.core._replace(database=None)
+        page = page_of(web, link_to(server))
         for part in "Play<", "chart":               # no history is kept
             self.assertNotIn(part, page)
 
@@ -3984,96 +3715,61 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(ms.badges(make_server()), "")
         words = re.findall(r'<i title="[^"]{20,}">([a-z -]+)</i>', ms.badges(server))
         self.assertEqual(words, ["official", "unconfirmed", "self-reported", "not responding"])
-        for text in row_of(server), server_page(server):
-            self.holds(" ".join(Outline(text).text.split()), "Once official unconfirmed")
-
-    def test_check_page(self):
-        findings = [(WALL - 40, "Iceball", "192.0.2.1", 0, "Bad packet", "Update it."),
-                    (WALL - 50, "AIO", "192.0.2.1", 7, "Silence", "Wait.")]
-        self.holds(
-            ms.check_page("192.0.2.1", 5, [("Banned: spam", "Ask.")], findings, [make_server()],
-                          WALL, LOOK),
-            'name="address" value="192.0.2.1"', 'name="port" value="5"', " data-live", "40 s ago",
-            "Listed now: 1 server<", "<h3>Banned: spam</h3>\n<p>Ask.</p>", "Iceball Server</bdi>",
-            "<h3>Bad packet</h3>\n<p>Update it.</p>", "· Iceball from <code>192.0.2.1</code>",
-            "· AIO from <code>192.0.2.1:7</code>")
-        page = ms.check_page("2001:db8::1", 5, [], [], [], 0.0, LOOK, "in the last 9 s")
-        self.holds(page, "Nothing at [2001:db8::1]:5 is listed now",
-                   "Nothing has arrived from [2001:db8::1]:5 in the last 9 s.")
-        self.assertNotIn("data-live", page)
+        for path in "/", link_to(server), "/check?address=192.0.2.1":
+            text = Outline(page_of(web_of([server]), path)).text
+            self.holds(" ".join(text.split()), "Once official unconfirmed")
 
     def test_list_page(self):
-        self.holds(ms.list_page(TITLES, {}, "", [], 3104, 1, LOOK).decode(), 'data-total="3104"',
-                   "The first 2,000 of 3,104 servers. Search by name to find the others.",
-                   "<b>1</b> player on <b>3,104</b> servers")
-        self.holds(render_list([]), "No servers yet", " hidden>", "<code>127.0.0.1 27790</code>")
-        self.holds(render_list([make_server()], game="aio"), 'class="one-game"',
+        with mock.patch.object(ms, "PAGE_ROWS", 2):
+            self.holds(page_of(web_of(make_servers(1003))), 'data-total="1003"',
+                       "The first 2 of 1,003 servers. Search by name to find the others.",
+                       "players on <b>1,003</b> servers")
+            self.assertEqual(page_of(web_of(make_servers(5))).count("<tr"), 1 + 2)
+        self.holds(page_of(web_of([])), "No servers yet", " hidden>")
+        self.holds(page_of(web_of([make_server(players=1)]), "/?game=aio"), 'class="one-game"',
                    "<title>AIO · Open Game Masters</title>",
                    '<a href="/" aria-current="false">All games<small>1</small>',
                    '<a href="/?game=aio" aria-current="page">AIO<small>0</small>')
-        nobody = render_list([], name="nobody", players_min="7")
+        one = page_of(web_of([make_server(players=1)]))
+        nobody = page_of(web_of([]), "/?name=nobody&players_min=7")
+        self.holds(one, "<b>1</b> player on <b>1</b> server<", 'id="tabs" data-live')
+        self.assertNotIn("All games", one)
         self.holds(nobody, "No server matches.", 'value="nobody"', 'value="7"')
-        for text in nobody, render_list(make_servers(1)):
-            # A browser for text shows what is hidden
+        for text in nobody, one:                    # a browser for text shows what is hidden
             self.assertNotIn("No servers yet", text)
 
     def test_own_template(self):
-        own = ms.list_template("<title>$title</title> $$5 $table")
-        page = render_list(make_servers(3), ms.Look("A & B", "", own))
-        self.assertTrue(page.startswith("<title>A &amp; B</title> $5 <p id"))
+        own = "<title>$title</title> $$5 $table"
+        page = page_of(web_of(make_servers(3), template=own))
+        self.assertTrue(page.startswith("<title>Open Game Masters</title> $5 <p id"))
+        ms.list_template(own)
         for text, reason in (("$nonsense", r"unknown placeholder \$nonsense .*head, totals"),
                              ("100 $ a line", "line 1")):
             with self.assertRaisesRegex(ValueError, reason):
                 ms.list_template(text)
 
 
-class Exchange(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"                   # Chromium believes no ETag of HTTP/1.0
-
-    def do_GET(self):
-        kind, text = self.server.answer(urlsplit(self.path))
-        tag = '"%08x"' % zlib.crc32(text.encode("utf-8"))
-        known = self.headers.get("If-None-Match") == tag
-        status = 503 if self.server.down else 304 if known else 200
-        body = b"" if known else text.encode("utf-8")
-        if kind == "text/html":
-            self.server.asked.append((self.path, status))
-        self.send_response(status)
-        for name, value in (("Content-Type", kind + "; charset=utf-8"), ("ETag", tag),
-                            ("Content-Security-Policy", POLICY), ("Content-Length", len(body))):
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+class Exchange(socketserver.BaseRequestHandler):
+    def handle(self):
+        for data in iter(lambda: self.request.recv(65536), b""):
+            self.request.sendall(self.server.answer(data))
 
 
-class Site(http.server.ThreadingHTTPServer):
+class Site(socketserver.ThreadingTCPServer):
     """The pages over HTTP from `servers`, which a test may change."""
 
     daemon_threads = True
-    servers, asked, down, look = [], [], False, LOOK
+    servers, asked, down, template = [], [], False, ms.LIST_PAGE
 
-    def answer(self, target):
-        query = {key: values[-1] for key, values in parse_qs(target.query).items()}
-        address = query.pop("address", "127.0.0.1")
-        found = [server for server in self.servers if server.address == address]
-        files = {"/style.css": ("text/css", ms.STYLE_CSS),
-                 "/app.js": ("text/javascript", ms.APP_JS),
-                 "/icon.svg": ("image/svg+xml", ms.ICON_SVG)}
-        if target.path in files:
-            return files[target.path]
-        text = ms.error_page(404, "Nothing here", "No page has this address.", LOOK)
-        if target.path == "/":
-            text = render_list(self.servers, self.look, **{
-                key: query[key] for key in ("game", "name", "players_min") if key in query})
-        elif target.path == "/server":
-            text = server_page(found[0], None, query.get("span", "day"))
-        elif target.path == "/check":
-            findings = [(WALL - 40, "Iceball", address, 5, "The handshake failed", "Wait.")]
-            text = ms.check_page(address, 0, [], findings[:len(found)], found, WALL, LOOK)
-        return "text/html", text
+    def answer(self, data):
+        web = web_of(self.servers, template=self.template)
+        if self.down:
+            web.answer = mock.Mock(side_effect=ms.HttpError(503, "It is down."))
+        out = answered(web.session("127.0.0.1", 0.0), data)
+        if b"Content-Type: text/html" in out:
+            self.asked.append((data.split()[1].decode(), int(out[9:12])))
+        # The browser would keep a page over the next test
+        return out.replace(b"max-age=%d" % ms.CACHE_S, b"max-age=0")
 
 
 class Browser:
@@ -4191,7 +3887,7 @@ class BrowserCase(unittest.TestCase):
         cls.browser.start()
 
     def setUp(self):
-        self.site.servers, self.site.down, self.site.look = make_servers(60), False, LOOK
+        self.site.servers, self.site.down = make_servers(60), False
         self.browser.resize(1280)
         self.browser.page_errors()
 
@@ -4199,7 +3895,7 @@ class BrowserCase(unittest.TestCase):
         self.assertEqual(self.browser.page_errors(), [])
 
     def open(self, target="/"):
-        self.browser.navigate("http://127.0.0.1:%d%s" % (self.site.server_port, target))
+        self.browser.navigate("http://127.0.0.1:%d%s" % (self.site.server_address[1], target))
         self.site.asked.clear()
 
     def js(self, script):
@@ -4329,7 +4025,7 @@ class BrowserTest(BrowserCase):
         self.assertGreater(before[0], 0)
         self.site.servers.pop(50)
         self.site.servers[40].name, self.site.servers[10].players = "Renamed", 77
-        self.site.servers[20].last_seen = WALL - 1
+        self.site.servers[20].last_seen = -1.0
         self.site.servers.append(make_server(name="Brand new", address="198.51.100.9"))
         for status in 200, 304:                         # what has not changed costs next to nothing
             self.site.asked.clear()
@@ -4348,7 +4044,8 @@ class BrowserTest(BrowserCase):
         script = self.browser.call("Page.addScriptToEvaluateOnNewDocument", source="""
             const every = setInterval; window.setInterval = (call, ms) => every(call, ms / 20)""")
         self.addCleanup(self.browser.call, "Page.removeScriptToEvaluateOnNewDocument", **script)
-        self.site.look = ms.Look("", "", ms.list_template("<!doctype html>$head$table"))
+        self.site.template = "<!doctype html>$head$table"
+        self.addCleanup(delattr, self.site, "template")
         self.open()
         self.site.servers = self.site.servers[:3]
         self.expect()
@@ -4363,7 +4060,7 @@ class BrowserTest(BrowserCase):
         self.assertEqual(self.js("document.activeElement.name"), "name")
         for target, part, mode in (("", "tbody code", "New"), ("/server", "#facts dd", "Newer")):
             if target:
-                self.open(target + "?address=" + server.address)
+                self.open(link_to(server))
                 self.js("document.querySelector('#facts .copy').focus()")      # as if clicked
             self.js("getSelection().selectAllChildren(document.querySelector(%r))" % part)
             selected, server.mode = self.js("String(getSelection())"), mode
@@ -4392,9 +4089,9 @@ class BrowserTest(BrowserCase):
         self.assertEqual(self.js("document.querySelectorAll('#empty .copy').length"), 1)
 
     def test_master_away(self):
-        address = "address=" + self.site.servers[7].address
-        for target, page in (("/", "list"), ("/check?" + address, "page"),
-                             ("/server?" + address, "page")):
+        server = self.site.servers[8]
+        for target, page in (("/", "list"), ("/check?address=" + server.address, "page"),
+                             (link_to(server), "page")):
             self.open(target)
             self.assertEqual(self.of("#status", "offsetHeight") > 0, page == "list")
             self.js("document.querySelector('td:nth-child(7), time').textContent = 'old'")
@@ -4438,7 +4135,7 @@ class BrowserTest(BrowserCase):
 
     def test_check_form(self):
         self.open("/check?address=%s" % self.site.servers[0].address)
-        self.assertEqual(self.of("h3"), "The handshake failed")
+        self.assertEqual(self.of("h3"), "Listed")
         self.js("document.querySelector('[name=address]').value = '203.0.113.5'")
         self.js("document.querySelector('form button').click()")
         eventually(lambda: "Nothing has arrived from 203.0.113.5" in (self.of("main") or ""))
@@ -4459,7 +4156,7 @@ class LayoutTest(BrowserCase):
 
     def test_the_board_looks_like_one(self):
         """The name heaviest, figures in columns, full servers dimmed, empty ones lighter."""
-        self.site.servers = [make_server(players=players) for players in (3, 32, 0)]
+        self.site.servers = [make_server(players=n, port=n + 1) for n in (3, 32, 0)]
         self.browser.resize(2560)
         self.open()
         self.assertLessEqual(self.of("#servers", "offsetWidth"), 1200)
@@ -4481,8 +4178,9 @@ class LayoutTest(BrowserCase):
     def test_nothing_stands_out(self):
         self.site.servers[5:5] = hostile_servers()
         for target in ("/", "/?game=iceball", "/check?address=192.0.2.3", "/nowhere", "/check",
-                       *["/server?address=192.0.2.%d" % index for index in range(10)],
-                       *["/server?address=192.0.2.9&span=" + span for span in ms.SPANS]):
+                       *map(link_to, hostile_servers()),
+                       *[link_to(make_server(address="192.0.2.9")) + "&span=" + span
+                         for span in ms.SPANS]):
             self.open(target)
             for width in 320, 390, 600, 768, 1000, 1280, 1920:
                 self.browser.resize(width)
@@ -4490,7 +4188,7 @@ class LayoutTest(BrowserCase):
                 cut = self.js("""[...document.querySelectorAll('h1, dd, li, p')]
                     .filter(box => box.scrollWidth > box.clientWidth).length""")
                 # Combining marks alone have nowhere to break
-                self.assertTrue(not cut or target.endswith("2.6"), (target, width))
+                self.assertTrue(not cut or "2.6&" in target, (target, width))
                 # Where the main part ends, Safari cuts off: it has no overflow-clip-margin
                 main, *texts = self.js(EDGES % "main, .chart text")
                 self.assertEqual(len(texts) > 6, "server?" in target)
@@ -4532,9 +4230,16 @@ class LayoutTest(BrowserCase):
 # --- It holds against noise ----------------------------------------------------------------------
 
 NASTY_BYTES = b"\0\1\x7f\x80\xff\r\n #%&=:;/[]{}\"'<>0-"
+FULL_TEXTS = announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30)
 
 
-def game_server_answers(packet: bytes) -> List[bytes]:
+def protocols_of(core):
+    """All that the program has, by the names of their classes."""
+    return {type(protocol).__name__: protocol
+            for protocol in [row.make(core) for row in ms.PROTOCOLS]}
+
+
+def game_server_answers(packet):
     """What game servers send back to what a master sends them."""
     identity = packet[1:5]
     if packet[:4] == b"MSOK":
@@ -4549,59 +4254,56 @@ def game_server_answers(packet: bytes) -> List[bytes]:
     return [asss(packet)] if len(packet) == 4 or packet[4:] in ms.PING_FORMS[1:] else []
 
 
-FULL_TEXTS = announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30)
-
-
 class FuzzTest(unittest.TestCase):
     """But for Malformed no exception escapes, whatever comes, whole or in pieces."""
 
+    # By what reads them: each protocol, a type of body for POST /announce, the database
     SAMPLES = {
-        "iceball": (CAPTURED, FULL_TEXTS, hexa("4853484b 8a850c03"), hexa("01 0100 0151 00"),
+        "Iceball": (CAPTURED, FULL_TEXTS, hexa("4853484b 8a850c03"), hexa("01 0100 0151 00"),
                     hexa("06")),
-        "ping": (ZONE_PACKET, zone_packet(name=b"\x80" * 32), PING_TIME, BOTH),
-        "list": (CONNECT, REQUEST, hexa("0004 00000000"), hexa("0005 01020304 0000"),
-                 hexa("0007"), hexa("000e 06 0005 01020304 06 0004 00000000"),
-                 hexa("0003 00000000 000a 20000000 01") + bytes(31)),
-        "poller": (hyperbol_reply(), SHORT, BOTH, zlib.compress(AIO_ANSWER)),
-        "hyperbol": (b"KEY!" + hexa("10000000"), b"KEY!" + bytes(4)),
-        "aio": (AIO_TEXT, AIO_TEXT + b"\n12#%KEEPALIVE#%NEWS#%", AIO_FRAMED, AIO_BINARY,
+        "SubSpacePing": (ZONE_PACKET, zone_packet(name=b"\x80" * 32), PING_TIME, BOTH),
+        "SubSpaceList": (
+            CONNECT, REQUEST, hexa("0004 00000000"), hexa("0005 01020304 0000"), hexa("0007"),
+            hexa("000e 06 0005 01020304 06 0004 00000000"),
+            hexa("0003 00000000 000a 20000000 01") + bytes(31)),
+        "Poller": (hyperbol_reply(), SHORT, BOTH, AIO_ANSWER),
+        "Hyperbol": (b"KEY!" + hexa("10000000"), b"KEY!" + bytes(4)),
+        "Aio": (AIO_TEXT, AIO_TEXT + b"\n12#%KEEPALIVE#%NEWS#%", AIO_FRAMED, AIO_BINARY,
                 b"13#Name [3/8]#D#203.0.113.7#27010#%12#%", b"SET_IP#203.0.113.7#%\n",
                 AIO_FRAMED + AIO_KEEPALIVE + hexa("01000000 02 01000000 01"),
                 hexa("0b000001 789c636eca0400017900ef"), *AIO_LISTS),
-        "web": (b"GET /master.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n",
+        "Web": (b"GET /master.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n",
                 b"GET /?name=a%FFb&players_min=3 HTTP/1.0\r\n\r\n",
                 b'GET /servers.json HTTP/1.1\r\nHost: x\r\nIf-None-Match: "x", W/"y"\r\n\r\n',
                 b"GET /check?address=203.0.113.9&port=4000 HTTP/1.1\r\nHost: x\r\n\r\n" * 2,
                 b"GET http://[::1]/server?game=aio&address=%5B::1%5D&port=1 HTTP/1.0\r\n\r\n",
                 b"GET /history.json?game=iceball&span=day HTTP/1.0\r\n\r\n",
-                b"OPTIONS /announce HTTP/1.1\r\nHost: x\r\n\r\n")}
-    # A type and a body for POST /announce; most are to be read, so only the body is spoilt
-    ANNOUNCEMENTS = (
-        ("x-www-form-urlencoded", b"game=mygame&port=4000&name=M%20%C3%BC&players=3&max_players=9"),
-        ("x-www-form-urlencoded", b"game=mygame&port=4000&action=stop"),
-        ("json", b'{"game":"hyperbol","port":27888,"name":"\\ud83d\\u0000","version":1.5e3}'),
-        ("json", b'{"game":"subspace","port":5000,"name":"Z\\ud800","description":"d"}'))
-    ROWS = (
-        b'["S\\ud800","m","map","1",70000,9,-3,"d",999,"x",false,{"skill":[1]},"nowhere",true]',
-        b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
-        b"[" * 4000)
+                b"OPTIONS /announce HTTP/1.1\r\nHost: x\r\n\r\n"),
+        "application/x-www-form-urlencoded": (
+            b"game=mygame&port=4000&name=M%20%C3%BC&players=3&max_players=9",
+            b"game=mygame&port=4000&action=stop"),
+        "application/json": (
+            b'{"game":"hyperbol","port":27888,"name":"\\ud83d\\u0000","version":1.5e3}',
+            b'{"game":"subspace","port":5000,"name":"Z\\ud800","description":"d"}'),
+        "a stored row": (
+            b'["S\\ud800","m","map","1",70000,9,-3,"d",999,"x",false,{"skill":[1]},"nowhere",true]',
+            b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
+            b"[" * 4000)}
+    # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
+    MAY_STAY = {*"queriers counts games watchers lists titles requests".split(),
+                "claims", "heard", "altered"}
+    DECODERS = ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info
 
-    def setUp(self) -> None:
+    def setUp(self):
         self.chance = random.Random(20)
-        self.core = core = make_core(
-            games__mygame="My Game", limits__requests="100000", limits__datagrams="100000",
-            limits__servers="300")
-        self.protocols: Dict[str, Any] = {
-            "iceball": ms.Iceball(core), "ping": ms.SubSpacePing(core),
-            "list": ms.SubSpaceList(core), "poller": core.poller, "hyperbol": ms.Hyperbol(core),
-            "aio": ms.Aio(core), "web": ms.Web(core)}
-        self.sessions: List[ms.Session] = []
-        self.games: Set[str] = set()
-        core.registry.watch(lambda event, server: self.games.add(server.game), events=["listed"])
+        self.core = make_core(games__mygame="My Game", limits__requests="100000",
+                              limits__datagrams="100000", limits__servers="300")
+        self.protocols = protocols_of(self.core)
+        self.sessions = []
         self.now = 0.0
-        self.here: Any = None           # whose input it is; None: nobody is there any more
+        self.here = None                # whose input it is; None: nobody is there any more
 
-    def mutated(self, data: bytes) -> bytes:
+    def mutated(self, data):
         """Cut, repeated, with noise in it."""
         chance, out = self.chance, bytearray(data)
         for _ in range(chance.choice((0, 1, 1, 2, 4, 16))):
@@ -4614,132 +4316,128 @@ class FuzzTest(unittest.TestCase):
             del out[chance.randrange(len(out) + 1):]
         return bytes(out[:ms.MAX_DATAGRAM_BYTES])
 
-    def datagram(self, name: str, data: bytes, peer: Any, depth: int = 3) -> None:
-        """One datagram, and what its sender answers to the answers."""
+    def datagrams(self, name, replies, depth=3):
+        """What the receivers of a protocol's replies answer, and so on."""
+        for packet, place in replies if depth and self.here else ():
+            for answer in game_server_answers(packet):
+                answer = self.chance.choice((answer, self.mutated(answer)))
+                self.datagram(name, answer, place, depth - 1)
+
+    def datagram(self, name, data, peer, depth=3):
         with contextlib.suppress(ms.Malformed):
             replies = self.protocols[name].datagram(data, peer, self.now)
-            for packet, place in replies if depth else ():
-                for answer in game_server_answers(packet):
-                    answer = self.chance.choice((answer, self.mutated(answer)))
-                    self.datagram(name, answer, place, depth - 1)
+            self.datagrams(name, replies, depth)
 
-    def connection(self, name: str, data: bytes) -> None:
+    def connection(self, name, data):
         """One connection, which stays open for a while."""
         session = self.protocols[name].session(self.here[0], self.now)
-        greeting = session.opened(self.now)
-        out = b""
+        greeting, out = session.opened(self.now), b""
         try:
             data = data.replace(b"KEY!", greeting[4:8])
-            out += feed(session, data, self.chance.choice((1, 7, 1 << 30)), self.now)
+            out = feed(session, data, self.chance.choice((1, 7, 1 << 30)), self.now)
             if self.chance.random() < 0.3:
                 out += session.ended(self.now)
-            if name == "web":
+            if name == "Web":
                 out += session.tick(self.now + 60.0)
                 self.assertTrue(session.done)
         except ms.Malformed:
             session.done = True
-        while name == "web" and out and not data.startswith(b"HEAD"):
+        while name == "Web" and out and not data.startswith(b"HEAD"):
             out = split_response(out)[3]            # each is whole
         self.sessions.append(session)
         if len(self.sessions) > 20 or session.done:
             self.sessions.pop(0).closed(self.now)
 
-    def announcement(self) -> bytes:
-        type, body = self.chance.choice(self.ANNOUNCEMENTS)
-        body = self.mutated(body)
-        return http_request("/announce", "Content-Type: application/" + type,
-                            "Content-Length: %d" % len(body), method="POST", body=body)
-
-    def row(self) -> None:
+    def stored_row(self, data):
         """What noise in the database makes of a listed server."""
-        text = self.mutated(self.chance.choice(self.ROWS)).decode("utf-8", "replace")
         row = ("mygame", self.chance.choice((self.here[0], "2001:db8::1", "nowhere", "")),
-               self.chance.choice((1, 65535, 0, -5, 1 << 40)), 99.0, 0.0, 9.0, text)
-        server, registry = ms.restored_server(row, self.now, 10.0), self.core.registry
-        with contextlib.suppress(ms.Refused):
+               self.chance.choice((1, 65535, 0, -5, 1 << 40)), 99.0, 0.0, 9.0,
+               data.decode("utf-8", "replace"))
+        registry = self.core.registry
+        with contextlib.suppress(ms.Refused, TypeError, ValueError, RecursionError):
+            server = ms.restored_server(row, self.now, 10.0)
             if server is not None and registry.get(*server.key) is None:
                 registry.admit(*server.key, server.source, server.name)
                 registry.insert(server)
                 json.dumps(ms.stored_row(server, 0.0)[-1])
 
-    def settings(self) -> None:
+    def settings(self, path):
         lines = ["[%s]\n%s = %s\n" % (row.section, row.key or row.default.partition(" = ")[0],
                                       row.default.rpartition(" = ")[2])
                  for row in self.chance.sample(ms.SETTINGS, 3)]
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "fuzz.ini")
-            with open(path, "wb") as file:
-                file.write(self.mutated("".join(lines).encode()))
-            with contextlib.suppress(ms.SettingsError):
-                ms.Settings.load(path)
+        with open(path, "wb") as file:
+            file.write(self.mutated("".join(lines).encode()))
+        with contextlib.suppress(ms.SettingsError):
+            ms.Settings.load(path)
 
-    def tick(self) -> None:
+    def tick(self):
         self.now += 1.0
         self.core.registry.expire(self.now)
         for name, protocol in self.protocols.items():
-            for packet, place in protocol.tick(self.now) or ():
-                for answer in game_server_answers(packet) if self.here else ():
-                    answer = self.chance.choice((answer, self.mutated(answer)))
-                    self.datagram(name, answer, place)
+            self.datagrams(name, protocol.tick(self.now) or ())
         for session in self.sessions:
             with contextlib.suppress(ms.Malformed):
                 session.tick(self.now)
 
-    def render(self) -> None:
+    def lists(self):
         """Whatever got in, every list can be made of it."""
         for path in ("/master.json", "/servers.json", "/servers.xml", "/", "/metrics",
                      "/check?address=203.0.113.9"):
-            session = self.protocols["web"].session("192.0.2.1", self.now)
+            session = self.protocols["Web"].session("192.0.2.1", self.now)
             status, _, body, _ = split_response(feed(session, http_request(path), now=self.now))
             self.assertEqual(status, 200, path)
             if path.endswith("json"):
                 json.loads(body.decode("utf-8"))
             elif path.endswith("xml"):
                 xml.dom.minidom.parseString(body)
-        b"".join(self.protocols["list"].chunks(0, self.now))
-        for rendered in self.protocols["aio"].lists.values():
-            rendered.get(self.now)
-        self.protocols["hyperbol"].everything.get(self.now)
+        b"".join(self.protocols["SubSpaceList"].chunks(0, self.now))
+        self.connection("Hyperbol", b"KEY!" + bytes(4))
+        for request in AIO_LISTS:
+            self.connection("Aio", request)
 
-    def test_noise(self) -> None:
+    def test_noise(self):
+        self.assertLessEqual({*self.protocols}, {*self.SAMPLES})
+        games = set()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
         for number in range(3000 if SLOW else 12000):
             self.now += 0.05
-            address = "203.0.113.%d" % self.chance.randrange(1, 40)
-            self.here = address, 4000 + self.chance.randrange(3)
-            name = self.chance.choice([*self.SAMPLES, "announcement", "row"])
-            data = self.mutated(self.chance.choice(self.SAMPLES.get(name, (b"",))))
-            if name == "announcement":
-                self.connection("web", self.announcement())
-            elif name == "row":
-                self.row()
+            self.here = ("203.0.113.%d" % self.chance.randrange(1, 40),
+                         4000 + self.chance.randrange(3))
+            name = self.chance.choice([*self.SAMPLES])
+            data = self.mutated(self.chance.choice(self.SAMPLES[name]))
+            if name == "a stored row":
+                self.stored_row(data)
+            elif name.startswith("application/"):
+                self.connection("Web", http_request(
+                    "/announce", "Content-Type: " + name, "Content-Length: %d" % len(data),
+                    method="POST", body=data))
             elif isinstance(self.protocols[name], ms.UdpProtocol):
                 self.datagram(name, data, self.here)
             else:
                 self.connection(name, data)
-            for decode in ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info:
+            for decode, packet in itertools.product(self.DECODERS, (data, zlib.compress(data))):
                 with contextlib.suppress(ms.Malformed):
-                    decode(data)
+                    decode(packet)
             if number % 100 == 0:
-                self.settings()
+                self.settings(os.path.join(folder.name, "fuzz.ini"))
                 self.tick()
+                games.update(server.game for server in self.core.registry.servers())
             if number % 2000 == 0:
-                self.render()
-        self.assertEqual(self.games, {"iceball", "hyperbol", "subspace", "aio", "mygame"})
-        self.assert_nothing_is_left()
-
-    def assert_nothing_is_left(self) -> None:
-        """When everybody has gone."""
-        self.here = None
+                self.lists()
+        self.assertEqual(games, {getattr(protocol, "game", "mygame")
+                                 for protocol in self.protocols.values()})
+        self.here = None                                # everybody goes
         for session in self.sessions:
             session.closed(self.now)
         self.sessions.clear()
         for _ in range(600):
             self.tick()
-        aio, iceball = self.protocols["aio"], self.protocols["iceball"]
-        left = [server.key for server in self.core.registry.servers()]
-        self.assertEqual((left, aio.owners, self.core.poller.targets, iceball.known,
-                          self.protocols["list"].links), ([], {}, {}, {}, {}))
-        self.assertFalse(self.core.registry.sources)
+        self.assertEqual(self.core.registry.servers(), [])
+        left = {name for thing in (*self.protocols.values(), self.core.registry)
+                for name, value in vars(thing).items()
+                if isinstance(value, (dict, list, set)) and value}
+        self.assertLessEqual(left, self.MAY_STAY)
 
 
 class AmplificationTest(unittest.TestCase):
@@ -4747,51 +4445,51 @@ class AmplificationTest(unittest.TestCase):
     the documents demand; and that is bounded, by source and in all."""
 
     PEER = "203.0.113.9", 5000
-    LIST_BYTES = ms.LINK_TRIES * (ms.LINK_CHUNK_BYTES + 12)     # before anything is acknowledged
+    # Before anything is acknowledged
+    LIST_BYTES = int(ms.LINK_IDLE_S + 1) * (ms.LINK_CHUNK_BYTES + 12)
     # Of every type that any document has: a name, the port, the datagrams that make the request,
     # and how many bytes more than it has the answers may have, and do have
     REQUESTS = (
-        ("announcement", "iceball", [CAPTURED], 0),
-        ("all texts full", "iceball", [FULL_TEXTS], 7),
-        ("heartbeat version", "iceball", [announcement(hbversion=3)], 0),
-        ("its shortest", "iceball", [announcement(hbversion=3)[:10]], 0),
-        ("length", "iceball", [CAPTURED + b"x"], 0),
-        ("no versions", "iceball", [b"1CEB\2"], 0),
-        ("forged cookie", "iceball", [b"HSHK" + bytes(80)], 0),
-        ("request id", "iceball", [hexa("01 0100 0151 00")], 13),
-        ("request id, version", "iceball", [hexa("01 0200")], 0),
-        ("fields", "iceball", [hexa("03 01020304 01 4100"), hexa("04 01020304 01 05000000"),
+        ("announcement", "Iceball", [CAPTURED], 0),
+        ("all texts full", "Iceball", [FULL_TEXTS], 7),
+        ("heartbeat version", "Iceball", [announcement(hbversion=3)], 0),
+        ("its shortest", "Iceball", [announcement(hbversion=3)[:10]], 0),
+        ("length", "Iceball", [CAPTURED + b"x"], 0),
+        ("no versions", "Iceball", [b"1CEB\2"], 0),
+        ("forged cookie", "Iceball", [b"HSHK" + bytes(80)], 0),
+        ("request id", "Iceball", [hexa("01 0100 0151 00")], 13),
+        ("request id, version", "Iceball", [hexa("01 0200")], 0),
+        ("fields", "Iceball", [hexa("03 01020304 01 4100"), hexa("04 01020304 01 05000000"),
                                hexa("05 01020304")], 0),
-        ("other types", "iceball", [hexa("02 01020304"), hexa("06"), b"\xff"], 0),
-        ("ping of 4", "ping", [PING_TIME], 4),
-        ("ping of 8", "ping", [PING_TIME + bytes(4)], 0),
-        ("ping, total", "ping", [PING_TIME + hexa("01000000")], 8),
-        ("ping, arenas", "ping", [PING_TIME + hexa("02000000")], 504),
-        ("other sizes", "ping", [b"", b"x", bytes(6), bytes(94), bytes(481)], 0),
-        ("zone", "ping", [ZONE_PACKET], 0),
-        ("shortest zone", "ping", [zone_packet(name=b"Z", description=b"\0")], 0),
-        ("connect", "list", [CONNECT] * 20, 0),
-        ("list", "list", [CONNECT, REQUEST], LIST_BYTES),
-        ("list, again and again", "list", [CONNECT, REQUEST] * 20, LIST_BYTES),
-        ("no connect", "list", [REQUEST, hexa("0007")], 0),
-        ("sync", "list", [CONNECT, hexa("0005 01020304")], 4),
-        ("an answer nobody asked for", "poller", [bytes(8), hyperbol_reply()], 0))
+        ("other types", "Iceball", [hexa("02 01020304"), hexa("06"), b"\xff"], 0),
+        ("ping of 4", "SubSpacePing", [PING_TIME], 4),
+        ("ping of 8", "SubSpacePing", [PING_TIME + bytes(4)], 0),
+        ("ping, total", "SubSpacePing", [PING_TIME + hexa("01000000")], 8),
+        ("ping, arenas", "SubSpacePing", [PING_TIME + hexa("02000000")], 504),
+        ("other sizes", "SubSpacePing", [b"", b"x", bytes(6), bytes(94), bytes(481)], 0),
+        ("zone", "SubSpacePing", [ZONE_PACKET], 0),
+        ("shortest zone", "SubSpacePing", [zone_packet(name=b"Z", description=b"\0")], 0),
+        ("connect", "SubSpaceList", [CONNECT] * 20, 0),
+        ("list", "SubSpaceList", [CONNECT, REQUEST], LIST_BYTES),
+        ("list, again and again", "SubSpaceList", [CONNECT, REQUEST] * 20, LIST_BYTES),
+        ("no connect", "SubSpaceList", [REQUEST, hexa("0007")], 0),
+        ("sync", "SubSpaceList", [CONNECT, hexa("0005 01020304")], 4),
+        ("an answer nobody asked for", "Poller", [bytes(8), hyperbol_reply()], 0))
 
-    def start(self) -> None:
-        self.core = core = make_core()
+    def start(self):
+        self.core = make_core()
         for number in range(60):
             address = "198.51.100.%d" % number
-            core.registry.hear(("iceball", "hyperbol", "subspace", "aio")[number % 4], address,
-                               1000, address, 0.0, 1e6,
-                               {"name": "A listed server", "description": "x" * 80, "players": 9})
-        self.protocols = {"iceball": ms.Iceball(core), "ping": ms.SubSpacePing(core),
-                          "list": ms.SubSpaceList(core), "poller": core.poller}
+            self.core.registry.hear(
+                ("iceball", "hyperbol", "subspace", "aio")[number % 4], address, 1000, address, 0.0,
+                1e6, {"name": "A listed server", "description": "x" * 80, "players": 9})
+        self.protocols = {name: protocol for name, protocol in protocols_of(self.core).items()
+                          if isinstance(protocol, ms.UdpProtocol)}
 
-    def surplus(self, name: str, packets: List[bytes], peer: Tuple[str, int] = PEER,
-                seconds: int = 60) -> int:
+    def surplus(self, name, packets, peer=PEER, seconds=0):
         """How many bytes more go to the source than came from it, repetitions and queries of the
-        next minute too."""
-        sent: ms.Replies = []
+        next seconds too."""
+        sent = []
         for data in packets:
             with contextlib.suppress(ms.Malformed):
                 sent += self.protocols[name].datagram(data, peer, 10.0)
@@ -4801,47 +4499,48 @@ class AmplificationTest(unittest.TestCase):
         return sum(len(data) for data, place in sent if place[0] == peer[0]) - sum(
             map(len, packets))
 
-    def test_every_type_of_request(self) -> None:
-        for name, port, packets, most in self.REQUESTS:
+    def test_every_type_of_request(self):
+        for name, protocol, packets, most in self.REQUESTS:
             self.start()
-            surplus = self.surplus(port, packets)
+            surplus = self.surplus(protocol, packets, seconds=60)
             self.assertLessEqual(surplus, most, name)
             self.assertEqual(surplus > 0, most > 0, name)
+        self.assertEqual({protocol for _, protocol, _, _ in self.REQUESTS}, {*self.protocols})
 
-    def test_from_one_source(self) -> None:
-        for name, port, packets, most in self.REQUESTS:
-            self.start()
-            surplus = sum(self.surplus(port, packets, (self.PEER[0], number), 0)
-                          for number in range(1000) if most)
-            self.assertLessEqual(surplus, 50 * 512, name)               # a burst of requests
-
-    def test_from_all_sources_together(self) -> None:
+    def test_many_requests(self):
+        """From one source, and from as many as exhaust what there is for all of them together."""
         rate, burst = 1000, 3000        # less than the program has: it takes as many sources
-        with mock.patch.object(ms, "SURPLUS_BYTES", (rate, burst)):
-            for name, port, packets, most in self.REQUESTS:
+        for name, protocol, packets, most in self.REQUESTS:
+            if most:
                 self.start()
-                for number in range(600 if most > 4 else 0):
-                    peer = "%d.%d.113.9" % (60 + number // 250, number % 250), 5000
-                    most -= max(0, self.surplus(port, packets, peer, 0))
-                self.assertGreaterEqual(most + burst, 0, name)
+                surplus = sum(self.surplus(protocol, packets, (self.PEER[0], port))
+                              for port in range(1000))
+                self.assertLessEqual(surplus, 50 * 512, name)           # a burst of requests
+            if most > 4:
+                with mock.patch.object(ms, "SURPLUS_BYTES", (rate, burst)):
+                    self.start()
+                surplus = sum(max(0, self.surplus(protocol, packets, (
+                    "%d.%d.113.9" % (60 + number // 250, number % 250), 5000)))
+                    for number in range(600))
+                self.assertLessEqual(surplus, burst + most, name)
 
-    def test_a_bucket_that_is_empty_keeps_nobody_else_out(self) -> None:
+    def test_a_bucket_that_is_empty_keeps_nobody_else_out(self):
         """Those who need no surplus are served, and each use has a bucket of its own."""
         with mock.patch.object(ms, "SURPLUS_BYTES", (1000, 3000)):
             self.start()
         for use in "cookie", "ping":
             self.core.registry.rules.allow_surplus(use, "60.0.0.1", 3000, 10.0)
-        answer, = self.protocols["iceball"].datagram(CAPTURED, self.PEER, 10.0)
-        self.protocols["iceball"].datagram(b"HSHK" + answer[0][4:], self.PEER, 10.0)
+        answer, = self.protocols["Iceball"].datagram(CAPTURED, self.PEER, 10.0)
+        self.protocols["Iceball"].datagram(b"HSHK" + answer[0][4:], self.PEER, 10.0)
         self.assertIsNotNone(self.core.registry.get("iceball", self.PEER[0], 21737))
         for address, answers in ((self.PEER[0], 0), ("127.0.0.1", 1)):      # this one is exempt
-            self.assertEqual(len(self.protocols["ping"].datagram(
+            self.assertEqual(len(self.protocols["SubSpacePing"].datagram(
                 PING_TIME, (address, 1), 10.0)), answers)
-        self.assertGreater(self.surplus("list", [CONNECT, REQUEST], seconds=0), 400)
+        self.assertGreater(self.surplus("SubSpaceList", [CONNECT, REQUEST]), 400)
 
-    def test_no_two_ports_answer_each_other_for_ever(self) -> None:
+    def test_no_two_ports_answer_each_other_for_ever(self):
         """A request forged in the name of another master's port."""
-        places: Dict[Any, ms.UdpProtocol] = {}
+        places = {}
         for number in range(2):
             self.start()
             for protocol in self.protocols.values():
@@ -4851,7 +4550,7 @@ class AmplificationTest(unittest.TestCase):
                 self.REQUESTS, places, places):
             now += 60.0
             talk = collections.deque((data, source, place) for data in packets)
-            for _ in range(200):
+            for _ in range(1000):
                 if not talk:
                     break
                 data, sender, receiver = talk.popleft()
@@ -4873,16 +4572,12 @@ NASTY_NAMES = (
     "new\nline", "\u2028sep")
 
 
-def http_request(path: str, *lines: str, method: str = "GET", body: bytes = b"") -> bytes:
+def http_request(path, *lines, method="GET", body=b""):
     head = ["%s %s HTTP/1.1" % (method, path), "Host: x", *lines, "", ""]
     return "\r\n".join(head).encode("latin-1") + body
 
 
-def undated(response: bytes) -> bytes:
-    return re.sub(rb"Date: [^\r]*\r\n", b"", response)
-
-
-def answered(session: ms.Session, data: bytes, now: float = 0.0) -> bytes:
+def answered(session, data, now=0.0):
     """Everything that a session answers, its jobs done at once."""
     out = feed(session, data, now=now)
     while session.job is not None:
@@ -4898,31 +4593,29 @@ def answered(session: ms.Session, data: bytes, now: float = 0.0) -> bytes:
 
 
 class WebCase(unittest.TestCase):
-    settings: Dict[str, str] = {}
+    settings = {}
 
     def setUp(self):
         self.core = make_core(**self.settings)
         self.registry = self.core.registry
         self.web = ms.Web(self.core)
 
-    def session(self, address: str = "127.0.0.1", now: float = 0.0) -> ms.HttpSession:
+    def session(self, address="127.0.0.1", now=0.0):
         return self.web.session(address, now)
 
-    def exchange(self, request: bytes, address: str = "127.0.0.1", now: float = 0.0) -> bytes:
+    def exchange(self, request, address="127.0.0.1", now=0.0):
         return answered(self.session(address, now), request, now)
 
-    def get(self, path: str, *lines: str, method: str = "GET", address: str = "127.0.0.1",
-            now: float = 0.0) -> Tuple[int, Dict[str, str], bytes]:
+    def get(self, path, *lines, method="GET", address="127.0.0.1", now=0.0):
         data = self.exchange(http_request(path, *lines, method=method), address, now)
         status, headers, body, rest = split_response(data)
         self.assertEqual(rest, b"")
         return status, headers, body
 
-    def servers(self, path: str = "/servers.json", now: float = 0.0) -> Any:
+    def servers(self, path="/servers.json", now=0.0):
         return json.loads(self.get(path, now=now)[2].decode("utf-8"))["servers"]
 
-    def list(self, port: int = 1, address: str = "203.0.113.9", game: str = "iceball",
-             source: str = "", **fields: Any) -> ms.Server:
+    def list(self, port=1, address="203.0.113.9", game="iceball", source="", **fields):
         return self.registry.hear(
             game, address, port, source or address, 0.0, 120.0, {"name": "S", **fields})
 
@@ -4934,13 +4627,11 @@ class HttpTest(WebCase):
     UNREADABLE = (
         (b"\x16\x03\x01\x02\x00\x01", 400, "TLS"),
         (b"GARBAGE\r\n\r\n", 400, "syntax"),
-        (b"GET / HTTP/x\r\n\r\n", 400, "version"),
         (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, "version"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400, "Host"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n", 400, "header"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n folded: y\r\n\r\n", 400, "header"),
-        (b"GET / HTTP/1.1\r\nFrom me\r\nHost: x\r\n\r\n", 400, "header"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nHo st: y\r\n\r\n", 400, "header"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\rContent-Length: 3\r\n\r\n", 400, "header"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\0b\r\n\r\n", 400, "header"),
@@ -4953,17 +4644,14 @@ class HttpTest(WebCase):
         (b"POST / HTTP/1.0\r\nContent-Length: 16385\r\n\r\n", 413, "16384"),
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n", 414, "4096"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 17000, 431, "16384"),
-        (b"GET / HTTP/1.0\r\nA: " + b"b" * 17000 + b"\r\n\r\n", 431, "16384"),
-        (b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 200 + b"\r\n", 431, "headers"),
         (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
-        (b"GET /\r\n\r\n", 505, "version"),
+        (b"GET /\r\n\r\n", 505, "1.0 and 1.1"),
     )
     REFUSED = (
         (b"GET /?players_min=x", 400, "players_min"),
         (b"GET /nope", 404, "/nope"),
-        (b"GET /%00", 404, "no page"),
         (b"GET /?game=nope", 404, "game"),
         (b"GET /servers.xml?game=nope", 404, "game"),
         (b"GET /server?game=iceball&address=192.0.2.1&port=1", 404, "192.0.2.1:1"),
@@ -4976,7 +4664,7 @@ class HttpTest(WebCase):
         (b"GET /announce", 405, "POST"),
     )
 
-    def readable_by_iceball(self, data: bytes) -> bytes:
+    def readable_by_iceball(self, data):
         """The client of the game exits, fails or hangs at anything else; the body."""
         head, separator, rest = data.partition(b"\r\n\r\n")
         first, *lines = head.split(b"\r\n")
@@ -4989,6 +4677,8 @@ class HttpTest(WebCase):
                          [b"Length: %d" % len(rest)])
         self.assertIn(b"Content-Length: %d" % len(rest), lines)
         self.assertNotIn(b"Transfer-Encoding", head)
+        for field in (POLICY, "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer"):
+            self.assertIn(field.encode() + b"\r\n", head)
         return rest
 
     def test_every_refusal_is_complete_and_says_why(self):
@@ -5046,10 +4736,10 @@ class HttpTest(WebCase):
         for request in (ICEBALL_REQUEST, b"\r\n" + ICEBALL_REQUEST * 2, post + ICEBALL_REQUEST,
                         b"GET /nowhere HTTP/1.0\r\n\r\n", b"HEAD / HTTP/1.1\nHost: x\n\n",
                         b"\x16\x03\1" + bytes(5000)):
-            wanted = undated(feed(self.session(), request))
-            self.assertTrue(wanted)
+            wanted = feed(self.session(), request)
+            self.assertEqual(wanted.count(b'"servers":'), request.count(ICEBALL_REQUEST), wanted)
             for size in (1, 2, 7):
-                self.assertEqual(undated(feed(self.session(), request, size)), wanted, request)
+                self.assertEqual(feed(self.session(), request, size), wanted, request)
 
     def test_one_request_after_another(self):
         session = self.session()
@@ -5086,7 +4776,7 @@ class HttpTest(WebCase):
                 ([(1.0, b"G")], 11.0, b"408"), ([(1.0, ICEBALL_REQUEST[:-1])], 11.0, b"408"),
                 ([(second, b"G") for second in range(10)], 10.0, b"408"),   # bytes buy no time
                 ([(1.0, post + b"game")], 11.0, b"408"),
-                ([(0.0, post[:20]), (8.0, post[20:])], 18.0, b"408"),       # the body has its own
+                ([(0.0, post[:20]), (8.0, post[20:])], 10.0, b"408"),
                 ([(1.0, ICEBALL_REQUEST)], 31.0, b""), ([(1.0, healthz)], 31.0, b""),     # idle
                 ([(1.0, healthz + b"GET /mas")], 11.0, b"408"),
                 # The event loop: a slow reader has the last of it
@@ -5163,7 +4853,7 @@ class HttpTest(WebCase):
         plain = self.get("/style.css")[2]
         for value, takes in (
                 ("gzip", True), ("br, gzip;q=0.5", True), ("GZIP", True), ("br", False),
-                ("", False), ("gzip;q=0", False), ("gzip; q=0.000, br", False)):
+                ("", False)):
             _, headers, body = self.get("/style.css", "Accept-Encoding: " + value)
             self.assertEqual(headers.get("Content-Encoding"), "gzip" if takes else None, value)
             self.assertEqual(gzip.decompress(body) if takes else body, plain)
@@ -5183,23 +4873,19 @@ class HttpTest(WebCase):
         for path, methods in (("/", "GET, HEAD, OPTIONS"), ("/announce", "POST, OPTIONS")):
             self.assertEqual(self.get(path, method="OPTIONS")[1]["Allow"], methods)
 
-    def test_every_page_has_the_strict_policy(self):
-        for path in ("/", "/check", "/style.css", "/app.js", "/icon.svg", "/nope"):
-            headers = self.get(path)[1]
-            self.assertEqual(
-                [headers[name] for name in ("Content-Security-Policy", "X-Content-Type-Options",
-                                            "Referrer-Policy")], [POLICY, "nosniff", "no-referrer"])
-
     # The cache
 
     def test_the_same_bytes_have_the_same_answer_until_the_next_tick(self):
         first = self.exchange(ICEBALL_REQUEST)
         self.list()
         with mock.patch.object(ms.HttpRequest, "parse", side_effect=AssertionError):
-            self.assertEqual(self.exchange(ICEBALL_REQUEST, now=0.9), first)
+            session = self.session()
+            self.assertEqual([session.receive(ICEBALL_REQUEST, now) for now in (0.9, 9.0)],
+                             [first, first])
+        self.assertEqual((session.tick(38.9), session.done), (b"", False), "it is in use")
         self.web.tick(1.0)
         self.assertEqual(len(self.servers("/master.json")), 1)
-        self.assertEqual(self.web.requests["/master.json", 200], 3)
+        self.assertEqual(self.web.requests["/master.json", 200], 4)
 
     def test_what_is_one_client_s_is_not_cached(self):
         for request in (http_request("/check"), http_request("/nope"), http_request("/healthz"),
@@ -5228,7 +4914,7 @@ class HttpTest(WebCase):
         self.assertEqual(self.get("/robots.txt", address="203.0.113.9")[0], 200)
         self.assertEqual(self.get("/robots.txt", address="203.0.113.8", now=1.0)[0], 200)
 
-    def trust(self, *networks: str) -> None:
+    def trust(self, *networks):
         self.web.trusted = ms.Networks(map(ms.read_network, networks))
 
     def test_whose_request_it_is_behind_a_proxy(self):
@@ -5272,7 +4958,7 @@ class HttpTest(WebCase):
 
     # What needs the disk
 
-    def database(self, **more: Any) -> mock.Mock:
+    def database(self, **more):
         database = mock.Mock(**more)
         self.web = ms.Web(self.core._replace(database=database))
         return database
@@ -5296,11 +4982,11 @@ class HttpTest(WebCase):
         self.assertEqual(session.tick(10.9), b"")
         self.assertEqual(split_response(session.tick(11.0))[0], 503)
         self.assertTrue(session.done)
-        self.assertEqual(session.resume(ms.Series(0, 60, [], []), 12.0), b"")
 
     def test_requests_behind_one_for_the_disk_wait(self):
         self.database(history=mock.Mock(return_value=ms.Series(60, 60, [1], [2])),
                       known=mock.Mock(return_value=None))
+        self.web.charge = mock.Mock()
         session = self.session()
         requests = (http_request("/history.json?game=iceball") + ICEBALL_REQUEST
                     + http_request("/server?game=iceball&address=192.0.2.1&port=1"))
@@ -5311,6 +4997,7 @@ class HttpTest(WebCase):
             status, _, _, data = split_response(data)
             found.append(status)
         self.assertEqual((found, session.job, session.done), ([200, 200, 404, 200], None, False))
+        self.assertEqual(self.web.charge.call_count, 4, "each pays once")
         self.assertEqual(self.web.requests["/server", 404], 1)
 
 
@@ -5376,7 +5063,8 @@ class ListsTest(WebCase):
             self.web.tick(now)
             listed, = self.servers(now=now)
             self.assertEqual((listed["first_seen"], listed["last_seen"]), (epoch, epoch + now - 1))
-            self.assertIn(ms.seen_cell(epoch + now - 1, epoch + now), self.get("/", now=now)[2])
+            self.assertIn('title="%s">1 s ago<' % ms.iso(epoch + now - 1),
+                          self.get("/", now=now)[2].decode())
 
     def test_a_search(self):
         self.list(27790, name="Straße 12", players=2)
@@ -5411,15 +5099,6 @@ class ListsTest(WebCase):
         body = self.get("/servers.xml")[2]
         servers = xml.dom.minidom.parseString(body).getElementsByTagName("server")
         self.assertEqual({server.getAttribute("servername") for server in servers}, clean)
-        for path in ("/", "/server?game=hyperbol&address=203.0.113.9&port=1", "/?name=<script>"):
-            page = self.get(path)[2]
-            self.assertNotIn(b"<script>alert", page)
-            self.assertIn(b"&lt;script&gt;", page)
-
-    def test_a_text_that_no_protocol_has_cleaned_is_a_fault(self):
-        self.list(name="\ud800")
-        for path in ("/servers.json", "/", "/master.json"):
-            self.assertRaises(UnicodeEncodeError, self.get, path)
 
     def test_servers_xml(self):
         self.web.epoch = 1.7e9
@@ -5427,6 +5106,7 @@ class ListsTest(WebCase):
                   max_players=16, map="orbital", version="1.8a", flavor=3, ping_ms=41.2,
                   details={"skill": "9"})
         self.list(27888, "203.0.113.8", "hyperbol", responding=False)
+        self.list()
         status, headers, body = self.get("/servers.xml", now=1.0)
         self.assertEqual(headers["Content-Type"], "application/xml; charset=utf-8")
         # As the script in the document writes it; the first time is this machine's own
@@ -5441,17 +5121,8 @@ flavor="3" ping_milliseconds="41"/>
 ''')
         self.assertNotIn(b"<server ", self.get("/servers.xml?game=mygame")[2])
 
-    def test_a_long_page_ends(self):
-        for port in range(1, 8):
-            self.list(port, players=2, max_players=9)
-        with mock.patch.object(ms, "PAGE_ROWS", 5):
-            page = self.get("/")[2].decode()
-        self.assertEqual(page.count("<tr"), 1 + 5)
-        self.assertIn("<b>14</b> players on <b>7</b> servers", page)
-        self.assertIn("The first 5 of 7 servers", page)
-
     def test_the_day_s_player_counts(self):
-        days: List[Dict[ms.Key, Any]] = [{}]
+        days = [{}]
         self.web = ms.Web(self.core._replace(recent=lambda: days[-1]))
         server = self.list(players=3, max_players=8)
         for hour in range(3):
@@ -5462,9 +5133,8 @@ flavor="3" ping_milliseconds="41"/>
                 page = self.get(path)[2].decode()
                 self.assertIn("</span>%s<td" % ms.sparkline(day), page)
                 self.assertEqual(ms.sparkline(total) in page, shown, "a search has no total")
-        total = ms.day_total({("a", "", 0): [1, None, None], ("b", "", 0): [2, 3, None],
-                              ("c", "", 0): [9, 9, 9]}, ["a", "b", "x"])
-        self.assertEqual(total, [3, 3, None])
+        days = {("a", "", 0): [1, None, None], ("b", "", 0): [2, 3, None]}
+        self.assertEqual(ms.day_total(days, ["a", "b", "x"]), [3, 3, None])
 
     def test_a_reload_shows_at_once(self):
         self.list(game="mygame")
@@ -5496,16 +5166,10 @@ flavor="3" ping_milliseconds="41"/>
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
-        self.assertEqual(ms.contact_lines(listeners[3:4], str, {"mygame": "My Game"}),
-                         [("aio", "AIO servers", "master server aio, port 4")])
+        self.assertEqual(ms.contact_lines(listeners[3:4], "host", {"mygame": "My Game"}),
+                         [("aio", "AIO servers", "master server host, port 4")])
 
     # One server
-
-    def test_a_server_where_no_history_is_kept(self):
-        self.list(players=3, max_players=8, map="mesa")
-        page = self.get("/server?game=iceball&address=203.0.113.9&port=1")[2]
-        for words in (b"<dd>3 of 8</dd>", b"<dd>mesa</dd>", b"Iceball"):
-            self.assertIn(words, page)
 
     def test_first_seen_is_the_first_time_ever(self):
         """Here or gone: the page of a server tells what the disk knows of it as well."""
@@ -5548,7 +5212,7 @@ flavor="3" ping_milliseconds="41"/>
         tally = ms.Tally()
         tally.received = 7
         self.web = ms.Web(self.core._replace(
-            gauges=dict.fromkeys(ms.GAUGE_HELP, 1), health={"database": "full"},
+            gauges={"connections": 1, "loop_delay_seconds": 1}, health={"database": "full"},
             tallies={"iceball": tally}))
         self.list(players=3, max_players=8, playing=2)
         for path in ("/nope", "/style.css", "/style.css"):
@@ -5575,7 +5239,7 @@ flavor="3" ping_milliseconds="41"/>
             self.assertIn("# TYPE masterserver_%s_total counter" % name, lines)
 
     def test_health(self):
-        health: Dict[str, str] = {}
+        health = {}
         self.web = ms.Web(self.core._replace(health=health))
         self.list()
         for status in ("ok", "trouble"):
@@ -5587,12 +5251,11 @@ flavor="3" ping_milliseconds="41"/>
 class CheckTest(WebCase):
     """Is my server listed?"""
 
-    def titles(self, query: str = "address=203.0.113.9", now: float = 1.0) -> List[str]:
+    def titles(self, query="address=203.0.113.9", now=1.0):
         page = self.get("/check?" + query, now=now)[2].decode()
         return re.findall("<h3>(.*?)</h3>", page)
 
-    def note(self, outcome: str, source: str = "203.0.113.9", port: int = 1, now: float = 0.0,
-             detail: str = "") -> None:
+    def note(self, outcome, source="203.0.113.9", port=1, now=0.0, detail=""):
         self.registry.note(source, "iceball", port, outcome, now, detail)
 
     def test_what_is_listed_is_told_from_what_was(self):
@@ -5713,8 +5376,7 @@ class AnnounceTest(WebCase):
         super().setUp()
         self.hyperbol = ms.Hyperbol(self.core)
 
-    def post(self, body: Any, *lines: str, address: str = "203.0.113.9",
-             now: float = 0.0) -> Tuple[int, Dict[str, Any]]:
+    def post(self, body, *lines, address="203.0.113.9", now=0.0):
         if isinstance(body, dict):
             body, lines = json.dumps(body).encode(), ("Content-Type: application/json",)
         request = http_request("/announce", "Content-Length: %d" % len(body), *lines,
@@ -5724,7 +5386,7 @@ class AnnounceTest(WebCase):
                          ("application/json; charset=utf-8", "no-store"))
         return status, json.loads(body)
 
-    def answer_query(self, now: float) -> None:
+    def answer_query(self, now):
         (query, peer), = self.core.poller.tick(now)
         self.core.poller.datagram(hyperbol_reply(o1=query[1:]), peer, now + 0.1)
 
@@ -5775,7 +5437,7 @@ class AnnounceTest(WebCase):
             self.assertEqual((status, "from 1 to 65535" in answer["reason"]), (400, True), port)
 
     def test_every_text_may_be_as_long_as_what_is_kept_of_it(self):
-        fields: Dict[str, Any] = {"game": "mygame", "port": 4000, "players": 9, "max_players": 9}
+        fields = {"game": "mygame", "port": 4000, "players": 9, "max_players": 9}
         fields["description"] = "\U0001f600" * ms.TEXT_CHARACTERS
         for name in ("name", "mode", "map", "version"):
             fields[name] = "\U0001f600" * ms.NAME_CHARACTERS
@@ -5817,7 +5479,7 @@ class AnnounceTest(WebCase):
         for pinned in (False, True):
             self.post({"game": "hyperbol", "port": 27888})
             if pinned:
-                self.hyperbol.read_pinned([("203.0.113.9", 27888)])
+                self.hyperbol.read_pinned({("203.0.113.9", 27888): 1})
                 self.hyperbol.resolve_pinned(0.0)
             self.answer_query(1.0 + 100 * pinned)
             self.assertEqual(self.registry.total, 1)
@@ -5882,20 +5544,6 @@ class AnnounceTest(WebCase):
             self.assertEqual((found, "page" in answer.get("reason", "")), (status, status == 403))
             self.assertEqual(len(self.registry.servers()), status == 200)
 
-    def test_fuzz(self):
-        chance = random.Random(4)
-        seeds = ((b"game=mygame&port=4000&name=My+server%20%C3%BC&players=3&action=stop", ""),
-                 (b'{"game":"hyperbol","port":27888,"players":5,"name":"\\ud83d\\ude00\\u0000",'
-                  b'"version":1.5e3}', "application/json"))
-        for number in range(2000):
-            seed, type = seeds[number % 2]
-            data = bytearray(seed)
-            for _ in range(chance.randrange(4)):
-                data[chance.randrange(len(data))] = chance.choice(b'\0"{}[],:=&%\\+eE-0129\xff')
-            status, answer = self.post(bytes(data), "Content-Type: " + type if type else "X: y")
-            self.assertIn(status, (200, 400, 404, 429))
-            self.assertIn("listed", answer)
-
 
 # --- Event loop ----------------------------------------------------------------------------------
 
@@ -5903,6 +5551,8 @@ class MirrorProtocol(ms.UdpProtocol):
     """As many answers as the first byte says, each as it came; without a byte it fails."""
 
     def datagram(self, data: bytes, peer: ms.Peer, now: float) -> ms.Replies:
+        if data == b"\n\xe2":
+            raise ms.Malformed("no mirror image")
         return [(data, (peer[0], peer[1]) if len(data) % 2 else peer)] * data[0]
 
 
@@ -5965,17 +5615,20 @@ class UdpSocketTest(unittest.TestCase):
                              (450, len(sent), 0, 0))
             self.assertEqual(tally.bytes_out, sum(map(len, sent)))
 
-    def test_a_long_datagram_is_cut_and_a_fault_ends_only_its_own(self) -> None:
+    def test_a_long_datagram_is_cut_and_a_bad_one_costs_itself_alone(self) -> None:
         for place in self.ways():
             game = self.game()
-            with self.assertLogs("masterserver") as logs:
-                for data in (b"\1" * 5000, b"", b"\1x"):
+            with self.assertLogs("masterserver", "DEBUG") as logs:
+                for data in (b"\1" * 5000, b"", b"\n\xe2", b"\1x"):
                     game.sendto(data, place.sock.getsockname())
                 place.ready(0.0)
             self.assertEqual((game.recv(8000), game.recv(8000)),
                              (b"\1" * ms.MAX_DATAGRAM_BYTES, b"\1x"))
             self.assertIn("IndexError", logs.output[0])         # of the mirror, which wants a byte
-            self.assertEqual((place.tally.received, place.tally.errors), (3, 1))
+            self.assertRegex(logs.output[1], r"^DEBUG:masterserver:127\.0\.0\.1:\d+ mirror "
+                             r"malformed: no mirror image: b'\\n\\xe2'$")
+            self.assertEqual((place.tally.received, place.tally.errors, place.tally.malformed),
+                             (4, 1, 1))
 
     def test_what_is_limited_is_not_heard(self) -> None:
         for place in self.ways():
@@ -5990,13 +5643,17 @@ class UdpSocketTest(unittest.TestCase):
     def test_who_cannot_be_answered_keeps_nobody_else_waiting(self) -> None:
         for place in self.ways():
             game = self.game()
-            peers = [("127.0.0.1", 0), None, ("255.255.255.255", 9), ("127.0.0.1", 0), None]
-            place.protocol.datagram = lambda data, peer, now: [     # type: ignore[method-assign]
-                (data, to or peer) for to in peers]
-            game.sendto(b"x" * 100, place.sock.getsockname())
-            place.ready(0.0)
-            self.assertEqual([game.recv(1000) for _ in range(2)], [b"x" * 100] * 2)
-            self.assertEqual((place.tally.sent, place.tally.unsent), (2, 3))
+            game.sendto(b"x", place.sock.getsockname())
+            if place.vector:
+                _, _, (good,) = place.vector.receive(place.sock)
+                answers = [(b"y", good[:2] + bytes(2) + good[4:]), (b"y", good)] * 2    # port 0
+                place.vector.send(place.sock, answers, place.tally)
+            else:
+                _, _, (good,) = place.receive()
+                place.send([(b"y", to) for to in (("127.0.0.1", 0), good, ("", 1 << 16), good)])
+            self.assertEqual([game.recv(9) for _ in range(2)], [b"y"] * 2)
+            tally = place.tally
+            self.assertEqual((tally.sent, tally.unsent, tally.bytes_out), (2, 2, 2))
 
     def test_more_answers_than_fit_at_once(self) -> None:
         for place in self.ways():
@@ -6010,47 +5667,39 @@ class UdpSocketTest(unittest.TestCase):
             self.assertEqual(game.recv(60000), b"x" * 15000)
             self.assertEqual(place.tally.bytes_out, 160 * 15000)
 
-    def test_a_bad_packet_is_counted_and_told_at_debug_alone(self) -> None:
-        for place in self.ways():
-            place.protocol = make_core().poller
-            game = self.game()
-            with self.assertLogs("masterserver", "DEBUG") as logged:
-                game.sendto(b"\n\xe2\x80\xa8", place.sock.getsockname())
-                place.ready(0.0)
-            self.assertRegex(logged.output[0], r"^DEBUG:masterserver:127\.0\.0\.1:\d+ mirror "
-                             r"malformed: an answer that nobody asked for: b'\\n\\xe2\\x80\\xa8'$")
-            self.assertEqual((place.tally.malformed, place.tally.errors), (1, 0))
-
     def test_windows(self) -> None:
-        """A closed port is told where the next datagram is read; a long datagram is an error; a
-        port is nobody else's; select() serves 512 sockets."""
+        """A closed port is told where the next datagram is read; a port is nobody else's; select()
+        serves 512 sockets."""
         place = self.make(None)
         reads = itertools.chain([ConnectionResetError()],
                                 itertools.repeat((b"\1" * 5000, ("203.0.113.9", 1)), 9999))
         place.sock = mock.Mock(recvfrom=mock.Mock(side_effect=reads))
-        with mock.patch.object(ms, "WINDOWS", True):
-            data, _, _ = place.receive()
-            self.assertEqual([len(packet) for packet in data],
-                             [ms.MAX_DATAGRAM_BYTES] * (ms.DRAIN_DATAGRAMS - 1))
-            self.assertEqual(place.sock.recvfrom.call_args, mock.call(1 << 16))
-            with mock.patch.object(socket, "SO_EXCLUSIVEADDRUSE", -5, create=True), \
-                    mock.patch.object(socket, "socket") as made:
-                ms.bound_socket(socket.AF_INET, "tcp", "127.0.0.1", 0)
+        data, _, _ = place.receive()
+        self.assertEqual([len(packet) for packet in data],
+                         [ms.MAX_DATAGRAM_BYTES] * (ms.DRAIN_DATAGRAMS - 1))
+        with mock.patch.object(ms, "WINDOWS", True), mock.patch.object(
+                socket, "SO_EXCLUSIVEADDRUSE", -5, create=True):
+            options = self.options("tcp")
             self.assertEqual(ms.descriptor_limit(100_000), 512)
-        options = [call[0][:2] for call in made.return_value.setsockopt.call_args_list]
-        self.assertIn((socket.SOL_SOCKET, -5), options)
-        self.assertNotIn((socket.SOL_SOCKET, socket.SO_REUSEADDR), options)
+        self.assertIn((socket.SOL_SOCKET, -5, 1), options)
+        self.assertNotIn((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), options)
+
+    def options(self, transport: str) -> List[Tuple[int, int, int]]:
+        """What a socket is given by a system that refuses large buffers, as the BSDs do."""
+        given: List[Tuple[int, int, int]] = []
+
+        def setsockopt(*option: int) -> None:
+            if option[2] > 1_860_000:
+                raise OSError(errno.ENOBUFS, "no room")
+            given.append(option)        # type: ignore[arg-type]
+        with mock.patch.object(socket, "socket") as made:
+            made.return_value.setsockopt = setsockopt
+            ms.bound_socket(socket.AF_INET, transport, "127.0.0.1", 0)
+        return given
 
     def test_a_system_that_refuses_a_large_buffer(self) -> None:
-        """The BSDs do; others grant as much as they allow."""
-        granted: List[int] = []
+        self.assertEqual(self.options("udp")[-1], (socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20))
 
-        def refuse(level: int, option: int, value: int) -> None:
-            if value > 1_860_000:
-                raise OSError(errno.ENOBUFS, "no room")
-            granted.append(value)
-        ms.enlarge_buffer(mock.Mock(setsockopt=refuse))
-        self.assertEqual(granted, [1 << 20])
 
 
 class OneAnswer(ms.Session):
@@ -6075,11 +5724,9 @@ class OneAnswer(ms.Session):
 
 
 class ConnectionTest(unittest.TestCase):
-    def make(self, session: ms.Session, source: str = "203.0.113.9",
-             server: Optional[ms.MasterServer] = None) -> Tuple[ms.TcpConnection, socket.socket]:
-        if server is None:
-            server = master()
-            self.addCleanup(server.stop)
+    def make(self, session: ms.Session, server: Optional[ms.MasterServer] = None,
+             ) -> Tuple[ms.TcpConnection, socket.socket]:
+        server = server or self.server()
         ours, theirs = socket.socketpair()
         self.addCleanup(theirs.close)
         self.addCleanup(ours.close)
@@ -6088,13 +5735,17 @@ class ConnectionTest(unittest.TestCase):
                 sock.setsockopt(socket.SOL_SOCKET, option, 1 << 14)
         ours.setblocking(False)
         theirs.settimeout(5)
-        listener = mock.Mock(tally=ms.Tally())
-        listener.name = "test"
-        connection = ms.TcpConnection(server, ours, source, session, listener)
-        server.connections.all[connection] = None
-        server.connections.by_source[connection.source] += 1
-        connection.watch()
+        listener = ms.TcpListener(server, "test", None, None, ms.Tally())
+        connection = ms.TcpConnection(listener, ours, "203.0.113.9", session)
+        server.connections[connection] = None
+        server.by_source["203.0.113.9"] += 1
         return connection, theirs
+
+    def server(self) -> ms.MasterServer:
+        server = master()
+        self.addCleanup(server.close)
+        server.bind()
+        return server
 
     def closed(self, connection: ms.TcpConnection) -> bool:
         return connection.sock.fileno() < 0
@@ -6120,19 +5771,18 @@ class ConnectionTest(unittest.TestCase):
                 connection.writable(1.0)
         self.assertEqual((session.calls, connection.events), (3, selectors.EVENT_READ))
 
-    def test_who_takes_nothing_or_too_little_is_cut_off(self) -> None:
-        for reads, closed_at in (0, ms.OUTPUT_STALL_S), (1, ms.OUTPUT_TOTAL_S):
+    def test_who_takes_too_long_for_an_answer_is_cut_off(self) -> None:
+        for taken in 0, 1 << 12:
             connection, peer = self.make(OneAnswer(8 << 20))
             peer.sendall(b"a")
             connection.read(0.0)
-            for second in range(1, 200):
-                if reads:
-                    peer.recv(1 << 12)
-                    connection.writable(float(second))
-                connection.tick(float(second))
-                if self.closed(connection):
-                    break
-            self.assertEqual(second, closed_at)
+            for second in 1.0, ms.OUTPUT_TOTAL_S - 1:
+                peer.recv(taken)
+                connection.writable(second)
+                connection.tick(second)
+                self.assertFalse(self.closed(connection))
+            connection.tick(ms.OUTPUT_TOTAL_S)
+            self.assertTrue(self.closed(connection))
 
     def test_a_fault_or_bad_input_ends_it_and_says_so(self) -> None:
         for data, errors, malformed in (b"a!b", 1, 0), (b"a?b", 0, 1):
@@ -6141,8 +5791,8 @@ class ConnectionTest(unittest.TestCase):
                 peer.sendall(data)
                 connection.read(0.0)
             self.assertEqual(read_all(peer), b"a")
-            self.assertEqual((connection.tally.errors, connection.tally.malformed),
-                             (errors, malformed))
+            tally = connection.tally
+            self.assertEqual((tally.errors, tally.malformed), (errors, malformed))
 
     def test_it_ends_without_a_reset(self) -> None:
         """What still comes is read away, up to a bound in bytes and time."""
@@ -6210,27 +5860,25 @@ class ConnectionTest(unittest.TestCase):
 
     def test_what_waits_for_slow_readers_is_bounded_in_all(self) -> None:
         """The longest wait is closed first; an answer that many wait for counts once."""
-        server, shared = master(), bytes(3 << 20)
-        self.addCleanup(server.stop)
-        asked = []
+        server, shared, asked = self.server(), bytes(3 << 20), []
         for number in range(12):
             session = OneAnswer(3 << 20)
             if number >= 8:
                 session.receive = lambda data, now: shared if data else b""     # type: ignore
-            connection, _ = self.make(session, "203.0.113.%d" % number, server)
+            connection, _ = self.make(session, server)
             connection.answer(session.receive, b"x", float(number))
             asked.append(connection)
-        for limit, left in ((18 << 20, range(3, 12)), (2 << 20, range(8, 12))):
+        for limit, left in ((18 << 20, range(3, 12)), (3 << 20, range(8, 12))):
             with mock.patch.object(ms, "OUTPUT_BYTES", limit):
-                server.connections.bound_output(19.0)
-            self.assertEqual([number for number, connection in enumerate(asked)
-                              if not self.closed(connection)], list(left))
+                server.bound_output(19.0)
+            self.assertEqual([number for number in range(12) if not self.closed(asked[number])],
+                             list(left))
 
     def test_a_peer_that_has_vanished_is_found_though_data_is_on_its_way(self) -> None:
         if not hasattr(socket, "TCP_USER_TIMEOUT"):
             self.skipTest("the system has no such option")
         with master(hyperbol__port="0") as server, connect(server, "hyperbol"):
-            connection = eventually(lambda: next(iter(server.connections.all), None))
+            connection = eventually(lambda: next(iter(server.connections), None))
             option = connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
             self.assertEqual(option, 120_000)
 
@@ -6254,7 +5902,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
             self.assertEqual(server.tallies["aio"].limited, 1)
             for client in held:
                 client.close()
-            eventually(lambda: not server.connections.by_source)
+            eventually(lambda: not server.by_source)
             self.assertEqual(fetch(port_of(server, "http"), "/")[0], 200)
 
     def test_rate_of_connections(self) -> None:
@@ -6285,72 +5933,52 @@ class LimitsOnTheWireTest(unittest.TestCase):
                             socket.timeout):
                         game.recv(4096)
 
-    def test_total_closes_those_answered_then_the_idlest_and_servers_last(self) -> None:
-        with master(aio__port="0", http__ports="0", limits__connections_total="8",
+    def test_total_closes_the_idlest_and_servers_last(self) -> None:
+        with master(aio__port="0", limits__connections_total="8",
                     limits__connections_open="100") as server, contextlib.ExitStack() as stack:
             def client() -> socket.socket:
                 sock = stack.enter_context(connect(server, "aio"))
                 self.assertEqual(sock.recv(5), b"\1\0\0\0\0")
                 return sock
-            clients = [client() for _ in range(7)]
+            clients = [client() for _ in range(8)]
             clients[0].sendall(b"13#A server#D#27010#%")        # published: kept, though the oldest
             self.assertEqual(clients[0].recv(100), b"%SUCCESS#13#%")
-            answered = stack.enter_context(connect(server, "http"))
-            answered.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            read_all(answered)
-            clients.append(client())                            # in the place of who was answered
-            clients[1].sendall(b"12")                           # not idle any more
-            newest = list(server.connections.all)[1]
-            eventually(lambda: list(server.connections.all)[-1] is not newest and b"12" in [
-                getattr(one.session, "buffer", b"") for one in server.connections.all])
+            clients[1].sendall(b"12#%\n")                       # not idle any more
+            self.assertEqual(clients[1].recv(4), b"%12#")
             client()
             self.assertEqual(read_all(clients[2]), b"")
-            clients[1].sendall(b"#%\n")
-            self.assertEqual(clients[1].recv(4), b"%12#")
-            self.assertEqual((len(server.connections.all), server.registry.total), (8, 1))
-
-    def test_datagrams(self) -> None:
-        with master(iceball__port="0", limits__datagrams="0.01/20") as server, \
-                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-            game.connect(("127.0.0.1", port_of(server, "iceball")))
-            for _ in range(30):
-                game.send(CAPTURED)
-            tally = server.tallies["iceball"]
-            eventually(lambda: tally.received == 30)
-            self.assertEqual((tally.sent, tally.limited), (20, 10))
+            clients[1].sendall(b"12#%\n")
+            self.assertTrue(clients[1].recv(4))
+            self.assertEqual((len(server.connections), server.registry.total), (8, 1))
 
     def test_out_of_descriptors(self) -> None:
-        """Accepting rests for a second, said once, and goes on; readiness does not spin."""
+        """Accepting rests until the next tick, said once, and goes on; it does not spin."""
         server = master(hyperbol__port="0")
-        self.addCleanup(server.stop)
+        self.addCleanup(server.close)
         server.bind()
-        listener, = server.sockets.tcp
-        listener.sock, sock = mock.Mock(wraps=listener.sock, fileno=listener.sock.fileno), \
-            listener.sock
-        server.selector.unregister(sock)
-        server.selector.register(listener.sock, selectors.EVENT_READ, (1, listener.ready))
+        listener, = server.tcp
+        accept = mock.Mock(side_effect=OSError(errno.EMFILE, "too many"))
         with connect(server, "hyperbol") as client, self.assertLogs("masterserver") as logged:
-            listener.sock.accept.side_effect = OSError(errno.EMFILE, "too many")
-            for now in (0.5, 1.0):
-                listener.ready(now)
-                self.assertEqual((server.health, listener.paused_until),
-                                 ({"descriptors": "too many"}, now + 1.0))
-                listener.tick(now + 0.9)
-                self.assertTrue(listener.paused_until)
-                listener.tick(now + 1.0)
-                self.assertFalse(listener.paused_until)
-            listener.sock.accept.side_effect = sock.accept
-            listener.ready(3.0)
+            sock = listener.sock
+            listener.sock = mock.Mock(wraps=sock, accept=accept, fileno=sock.fileno)
+            for _ in range(2):
+                listener.ready(0.0)
+                self.assertNotIn(sock.fileno(), server.selector.get_map())
+                self.assertEqual(server.health, {"descriptors": "too many"})
+                listener.tick(1.0)
+                self.assertIn(sock.fileno(), server.selector.get_map())
+            accept.side_effect = sock.accept
+            listener.ready(2.0)
             self.assertEqual((len(client.recv(12)), server.health), (12, {}))
-        self.assertEqual(len(logged.records), 2)
+        self.assertEqual((accept.call_count, len(logged.records)), (4, 1))
 
     def test_no_more_connections_than_descriptors(self) -> None:
-        with mock.patch.object(ms, "descriptor_limit", lambda: 3 + ms.DESCRIPTORS_KEPT + 2):
+        with mock.patch.object(ms, "descriptor_limit", lambda: ms.DESCRIPTORS_KEPT + 3):
             with master(hyperbol__port="0") as server, contextlib.ExitStack() as stack:
                 for _ in range(9):
                     client = stack.enter_context(connect(server, "hyperbol"))
                     self.assertEqual(len(client.recv(12)), 12)
-                self.assertLessEqual(len(server.connections.all), 3)
+                self.assertLessEqual(len(server.connections), 3)
 
 
 class MasterServerTest(unittest.TestCase):
@@ -6378,20 +6006,9 @@ class MasterServerTest(unittest.TestCase):
             result = run_program("--set", "server.bind=127.0.0.1",
                                  "--set", "iceball.port=%d" % port)
         self.assertEqual(result.returncode, 1)
-        for word in ("iceball", str(port), "[iceball] port"):
-            self.assertIn(word, result.stderr)
+        self.assertRegex(result.stderr, "iceball cannot listen on UDP 127.0.0.1:%d: .* "
+                         r"Change \[iceball\] port or \[server\] bind" % port)
         self.assertNotIn("Traceback", result.stderr)
-
-    def test_what_to_do_where_a_port_cannot_be_had(self) -> None:
-        server = master()
-        self.addCleanup(server.stop)
-        hyperbol, poll = (next(row for row in ms.PROTOCOLS if row.name == name)
-                          for name in ("hyperbol", "poll"))
-        for row, status, words in (
-                (hyperbol, errno.EMFILE, "ulimit -n"), (poll, errno.EADDRINUSE, "bind"),
-                (hyperbol, errno.EADDRNOTAVAIL, "bind"),
-                (hyperbol, errno.EADDRINUSE, r"another program .*\[hyperbol\] port")):
-            self.assertRegex(server.sockets.way_out(row, status), words)
 
     def test_no_ipv6_on_this_machine(self) -> None:
         bound = ms.bound_socket
@@ -6404,103 +6021,41 @@ class MasterServerTest(unittest.TestCase):
             with self.assertLogs("masterserver", "INFO"), master(
                     http__ports="0", server__bind="0.0.0.0, ::") as server:
                 self.assertEqual({":" in listener.host for listener in server.listeners}, {False})
-            with self.assertRaisesRegex(ms.StartError, "Change .server. bind"):
+            with self.assertRaisesRegex(ms.StartError, r"\[http\] ports or \[server\] bind"):
                 master(http__ports="0", server__bind="::").bind()
 
     def test_which_socket_a_poll_leaves_by(self) -> None:
         """The first of the peer's family that the protocol has."""
-        server = master()
-        self.addCleanup(server.stop)
-        places = []
-        for protocol, family in ((None, socket.AF_INET), (server.poller, socket.AF_INET6),
-                                 (server.poller, socket.AF_INET), (server.poller, socket.AF_INET)):
-            place = mock.Mock(protocol=protocol, tally=ms.Tally())
-            place.sock.family, place.send_all.return_value = family, (1, 1)
-            places.append(place)
-        server.sockets.udp += places
-        server.poller.tick = mock.Mock(return_value=[       # type: ignore[method-assign]
-            (b"4", ("203.0.113.9", 1)), (b"6", ("2001:db8::1", 2))])
-        server.tick_protocol(server.poller, 0.0)
-        self.assertEqual([[data for data, _ in place.send_all.call_args[0][0]]
-                          if place.send_all.called else [] for place in places],
-                         [[], [b"6"], [b"4"], []])
-
-    def test_work_for_connections_is_done_in_turns(self) -> None:
-        """After 10 ms of it datagrams are looked at again; connections are not forgotten."""
-        server = master(iceball__port="0", hyperbol__port="0", http__ports="0", aio__port="0")
-        self.addCleanup(server.stop)
+        server = master(server__bind="127.0.0.1, ::, 0.0.0.0", hyperbol__port="0")
+        self.addCleanup(server.close)
         server.bind()
-        clock, order = [time.monotonic()], []
-
-        def work(listener: ms.TcpListener, now: float) -> None:
-            order.append(listener.name)
-            listener.sock.accept()[0].close()
-            clock[0] += 0.006
-        with contextlib.ExitStack() as stack:
-            for name in ("hyperbol", "http", "aio"):
-                stack.enter_context(connect(server, name))
-            game = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-            stack.enter_context(mock.patch.object(time, "monotonic", lambda: clock[0]))
-            for listener in server.sockets.tcp:
-                server.selector.modify(listener.sock, selectors.EVENT_READ, (
-                    1, functools.partial(work, listener)))
-            place, = (place for place in server.sockets.udp if place.name == "iceball")
-            server.selector.modify(place.sock, selectors.EVENT_READ, (
-                0, lambda now: (order.append("iceball"), place.receive())))
-            for _ in range(2):
-                game.sendto(CAPTURED, place.sock.getsockname())
-                server.round(clock[0])
-        self.assertEqual((order[0], order[3]), ("iceball", "iceball"))
-        self.assertEqual(sorted(order[1:3] + order[4:]), ["aio", "http", "hyperbol"])
+        sent: List[Tuple[str, bytes]] = []
+        for place in server.udp:
+            place.send = lambda answers, host=place.sock.getsockname()[0]: sent.append(
+                (host, answers[0][0]))
+        for protocol in server.protocols:       # only the poller has a way to send
+            protocol.tick = mock.Mock(return_value=[
+                (b"4", ("203.0.113.9", 1)), (b"6", ("2001:db8::1", 2))])
+        server.tick(0.0)
+        self.assertEqual(sent, [("127.0.0.1", b"4"), ("::", b"6")][:len(server.udp) - 1])
 
     def test_who_announced_while_the_program_was_stopped_is_not_silent(self) -> None:
         """Ctrl+Z and fg, or docker pause, of minutes."""
         server = master(iceball__port="0")
-        self.addCleanup(server.stop)
+        self.addCleanup(server.close)
         server.bind()
-        server.registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", time.monotonic(), 120.0,
-                             {})
+        server.round(0.0)
+        now = time.monotonic()
+        server.registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", now, 120.0, {})
         for seconds, late, total in ((600.0, 599.0, 1), (719.0, 0.0, 1), (720.5, 0.0, 0)):
-            now = time.monotonic() + seconds
-            server.next_tick = server.next_look = now - late
-            with mock.patch.object(ms, "time", mock.Mock(wraps=time, monotonic=lambda: now)):
+            server.next_tick = server.next_look = now + seconds - late
+            with mock.patch.object(time, "monotonic", lambda: now + seconds):
                 server.round(0.0)
             self.assertEqual(server.registry.total, total, seconds)
 
-    def test_a_slow_reader_gets_everything(self) -> None:
-        server = master(http__ports="0", limits__servers_per_source="3000")
-        for port in range(1, 3001):
-            server.registry.hear("iceball", "127.0.0.1", port, "127.0.0.1", time.monotonic(),
-                                 120.0, {"name": "n" * 30, "map": "m" * 30})
-        with server, socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(("127.0.0.1", port_of(server, "http")))
-            client.settimeout(5)
-            client.sendall(b"GET /master.json HTTP/1.0\r\n\r\n")
-            body = split_response(read_all(client, 4095))[2]
-        self.assertEqual(len(json.loads(body.decode())["servers"]), 3000)
-
-    def test_a_pause_of_half_a_second_loses_no_announcement(self) -> None:
-        """At 10,000 a second, or as many as the buffer holds that the system allows."""
-        if not hasattr(signal, "SIGSTOP"):
-            self.skipTest("a process is stopped by a signal")
-        with ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0) as like:
-            room = like.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        count = min(5000, room // 1024)             # what an announcement costs the kernel
-        with RunningServer() as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-            game.connect(("127.0.0.1", server.port("iceball")))
-            server.process.send_signal(signal.SIGSTOP)
-            try:
-                for number in range(count):
-                    game.send(CAPTURED)
-            finally:
-                server.process.send_signal(signal.SIGCONT)
-            told = b'masterserver_received_total{protocol="iceball"} %d\n' % count
-            eventually(lambda: told in fetch(server.port("http"), "/metrics")[2])
-
     def test_a_fault_in_one_place_ends_nothing_else(self) -> None:
         server = master(http__ports="0", iceball__port="0")
-        self.addCleanup(server.stop)
+        self.addCleanup(server.close)
         server.bind()
         fail = mock.Mock(side_effect=ZeroDivisionError)
         with mock.patch.multiple(server.registry, expire=fail), self.assertLogs() as logged:
@@ -6509,36 +6064,39 @@ class MasterServerTest(unittest.TestCase):
         self.assertEqual((fail.call_count, len(logged.records)), (3, 3))
         self.assertEqual(fetch_here(server, "/healthz")[0], 200)
 
+    @mock.patch.multiple(ms, LOOK_S=9.0, TICK_S=9.0)
     def test_it_ends_with_the_answers_that_were_asked_for(self) -> None:
         """Nobody is accepted any more; what was sent before is answered, and nobody gets a reset.
         """
-        server = master(http__ports="0", limits__servers_per_source="3000")
-        for port in range(1, 3001):
-            server.registry.hear("iceball", "127.0.0.1", port, "127.0.0.1", time.monotonic(),
-                                 120.0, {"name": "n" * 30})
-        server.start()
-        with contextlib.ExitStack() as stack:
+        held, hold = threading.Event(), threading.Event()
+        with master(http__ports="0") as server, contextlib.ExitStack() as stack:
+            server.post(lambda now: held.set() or hold.wait(5))
+            held.wait(5)
             clients = [stack.enter_context(connect(server, "http")) for _ in range(3)]
             for client in clients[:2]:
                 client.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
-            stopping = threading.Thread(target=server.stop)
-            stopping.start()
+            server.stopping.set()
+            hold.set()
             for client in clients[:2]:
                 self.assertEqual(split_response(read_all(client))[0], 200)
             self.assertEqual(read_all(clients[2]), b"")
-            stopping.join(5)
-        self.assertFalse(stopping.is_alive())
         self.assertRaises(OSError, socket.create_connection, ("127.0.0.1", port_of(server, "http")))
+        began = time.monotonic()
+        with master() as server:
+            eventually(lambda: server.next_tick)            # it waits, and hears at once
+        self.assertLess(time.monotonic() - began, 6.0)
 
     def test_host_names_are_looked_up_in_a_thread_of_their_own(self) -> None:
-        with mock.patch.object(ms, "addresses", lambda host: {"a": ["203.0.113.9"]}[host]):
-            with master() as server:
-                found: List[Tuple[str, bool]] = []
-                for host in "a", "b":
-                    server.resolve(host, lambda address, now: found.append(
-                        (address, threading.current_thread() is server.thread)))
-                eventually(lambda: len(found) == 2)
+        found: List[Tuple[str, bool]] = []
+        with mock.patch.object(ms, "addresses", lambda host: {"a": ["203.0.113.9"]}[host]), \
+                master() as server, self.assertLogs("masterserver") as logged:
+            server.post(lambda now: 1 // 0)                 # a fault ends nothing else
+            for host in "a", "b":
+                server.resolve(host, lambda address, now: found.append(
+                    (address, threading.current_thread() is server.thread)))
+            eventually(lambda: len(found) == 2)
         self.assertEqual(found, [("203.0.113.9", True), ("", True)])
+        self.assertIn("ZeroDivisionError", logged.output[0])
 
     def test_addresses_of_a_host(self) -> None:
         entries = [(socket.AF_INET6, 0, 0, "", ("2001:db8::1", 0)),
@@ -6562,36 +6120,25 @@ def fetch_here(server: ms.MasterServer, path: str) -> Tuple[int, Dict[str, str],
 
 
 class WorkerTest(unittest.TestCase):
-    def test_results_and_faults_are_delivered_where_they_are_asked_for(self) -> None:
-        woken = threading.Event()
-        worker, results = ms.Worker("test", woken.set), []
-        for job in (lambda: 5, lambda: 1 // 0):
-            worker.submit(job, lambda result, now: results.append((str(result), now)))
+    def test_results_and_faults_are_posted(self) -> None:
+        results: List[Tuple[Any, str]] = []
+        worker = ms.WorkerThread("test", lambda done, result: results.append((done, str(result))))
+        self.assertTrue(worker.stop(0.0))                       # it has not begun
+        worker.submit(lambda: 5, "one")
+        worker.submit(lambda: {}[6], "two")
         self.assertTrue(worker.stop(5.0))
-        self.assertTrue(woken.is_set())
-        self.assertEqual(results, [])
-        worker.deliver(7.0)
-        self.assertEqual([now for _, now in results], [7.0, 7.0])
-        self.assertEqual(results[0][0], "5")
-        self.assertIn("zero", results[1][0])
+        self.assertEqual(results, [("one", "5"), ("two", "6")])
 
     def test_too_many_wait_and_one_that_hangs(self) -> None:
-        worker, hangs, results = ms.Worker("test", lambda: None), threading.Event(), []
+        results: List[Any] = []
+        hangs = threading.Event()
+        worker = ms.WorkerThread("test", lambda done, result: results.append(result))
         for _ in range(ms.WORKER_JOBS + 3):
-            worker.submit(hangs.wait, lambda result, now: results.append(result))
+            worker.submit(hangs.wait, None)
         self.assertFalse(worker.stop(0.01))
-        worker.deliver(0.0)
-        self.assertTrue(results)
         self.assertIn("too many", str(results[0]))
         hangs.set()
         self.assertTrue(worker.stop(5.0))
-
-    def test_a_fault_after_a_job_is_told(self) -> None:
-        worker = ms.Worker("test", lambda: None)
-        worker.submit(lambda: 1, lambda result, now: 1 // 0)
-        worker.stop(5.0)
-        with self.assertLogs("masterserver", "ERROR"):
-            worker.deliver(0.0)
 
 
 class ReloadTest(unittest.TestCase):
@@ -6610,9 +6157,7 @@ class ReloadTest(unittest.TestCase):
     def server(self) -> ms.MasterServer:
         def load() -> ms.Settings:
             return ms.Settings.load(self.path, ["server.database="], missing_ok=True)
-        server = ms.MasterServer(load(), reload=load)
-        self.addCleanup(server.stop)
-        return server
+        return ms.MasterServer(load(), reload=load)
 
     def test_errors_change_nothing_and_good_settings_hold(self) -> None:
         server, now = self.server(), 100.0
@@ -6640,65 +6185,54 @@ class ReloadTest(unittest.TestCase):
         server = self.server()
         self.write("masterserver.ini", "[http]\nstylesheet = my.css\ntitle = Mine\n")
         with self.assertLogs("masterserver") as logged:
-            server.reload()
+            server.reload(0.0)
             self.assertEqual(server.settings["http.title"], "Game servers")
             self.write("my.css", "b {}")
-            server.reload()
+            server.reload(0.0)
+            self.write("my.css", "i {} ")
+            server.tick(0.0)
         self.assertIn("my.css", logged.output[0])
         self.assertEqual((server.settings["http.title"], server.settings.texts["http.stylesheet"]),
-                         ("Mine", "b {}"))
-        self.write("my.css", "i {} ")
-        self.assertTrue(server.files.changed(100.0))
-        self.assertFalse(server.files.changed(100.1))
+                         ("Mine", "i {} "))
 
     def test_text_files_that_cannot_be_read(self) -> None:
-        self.write("long.css", "x" * 1001)
         self.write("bad.html", "$unknown")
-        rows = [("http.stylesheet", "long.css", "more than 1000"), ("http.template", "bad.html",
-                "unknown"), ("http.stylesheet", "none.css", "none.css")]
+        rows = [("http.template", "bad.html", "unknown"),
+                ("http.stylesheet", "none.css", "none.css")]
         if hasattr(os, "mkfifo"):
             os.mkfifo(os.path.join(self.folder, "pipe"))
             rows.append(("aio.news_file", "pipe", "not a plain file"))
         for name, file, words in rows:
             settings = ms.Settings({name: os.path.join(self.folder, file)})
-            with mock.patch.object(ms, "TEXT_FILE_CHARACTERS", 1000):
-                self.assertRaisesRegex(ms.SettingsError, words, ms.read_text_files, settings)
-
-    def test_asked_for_from_another_thread(self) -> None:
-        server = self.server()
-        server.sockets.hosts = ("127.0.0.1",)
-        server.settings.values.update({row.setting: None for row in ms.PROTOCOLS if row.setting})
-        server.settings.values["http.ports"] = ()
-        with server, self.assertLogs("masterserver") as logged:
-            server.ask_reload()
-            eventually(lambda: logged.records)
+            self.assertRaisesRegex(ms.SettingsError, words, ms.read_text_files, settings)
 
     def test_who_is_blocked_from_now_on_is_cut_off(self) -> None:
         with master(http__ports="0") as server, connect(server, "http") as client:
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             self.assertEqual(split_response(client.recv(65536))[0], 200)
             server.settings.values["blocked"] = {ms.read_network("127.0.0.0/8"): ""}
-            server.names.submit(lambda: None, lambda result, now: server.apply())
+            server.post(server.apply)
             self.assertEqual(client.recv(65536), b"")
 
 
 class EventLogTest(unittest.TestCase):
     def test_who_comes_and_goes_is_told_unless_they_are_many(self) -> None:
-        registry = make_core(limits__servers_per_source="9999").registry
-        events = ms.EventLog(registry)
+        server = master(limits__servers_per_source="9999")
+        self.addCleanup(server.close)
+        server.bind()
         with self.assertLogs("masterserver", "INFO") as logged:
-            server = registry.hear("aio", "203.0.113.9", 1, "203.0.113.9", 0.0, 9.0, {"name": "Ü"})
-            registry.update(server, {"players": 5})
-            registry.remove(server)
-            events.tell()
-            for port in range(100):
-                registry.hear("aio", "203.0.113.9", port + 1, "203.0.113.9", 0.0, 9.0, {})
-            events.tell()
-            events.tell()
-        self.assertEqual([line.partition("server:")[2] for line in logged.output[:2]],
-                         ["203.0.113.9:1 aio listed '\\xdc'", "203.0.113.9:1 aio gone '\\xdc'"])
-        self.assertEqual(len(logged.output), 2 + 20 + 1)
-        self.assertIn("80 more", logged.output[-1])
+            for ports in range(1, 2), range(2, 102), range(102, 103):
+                for port in ports:
+                    one = server.registry.hear("aio", "203.0.113.9", port, "203.0.113.9", 0.0, 1e9,
+                                               {"name": "\xdc"})
+                server.registry.update(one, {"players": 5})
+                server.tick(0.0)
+            server.registry.remove(one)
+        told = [line.partition("server:")[2] for line in logged.output]
+        self.assertEqual((told[0], len(told)), ("203.0.113.9:1 aio listed '\\xdc'", 1 + 20 + 1 + 2))
+        self.assertEqual(told[21:], ["and 80 more listed or gone in this second",
+                                     "203.0.113.9:102 aio listed '\\xdc'",
+                                     "203.0.113.9:102 aio gone '\\xdc'"])
 
 
 # --- The list on disk -----------------------------------------------------------------------------
@@ -6734,12 +6268,11 @@ class SavedListTest(unittest.TestCase):
         info.start()
         self.addCleanup(info.stop)
 
-    def start(self, now: float = 0.0, wall: float = T0, needed: bool = False,
-              **settings: str) -> ms.SavedList:
+    def start(self, now: float = 0.0, wall: float = T0, **settings: str) -> ms.SavedList:
         database = ms.Database(self.path)
         self.addCleanup(database.close)
         saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {})
-        saved.restore(now, wall, needed)
+        saved.restore(now, wall)
         return saved
 
     def restart(self, saved: ms.SavedList, wall: float = T0 + 5, **settings: str) -> ms.SavedList:
@@ -6751,6 +6284,9 @@ class SavedListTest(unittest.TestCase):
     def hear(self, saved: ms.SavedList, port: int, now: float = 0.0, lifetime: float = 120.0,
              game: str = "iceball", address: str = "203.0.113.9", **fields: Any) -> ms.Server:
         return saved.registry.hear(game, address, port, address, now, lifetime, fields)
+
+    def ports(self, saved: ms.SavedList) -> List[int]:
+        return sorted(server.port for server in saved.registry.servers())
 
     def on_disk(self) -> List[int]:
         """The ports that are listed, as another program would read them."""
@@ -6770,7 +6306,7 @@ class SavedListTest(unittest.TestCase):
         saved = self.start()
         self.hear(saved, 1, **told)
         self.hear(saved, 2, game="aio", address="2001:db8::1", lifetime=math.inf)
-        local = saved.registry.hear("iceball", "203.0.113.8", 3, "192.168.1.5", 0.0, 120.0, {})
+        saved.registry.hear("iceball", "203.0.113.8", 3, "192.168.1.5", 0.0, 120.0, {})
         saved = self.restart(saved, T0 + 60)
         found = {server.port: server for server in saved.registry.servers()}
         self.assertEqual({port: (server.game, server.address, server.source, server.confirmed)
@@ -6781,7 +6317,6 @@ class SavedListTest(unittest.TestCase):
         self.assertEqual({name: getattr(found[1], name) for name in told}, told)
         self.assertEqual((found[2].name, found[2].playing, found[2].details), ("", None, {}))
         self.assertEqual((found[1].first_seen, found[1].last_seen), (940.0, 940.0))
-        self.assertEqual(found[3].key, local.key)
 
     def test_lifetimes_after_a_restart(self) -> None:
         """They begin with it."""
@@ -6791,12 +6326,10 @@ class SavedListTest(unittest.TestCase):
                 ("aio", "connection", math.inf), ("aio", "self-reported", math.inf)), 1):
             self.hear(saved, port, game=game, verified=verified, lifetime=lifetime)
         saved = self.restart(saved, T0 + 600)
-        registry = saved.registry
         for now, expected in ((1059.9, [1, 2, 3, 4]), (1060.1, [1, 2]), (1119.9, [1, 2]),
                               (1120.1, [2]), (9e9, [2])):
-            registry.expire(now)
-            ports = sorted(server.port for server in registry.servers())
-            self.assertEqual(ports, expected, now)
+            saved.registry.expire(now)
+            self.assertEqual(self.ports(saved), expected, now)
 
     def test_who_is_not_listed_again_leaves_the_file(self) -> None:
         saved = self.start()
@@ -6808,11 +6341,10 @@ class SavedListTest(unittest.TestCase):
         self.hear(saved, 7, name="late", now=-3595.0)
         saved = self.restart(saved, T0 + 4, **{
             "bans__203.0.113.1": "cheats", "server__refuse_names": "old 2"})
-        ports = sorted(server.port for server in saved.registry.servers())
-        self.assertEqual(ports, [3, 4, 7])
+        self.assertEqual(self.ports(saved), [3, 4, 7])
         self.assertEqual(self.on_disk(), [1, 2, 3, 4, 5, 6, 7])
         saved.tick(1001.0, T0 + 6)
-        self.assertEqual(self.on_disk(), ports)
+        self.assertEqual(self.on_disk(), [3, 4, 7])
         saved = self.restart(saved, T0 + 7, limits__servers="2")
         self.assertEqual(saved.registry.total, 2)
 
@@ -6826,93 +6358,74 @@ class SavedListTest(unittest.TestCase):
             saved = self.restart(saved, T0 + 5 + step)
             self.assertEqual(saved.registry.total, listed, step)
             for server in saved.registry.servers():
-                self.assertLessEqual(server.last_seen, 1000.0)
+                self.assertLessEqual(max(server.first_seen, server.last_seen), 1000.0)
             saved.registry.expire(1120.1)
             self.assertEqual(saved.registry.total, 0, step)
 
     def test_rows_of_the_program_before(self) -> None:
         """Their texts had three fields more; infinite lifetimes were written as a day."""
-        text = ('["S","ctf","m","1",%d,9,null,"d",1,"%s",true,{"a":"b"},"203.0.113.9",%s,'
-                'false,true]')
+        text = '["S","","","",3,9,null,"",1,"%s",true,{"a":"b"},"203.0.113.9",%s,false,true]'
         for verified, lasting, life, lifetime in (
                 ("handshake", "false", 100.0, 100.0), ("connection", "true", 86400.0, 60.0),
                 ("query", "true", 86400.0, math.inf), ("query", "false", 180.0, 180.0)):
-            row = ("x", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0,
-                   text % (3, verified, lasting))
+            row = "x", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0, text % (verified, lasting)
             server = ms.restored_server(row, 0.0, T0)
             self.assertEqual(
-                (server.name, server.players, server.max_players, server.playing, server.flavor,
-                 server.verified, server.details, server.lifetime, server.first_seen),
-                ("S", 3, 9, None, 1, verified, {"a": "b"}, lifetime, -9.0), verified)
+                (server.name, server.players, server.playing, server.flavor, server.verified,
+                 server.details, server.lifetime, server.first_seen),
+                ("S", 3, None, 1, verified, {"a": "b"}, lifetime, -9.0))
 
-    def test_noise_in_the_fields(self) -> None:
-        plain = dict(name="", players=0, playing=None, verified="self-reported", details={},
-                     source="203.0.113.9", responding=True, flavor=0)
+    def test_noise_in_a_row_costs_it_alone(self) -> None:
+        """What cannot be read is dropped, and no list gets what it has no room for."""
+        good = '["","","","",0,0,null,"",0,"query",true,{},"203.0.113.9"]'
         for text, expected in (
-                ("", {}), ("[]", {}), ("null", {}), ("{}", {}), ("[", {}), ("[" * 5000, {}),
-                ("[5, [], null, {}, true, 0, 1.5, null, null, 1, 0, [], 5]", {}),
-                ('["\\u001b[0m\\u202eX\\n",1,2,3,-4,99999,70000,7,999,"?",5,[],"nowhere"]',
+                ("[]", None),
+                ('["","","","",0,0,null,"",0,"?"]', None),
+                ('["","","","",0,0,null,"",256,"query"]', None),
+                (good.replace(".113.9", ".113"), None),
+                ('[5,[],null,{},true,"0",1.5,null,null,"query",0,[],5]',
+                 {"name": "", "players": 0, "playing": None, "flavor": 0, "details": {},
+                  "responding": True, "source": "203.0.113.9"}),
+                ('["\\u001b[0m\\u202eX\\n","","","",-4,99999,70000,"",255,"query"]',
                  {"name": "X", "max_players": 65535, "playing": 65535, "flavor": 255}),
-                ('["%s"]' % ("x" * 2000), {"name": "x" * ms.TEXT_CHARACTERS}),
-                ('["","","","",0,0,null,"",0,"",true,{"a\\u0000":"b\\u202e","c":5}]',
+                (good.replace("[", '["%s' % ("x" * 2000), 1).replace('x""', 'x"'),
+                 {"name": "x" * ms.TEXT_CHARACTERS}),
+                (good.replace("{}", '{"a\\u0000":"b\\u202e","c":5}'),
                  {"details": {"a": "b", "c": "5"}})):
             row = ("iceball", "203.0.113.9", 1, T0 + 100.0, T0 - 0.0, T0 - 0.0, text)
             server = ms.restored_server(row, 0.0, T0)
-            for name, value in {**plain, **expected}.items():
-                self.assertEqual(getattr(server, name), value, (text[:40], name))
-
-    def test_rows_of_noise_cost_only_themselves(self) -> None:
+            self.assertEqual(server and {name: getattr(server, name) for name in expected or ()},
+                             expected, text[:60])
         saved = self.start()
         self.hear(saved, 1)
         saved.tick(2.0, T0 + 2)
-        rows = [("iceball", address, port, T0 + 99.0, T0 - 0.0, T0 - 0.0, "[]")
-                for address, port in (("nowhere", 2), ("a:b", 2), ("0.0.0.0", 2), ("", 2),
-                                      ("203.0.113.8", 0), ("203.0.113.8", 65536))]
-        rows += [("iceball", "203.0.113.7", 11, -math.inf, T0 - 0.0, T0 - 0.0, "[]"),
-                 ("iceball", "203.0.113.7", 12, T0 + 99.0, T0 - 0.0, -math.inf, "[]"),
-                 ("iceball", "203.0.113.7", 13, 1e300, T0 - 0.0, T0 - 0.0, "[]"),
-                 ("iceball", "203.0.113.7", 14, math.inf, T0 - 0.0, math.inf, "[]"),
-                 ("iceball", "203.0.113.7", 15, T0 + 99.0, -math.inf, T0 - 0.0, "[]")]
-        saved.database.save(rows, set())
+        saved.database.save([(*row, good) for row in (
+            ("iceball", "nowhere", 2, T0 + 99.0, T0 - 0.0, T0 - 0.0),
+            ("iceball", "0.0.0.0", 2, T0 + 99.0, T0 - 0.0, T0 - 0.0),
+            ("iceball", "203.0.113.8", 0, T0 + 99.0, T0 - 0.0, T0 - 0.0),
+            ("iceball", "203.0.113.8", 65536, T0 + 99.0, T0 - 0.0, T0 - 0.0),
+            ("iceball", "203.0.113.7", 11, -math.inf, T0 - 0.0, T0 - 0.0),
+            ("iceball", "203.0.113.7", 13, 1e300, T0 - 0.0, T0 - 0.0))], set())
         saved.database.close()
         saved = self.start(1000.0)
-        registry = saved.registry
-        registry.expire(1000.1)
-        for server in registry.servers():
-            self.assertTrue(server.address == "203.0.113.9" or server.port == 13, server.key)
-            self.assertTrue(0 <= 1000.0 - server.last_seen <= 5, server.key)
-            self.assertLess(abs(server.first_seen), 1e10)
-        registry.expire(1000.0 + ms.DAY)
-        self.assertEqual(registry.total, 0)
+        saved.registry.expire(1000.1)
+        self.assertEqual(self.ports(saved), [1, 13])
 
     def test_a_file_that_cannot_be_used(self) -> None:
-        """It is an error only if it is asked for, and not there."""
-        error = sqlite3.OperationalError("database or disk is full")
-        for exists, needed, raised in ((False, False, False), (False, True, True),
-                                       (True, False, False), (True, True, False)):
-            self.path = os.path.join(self.folder, "%d%d.db" % (exists, needed))
-            if exists:
-                self.start().database.close()
-            with mock.patch.object(ms.Database, "load", side_effect=error), \
-                    mock.patch.object(ms.log, "warning") as warning:
-                if raised:
-                    self.assertRaises(sqlite3.Error, self.start, needed=True)
-                    continue
-                saved = self.start(needed=needed)
-            self.assertIn("cannot be used", warning.call_args[0][0])
-            self.assertEqual(saved.health, {"database": "database or disk is full"})
-            # What is heard is saved as soon as it can be
-            self.hear(saved, 1)
-            saved.tick(1.0, T0 + 1)
-            self.assertEqual((saved.health, self.on_disk()), ({}, [1]))
-
-    def test_a_damaged_file_that_cannot_be_renamed_stops_no_start(self) -> None:
+        """What is heard is saved as soon as it can be."""
         with open(self.path, "wb") as file:
             file.write(b"noise" * 1000)
-        with mock.patch.object(os, "replace", side_effect=PermissionError(13, "denied")), \
-                self.assertLogs("masterserver", "WARNING"):
-            saved = self.start(needed=True)
-        self.assertIn("denied", saved.health["database"])
+        errors = mock.patch.object(os, "replace", side_effect=PermissionError(13, "denied")), \
+            mock.patch.object(ms.Database, "load", side_effect=sqlite3.OperationalError("full"))
+        for patched, told in zip(errors, ("denied", "full")):
+            with patched, self.assertLogs("masterserver", "ERROR") as logged:
+                saved = self.start()
+            self.assertRegex(logged.output[0], "trouble with the database: .*" + told)
+            self.assertIn(told, saved.health["database"])
+        self.hear(saved, 1)
+        with self.assertLogs("masterserver", "WARNING"):        # the old file is set aside
+            saved.tick(1.0, T0 + 1)
+        self.assertEqual((saved.health, self.on_disk()), ({}, [1]))
 
     # While it serves
 
@@ -6946,7 +6459,6 @@ class SavedListTest(unittest.TestCase):
             for server in registry.servers():
                 registry.remove(server)
             self.assertEqual(saves(61.0), ([], [1, 2, 4], {}))
-            self.assertEqual(saves(120.0), ([], [], {"": 0}))
         self.assertEqual(saved.database.known(*one.key)[:2], (T0, T0 + 2.0))
 
     def test_sparklines_come_with_the_samples(self) -> None:
@@ -6959,20 +6471,21 @@ class SavedListTest(unittest.TestCase):
 
     def test_one_batch_at_a_time_and_a_disk_that_hangs_is_told(self) -> None:
         saved = self.start()
-        saved.worker.at_once = False
+        saved.disk.at_once = False
         with self.assertLogs("masterserver", "ERROR") as logged:
             for second in range(30):
                 self.hear(saved, 1 + second)
                 saved.tick(float(second), T0 + second)
                 self.assertEqual(list(saved.health), ["database"] if second >= 10 else [])
-                self.assertEqual(len(saved.worker.jobs), 1)
+                self.assertEqual(len(saved.disk.jobs), 1)
         self.assertEqual(len(logged.output), 1)
         self.assertIn("10 s or more", logged.output[0])
-        saved.worker.work()
+        saved.registry.remove(saved.registry.get("iceball", "203.0.113.9", 1))
+        saved.disk.work()
         self.assertEqual((saved.health, self.on_disk()), ({}, [1]))
-        saved.worker.at_once = True
+        saved.disk.at_once = True
         saved.tick(30.0, T0 + 30)
-        self.assertEqual(self.on_disk(), list(range(1, 31)))
+        self.assertEqual(self.on_disk(), list(range(2, 31)))
         self.assertIn("saved again", ms.log.info.call_args[0][0])
 
     def test_what_fails_is_told_once_and_tried_again(self) -> None:
@@ -6989,92 +6502,24 @@ class SavedListTest(unittest.TestCase):
                     self.hear(saved, second)
             self.assertEqual((len(logged.output), self.on_disk()), (1, [1]))
             self.assertEqual(saved.health, {"database": ms.error_text(error)})
-            self.assertTrue(saved.health["database"])
             saved.tick(64.0, T0 + 64)
             self.assertEqual((saved.health, self.on_disk()), ({}, [2, 61, 62, 63]))
             # The minute has its sample
             series = saved.database.history("iceball", "203.0.113.9", 2, "day", T0 + 120)
             self.assertEqual(series.means[-1], 2)
 
-    def test_a_change_while_a_batch_is_written_is_in_the_next(self) -> None:
-        saved = self.start()
-        saved.worker.at_once = False
-        server = self.hear(saved, 1)
-        saved.tick(0.0, T0)
-        saved.registry.remove(server)
-        self.hear(saved, 2)
-        for now in (1.0, 2.0):
-            saved.worker.work()
-            saved.tick(now, T0 + now)
-        self.assertEqual(self.on_disk(), [2])
-
     def test_while_the_disk_takes_nothing_little_piles_up(self) -> None:
         saved = self.start()
-        saved.worker.at_once = False
         with mock.patch.object(ms, "ALTERED_SERVERS", 50), mock.patch.object(ms.log, "error"), \
                 self.failing(saved, sqlite3.OperationalError("full")):
             for number in range(400):
                 for port in range(1, 41):
                     saved.registry.remove(self.hear(saved, 40 * number + port))
                 saved.tick(float(number), T0 + number)
-                if number % 2:
-                    saved.worker.work()             # a batch fails while others leave
                 self.assertLessEqual(len(saved.registry.altered), 100)
-        saved.worker.at_once = True
-        if saved.worker.jobs:
-            saved.worker.work()
         self.hear(saved, 1)
         saved.tick(500.0, T0 + 500)
         self.assertEqual(self.on_disk(), [1])
-
-    def test_after_damage_everybody_is_in_the_new_file(self) -> None:
-        saved = self.start()
-        for port in range(1, 20):
-            self.hear(saved, port, description="x" * 500)
-        saved.tick(0.0, T0)
-        saved.database.close()
-        with open(self.path, "r+b") as file:
-            file.write(b"noise" * 1000)
-        self.hear(saved, 20)
-        with self.assertLogs("masterserver", "WARNING") as logged:
-            saved.tick(1.0, T0 + 1)
-        self.assertIn("it has been renamed to " + saved.database.set_aside, logged.output[0])
-        self.assertEqual((saved.health, self.on_disk()), ({}, [20]))
-        saved.tick(2.0, T0 + 2)
-        self.assertEqual(self.on_disk(), list(range(1, 21)))
-
-    def test_the_end(self) -> None:
-        saved = self.start()
-        self.hear(saved, 1)
-        saved.close(0.5, T0 + 0.5)
-        self.assertEqual(self.on_disk(), [1])
-        self.assertIsNone(saved.database._db)
-        for error in (sqlite3.OperationalError("full"), MemoryError(), OverflowError()):
-            saved = self.start()
-            self.hear(saved, 2)
-            with self.failing(saved, error), self.assertLogs("masterserver", "ERROR") as logged:
-                saved.close(1.0, T0 + 1)
-            self.assertIn(ms.error_text(error), logged.output[0])
-            self.assertIsNone(saved.database._db)
-
-    @timing
-    def test_ten_thousand_servers_hold_nobody_up(self) -> None:
-        saved = self.start(limits__servers="20000")
-        for number in range(10_000):
-            self.hear(saved, 1 + number, address="203.0.%d.%d" % (number >> 6, 1 + number % 64),
-                      name="Server %d" % number, description="a text of a server's own")
-        start = time.process_time()
-        rows, gone = saved.batch(T0)
-        took = time.process_time() - start
-        self.assertEqual((len(rows), gone), (10_000, set()))
-        self.assertLess(took, 0.5 if SLOW else 0.06)
-        saved.write(rows, gone, T0, [])
-        saved.database.close()
-        start = time.process_time()
-        saved = self.start(limits__servers="20000")
-        took = time.process_time() - start
-        self.assertEqual(saved.registry.total, 10_000)
-        self.assertLess(took, 3.0 if SLOW else 0.3)
 
 
 class DiskOfTheProgramTest(unittest.TestCase):
@@ -7085,13 +6530,10 @@ class DiskOfTheProgramTest(unittest.TestCase):
 
     def listed(self) -> int:
         """How many the file has, read as another program would."""
-        if not os.path.exists(self.path):
-            return 0
-        with contextlib.closing(sqlite3.connect(self.path)) as db:
-            try:
-                return int(db.execute("SELECT count(*) FROM listed").fetchone()[0])
-            except sqlite3.Error:
-                return 0
+        with contextlib.closing(sqlite3.connect(self.path)) as db, \
+                contextlib.suppress(sqlite3.Error):
+            return int(db.execute("SELECT count(*) FROM listed").fetchone()[0])
+        return 0
 
     def test_killed_and_started_again(self) -> None:
         server = RunningServer(start=HURRIED, server__database=self.path)
@@ -7107,34 +6549,37 @@ class DiskOfTheProgramTest(unittest.TestCase):
             listed = fetch(server.port("http"), "/master.json")[2]
         self.assertIn(b"Iceball Server", listed)
 
-    def test_a_stop_does_not_wait_for_a_disk_that_hangs(self) -> None:
+    def test_the_last_batch(self) -> None:
+        """It is written at the end; a failure is told; a disk that hangs is not waited for."""
         go_on = threading.Event()
-        server = master(http__ports="0", server__database=self.path)
-        self.addCleanup(server.database.close)
-        self.addCleanup(server.disk.stop, 20.0)
-        self.addCleanup(go_on.set)
-        server.start()
-        server.disk.submit(lambda: go_on.wait(20), lambda result, now: None)
-        with mock.patch.object(ms, "STOP_DISK_S", 0.1), \
-                mock.patch.object(server.saved, "close") as close, \
-                self.assertLogs("masterserver", "ERROR") as logged:
-            server.stop()
-        self.assertIn("the disk takes too long", logged.output[0])
-        close.assert_not_called()               # whoever touched the file would wait, too
+        for save, listed, told in (
+                (None, 1, ""), (sqlite3.OperationalError("full"), 1, "the database: full"),
+                (lambda *rows: go_on.wait(20), 1, "the disk takes too long")):
+            server = master(http__ports="0", server__database=self.path)
+            self.addCleanup(server.database.close)
+            self.addCleanup(server.disk.stop, 20.0)
+            self.addCleanup(go_on.set)
+            server.bind()
+            server.registry.hear("iceball", "203.0.113.9", 1 + bool(save), "203.0.113.9",
+                                 time.monotonic(), 120.0, {})
+            with mock.patch.object(ms, "STOP_DISK_S", 0.3 if told[-4:] == "long" else 5.0), \
+                    mock.patch.object(server.database, "save", side_effect=save,
+                                      wraps=server.database.save), \
+                    self.assertLogs("masterserver") as logged:
+                ms.log.info("")
+                server.close()
+            self.assertIn(told, logged.output[-1])
+            self.assertEqual(self.listed(), listed)
 
     def test_where_none_can_be_made(self) -> None:
-        """Unasked for, it is a warning; asked for, the program does not start."""
         missing = os.path.join(os.path.dirname(self.path), "missing", "master.db")
-        with self.assertRaisesRegex(ms.StartError, "cannot be created.*.server. database"):
-            master(http__ports="0", server__database=missing).start()
         server = master(http__ports="0", server__database=missing)
-        server.settings.given.discard("server.database")
-        with self.assertLogs("masterserver", "WARNING") as logged, server:
+        with self.assertLogs("masterserver", "ERROR") as logged, server:
             health = json.loads(fetch(port_of(server, "http"), "/healthz")[2].decode())
             metrics = fetch(port_of(server, "http"), "/metrics")[2]
         self.assertEqual((health["status"], list(health["trouble"])), ("trouble", ["database"]))
         self.assertIn(b'masterserver_trouble{where="database"} 1', metrics)
-        self.assertIn("will not survive a restart", logged.output[0])
+        self.assertIn("trouble with the database: unable to open", logged.output[0])
 
 
 # --- announce ------------------------------------------------------------------------------------
@@ -7147,114 +6592,173 @@ SUBSPACE_CAPTURE = (hexa("00000000 a861 0600 0100 86000000")
                     + b"a real asss on loopback\0")
 
 
-def announced(game: str, port: int, **fields: Any) -> ms.Server:
-    return ms.Server(game, "", port, "", 0.0, math.inf, **fields)
+def announcer_of(kind, game, port, **fields):
+    return kind(ms.Server(game, "", port, "", 0.0, math.inf, **fields), "master.example", 27790)
 
 
-def times_sent(announcer: ms.Announcer, begin: float, end: float) -> List[float]:
-    """When it sends something; ten times a second it is asked."""
-    times = [tenth / 10 for tenth in range(int(begin * 10), int(end * 10))]
-    return [now for now in times if announcer.tick(now)]
+def times_sent(announcer, begin, end):
+    """When it announces; ten times a second it is asked."""
+    times = []
+    for now in (tenth / 10 for tenth in range(int(begin * 10), int(end * 10))):
+        if now >= announcer.due:
+            announcer.announce(now)
+            times.append(now)
+    return times
+
+
+class AnnouncersInGeneral(unittest.TestCase):
+
+    def test_pauses_grow_until_the_master_takes_the_server(self):
+        """Each change of its state is logged, and nothing twice."""
+        announcer = announcer_of(ms.HttpAnnouncer, "mygame", 4000)
+        with self.assertLogs("masterserver") as logs:
+            for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+                announcer.failed(OSError("no \x1b[31mway"), 100.0)
+                self.assertEqual(announcer.due, 100.0 + pause)
+            announcer.accepted("listed")
+            announcer.failed(OSError("no way"), 100.0)
+            self.assertEqual(announcer.due, 101.0)
+        self.assertEqual([line.partition(":")[2] for line in logs.output], [
+            "masterserver:master.example:27790: " + state for state in (
+                "no way", "listed", "no way")])
+
+    @mock.patch.object(ms, "log", mock.Mock())
+    def test_a_refusal_is_final_only_at_the_beginning(self):
+        """A proxy may answer in the master's place for a moment, and anybody may forge a BADV."""
+        announcer = announcer_of(ms.HttpAnnouncer, "mygame", 4000)
+        refused = ms.MasterRefused("refused: no")
+        for error, taken, due in ((OSError("lost"), None, 1.0), (refused, False, 1800.0),
+                                  (None, True, 1800.0), (refused, True, 1800.0)):
+            if error:
+                announcer.failed(error, 0.0)
+            else:
+                announcer.accepted("listed")
+            self.assertEqual((announcer.taken, announcer.due), (taken, due))
+
+    @mock.patch.object(ms, "log", mock.Mock())
+    def test_only_malformed_escapes_from_garbage(self):
+        chance = random.Random(9)
+        packed = zlib.compress(b"\6\3\6\0banned")
+        seeds = [b"MSOK1234", hexa("42414456 0200 25808000"), b"%SUCCESS#13#%",
+                 hexa("08000000 06 03 0400") + b"gone", bytes([len(packed), 0, 0, 1]) + packed,
+                 hexa("02 01020304"), b"\0", b'{"listed": true, "ttl": 120}']
+        kinds = [*ms.ANNOUNCERS.values(), ms.HttpAnnouncer]
+        for turn in range(6000):
+            data = bytearray(chance.choice(seeds))
+            for _ in range(chance.randrange(4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            announcer = announcer_of(chance.choice(kinds), "x", 1000)
+            with contextlib.suppress(ms.Malformed, ms.MasterRefused, OSError):
+                if isinstance(announcer, ms.HttpAnnouncer):
+                    announcer.answered(200 + turn % 300, bytes(data), 0.0)
+                if announcer.transport == "tcp":
+                    announcer.opened(0.0)
+                announcer.receive(bytes(data), 0.0)
+            if announcer.query_offset is not None:
+                with contextlib.suppress(ms.Malformed):
+                    announcer.answer(bytes(data))
 
 
 @mock.patch.object(ms, "log", mock.Mock())
 class IceballAnnouncing(unittest.TestCase):
 
-    def setUp(self) -> None:
-        self.server = announced("iceball", 21737, name="Iceball Server", mode="ctf",
-                                map="classic(512,512)", max_players=64)
-        self.announcer = ms.IceballAnnouncer(self.server)
+    def setUp(self):
+        self.announcer = announcer_of(
+            ms.IceballAnnouncer, "iceball", 21737, name="Iceball Server", mode="ctf",
+            map="classic(512,512)", max_players=64)
 
-    def test_the_announcement(self) -> None:
-        self.assertEqual(self.announcer.tick(0.0), ICEBALL_CAPTURE)
-        self.server.name, self.server.mode = "a" + "ä" * 20, "a" + "ä" * 10
-        self.server.version = "0.2.1"
-        packet = self.announcer.tick(1.0)
+    def test_the_announcement(self):
+        self.assertEqual(self.announcer.announce(0.0), ICEBALL_CAPTURE)
+        server = self.announcer.server
+        server.name, server.mode = "a" + "ä" * 20, "a" + "ä" * 10
+        server.version = "0.2.1"
+        packet = self.announcer.announce(1.0)
         self.assertEqual((len(packet), packet[6:10], packet[16:46], packet[46:56]),
                          (86, hexa("00808000"), b"a" + b"\xc3\xa4" * 14 + b"\0",
                           b"a" + b"\xc3\xa4" * 4 + b"\0"))
 
-    def test_bursts_of_five_every_forty_seconds(self) -> None:
+    def test_bursts_of_five_every_forty_seconds(self):
         self.assertEqual(times_sent(self.announcer, 0, 100),
                          [0, 1, 2, 3, 4, 40, 41, 42, 43, 44, 80, 81, 82, 83, 84])
         # After the machine has slept none is made up for
         self.assertLessEqual(len(times_sent(self.announcer, 1000, 1003)), 4)
 
-    def test_every_cookie_comes_back(self) -> None:
+    def test_every_cookie_comes_back(self):
         for cookie in (b"", hexa("8a850c03"), b"\0" * 4000):
             self.assertEqual(self.announcer.receive(b"MSOK" + cookie, 1.0), b"HSHK" + cookie)
         self.assertEqual((self.announcer.state, self.announcer.taken), ("announced", True))
 
-    def test_silence_for_thirty_minutes_after_a_refusal(self) -> None:
+    def test_silence_for_thirty_minutes_after_a_refusal(self):
         for packet, words in ((b"BADF", "cannot read"), (b"BADV", "lists Iceball"),
                               (hexa("42414456 0200 25808000"), "lists Iceball 0.2.1-37 and not")):
-            announcer = ms.IceballAnnouncer(self.server)
-            announcer.tick(0.0)
-            self.assertEqual(announcer.receive(b"MSNO", 0.4) + announcer.receive(packet, 0.5), b"")
-            self.assertTrue(announcer.refused)
-            self.assertIn(words, announcer.state)
-            self.assertEqual(times_sent(announcer, 0.5, 1807), [1800.5 + n for n in range(5)])
+            self.setUp()
+            self.announcer.announce(0.0)
+            self.assertEqual(self.announcer.receive(b"MSNO", 0.4), b"")
+            with self.assertRaisesRegex(ms.MasterRefused, words) as refused:
+                self.announcer.receive(packet, 0.5)
+            self.announcer.failed(refused.exception, 0.5)
+            self.assertEqual(times_sent(self.announcer, 0.5, 1802)[:2], [1800.5, 1801.5])
 
-    def test_a_master_that_does_not_answer_is_mentioned(self) -> None:
-        for answered, state in (((), "no answer"), ((2,), "announced"), ((2, 41), "announced"),
-                                ((2, None), "no answer")):
-            announcer = ms.IceballAnnouncer(self.server)
-            for second in range(46 if len(answered) == 2 else 6):
-                announcer.tick(float(second))
-                if second in answered:
-                    announcer.receive(b"MSOK", second + 0.5)
-            self.assertIn(state, announcer.state, answered)
+    def test_a_master_that_does_not_answer_is_mentioned(self):
+        for answered, state in (((), ""), ((None,), "no answer"), ((2,), "announced"),
+                                ((2, 41), "announced"), ((2, None), "no answer")):
+            self.setUp()
+            for burst, second in enumerate(answered):
+                for now in range(40 * burst, 40 * burst + 5):
+                    self.announcer.announce(now)
+                    if now == second:
+                        self.announcer.receive(b"MSOK", now + 0.5)
+            self.assertEqual(self.announcer.state[:9], state, answered)
 
 
 class SubSpaceAnnouncing(unittest.TestCase):
 
-    def setUp(self) -> None:
-        self.server = announced("subspace", 25000, name="Loopback Test Zone",
-                                description="a real asss on loopback", players=6)
-        self.announcer = ms.SubSpaceAnnouncer(self.server)
+    def setUp(self):
+        self.announcer = announcer_of(
+            ms.SubSpaceAnnouncer, "subspace", 25000, name="Loopback Test Zone",
+            description="a real asss on loopback", players=6)
 
-    def test_the_captured_announcement_every_minute(self) -> None:
-        self.assertEqual(self.announcer.tick(0.0), SUBSPACE_CAPTURE)
+    def test_the_captured_announcement_every_minute(self):
+        self.assertEqual(self.announcer.announce(0.0), SUBSPACE_CAPTURE)
         self.assertEqual(times_sent(self.announcer, 0, 150), [60, 120])
-        self.assertEqual(len(times_sent(self.announcer, 9000, 9059)), 2)        # after a sleep
-        self.assertIn("they ping UDP port 25001", self.announcer.state)
+        self.assertIn("ping the next UDP port", self.announcer.state)
 
-    def test_longest_texts(self) -> None:
-        self.server.name, self.server.description = "é" * 40, "x" * 400
-        packet = self.announcer.tick(0.0)
+    def test_longest_texts(self):
+        server = self.announcer.server
+        server.name, server.description = "\u4e2d" + "é" * 40, "x" * 400
+        packet = self.announcer.announce(0.0)
         self.assertEqual((len(packet), packet[14:46], packet[94:]),
-                         (480, b"\xe9" * 31 + b"\0", b"x" * 385 + b"\0"))
-        self.server.name = "\u4e2d" * 40
-        self.assertEqual(self.announcer.tick(60.0)[14:46], "\u4e2d".encode() * 10 + b"\0\0")
+                         (480, b"?" + b"\xe9" * 30 + b"\0", b"x" * 385 + b"\0"))
 
-    def test_pings_are_answered_as_the_document_says(self) -> None:
-        self.server.playing = 4
-        for question, answer in (
-                ("11223344", "06000000 11223344"), ("1122334400000000", "1122334400000000"),
-                ("1122334401000000", "1122334401000000 06000000 04000000"),
-                ("1122334402000000", "1122334402000000 3000 0600 0400 00"),
-                ("11223344fcffffff", "1122334400000000")):
+    def test_pings_are_answered_as_the_document_says(self):
+        server = self.announcer.server
+        for playing, map, question, answer in (
+                (4, "", "11223344", "06000000 11223344"),
+                (4, "", "1122334400000000", "1122334400000000"),
+                (4, "", "1122334401000000", "1122334401000000 06000000 04000000"),
+                (4, "", "1122334402000000", "1122334402000000 3000 0600 0400 00"),
+                (4, "", "11223344fcffffff", "1122334400000000"),
+                (None, "pb", "1122334403000000",
+                 "1122334403000000 06000000 06000000 706200 0600 0600 00")):
+            server.playing, server.map = playing, map
             self.assertEqual(self.announcer.answer(hexa(question)), hexa(answer), question)
         for size in (0, 1, 3, 5, 7, 9, 100):
             self.assertRaises(ms.Malformed, self.announcer.answer, bytes(size))
-        self.server.playing, self.server.map = None, "pb"
-        self.assertEqual(self.announcer.answer(hexa("1122334403000000"))[8:],
-                         hexa("06000000 06000000 706200 0600 0600 00"))
 
 
 @mock.patch.object(ms, "log", mock.Mock())
 class AioAnnouncing(unittest.TestCase):
 
-    def court(self, framed: bool = False, **fields: Any) -> ms.Announcer:
+    def court(self, framed=False, **fields):
         kind = ms.FramedAioAnnouncer if framed else ms.AioAnnouncer
-        return kind(announced("aio", 27010, **fields))
+        return announcer_of(kind, "aio", 27010, **fields)
 
-    def say(self, announcer: ms.Announcer, data: bytes, now: float) -> None:
+    def say(self, announcer, data):
         """The master, byte by byte."""
         for byte in data:
-            self.assertEqual(announcer.receive(bytes([byte]), now), b"")
+            self.assertEqual(announcer.receive(bytes([byte]), 0.0), b"")
 
-    def test_what_is_published(self) -> None:
+    def test_what_is_published(self):
         for framed, fields, packet in (
                 (False, {"name": "best AIO server", "description": "no #1 content"},
                  b"13#best AIO server#no <num>1 content#27010#%\n"),
@@ -7263,78 +6767,46 @@ class AioAnnouncing(unittest.TestCase):
                 (True, {"name": "court"}, hexa("03000000 03 8269"))):
             self.assertEqual(self.court(framed, **fields).opened(0.0), packet)
 
-    def test_keepalives(self) -> None:
+    def test_keepalives(self):
         """The server is published with each, as a text master has no word for a refusal, which
-        may end."""
+        may end. Who has fallen silent has gone."""
         for framed, confirmation, alive, answer in (
                 (False, b"\1\0\0\0\0%SUCCESS#13#%", b"KEEPALIVE#%\n", b"%SUCCESS#KEEPALIVE#%"),
                 (True, hexa("01000000 00 02000000 05 03"), hexa("01000000 04"),
                  hexa("02000000 05 04"))):
             announcer = self.court(framed, name="court")
             published = announcer.opened(0.0)
-            self.say(announcer, confirmation, 0.5)
-            self.assertEqual((announcer.state, announcer.taken), ("announced", True))
-            for second in range(1, 100):
-                due = second in (30, 60, 90)
-                self.assertEqual(announcer.tick(float(second)), (alive + published) * due, second)
-                self.say(announcer, answer, second + 0.1)
-                state = "the master does not confirm it" if second >= 60 else "announced"
-                self.assertIn(state, announcer.state, second)
-            self.say(announcer, confirmation, 100.0)
-            self.assertEqual(announcer.state, "announced")
+            for now, said, state in ((30.0, confirmation, "announced"),
+                                     (60.0, answer, "the master does not confirm it"),
+                                     (90.0, answer, "the master does not confirm it"),
+                                     (120.0, confirmation, "announced")):
+                self.say(announcer, said)
+                self.assertEqual(announcer.due, now)
+                self.assertEqual(announcer.announce(now), alive + published)
+                self.assertIn(state, announcer.state)
+            self.assertTrue(announcer.taken)
+            self.assertLess(len(announcer.buffer), 20)          # nothing is kept for ever
+            self.assertRaisesRegex(ConnectionError, "fallen silent", announcer.announce, 150.0)
 
-    def test_players_stand_in_the_name_and_are_published_at_once(self) -> None:
-        announcer = self.court(name="court", max_players=16)
-        announcer.opened(0.0)
-        announcer.server.players, announcer.stale = 5, True
-        self.assertEqual([announcer.tick(1.0), announcer.tick(2.0), announcer.tick(30.0)],
-                         [b"13#court [5/16]##27010#%\n", b"", b""])
-
-    def test_a_framed_refusal(self) -> None:
-        for payload, words in ((b"\6\3\6\0banned", "banned"), (b"\6\3\0\0", "no reason given")):
+    def test_a_framed_refusal(self):
+        announcer = self.court(True)
+        for payload, words in ((b"\6\3\6\0banned", "refused: banned"), (b"\6\3\0\0", "refused: ")):
             packed = zlib.compress(payload)
             for data in (ms.aio_frame(payload), bytes([len(packed), 0, 0, 1]) + packed):
-                announcer = self.court(framed=True)
                 announcer.opened(0.0)
-                self.say(announcer, data, 60.0)
-                self.assertEqual((announcer.state, announcer.refused, announcer.done,
-                                  announcer.due), ("refused: " + words, True, True, 1860.0))
+                self.say(announcer, data[:-1])
+                with self.assertRaisesRegex(ms.MasterRefused, "^%s$" % words):
+                    announcer.receive(data[-1:], 60.0)
         # Of the former connection nothing is left
         announcer.receive(b"\1", 70.0)
         announcer.opened(71.0)
-        self.say(announcer, hexa("02000000 05 03"), 71.0)
+        self.say(announcer, hexa("02000000 05 03"))
         self.assertEqual(announcer.state, "announced")
         with self.assertRaises(ms.Malformed):
             announcer.receive(b"HTTP/1.1 400 Bad Request\r\n", 72.0)
 
-    def test_a_text_without_end_takes_no_memory(self) -> None:
-        announcer = self.court()
-        for _ in range(20):
-            announcer.receive(bytes(1000), 0.0)
-        self.assertLessEqual(len(announcer.buffer), ms.AIO_MASTER_BYTES + 1000)
-
-    def test_silence_ends_the_connection(self) -> None:
-        announcer = self.court(framed=True)
-        announcer.opened(0.0)
-        announcer.receive(b"", 1.0)
-        for now, done in ((100.0, False), (101.0, True)):
-            announcer.tick(now)
-            self.assertEqual(announcer.done, done)
-        self.assertEqual(announcer.state, "no answer for 100 s")
-        self.assertGreater(announcer.due, 101.5)
-
-    def test_pauses_grow_until_the_master_takes_the_server(self) -> None:
-        announcer = self.court()
-        for most in (1, 2, 4, 8, 16, 32, 60, 60, 60):
-            announcer.failed("no connection", 100.0)
-            self.assertTrue(0.8 * most <= announcer.due - 100.0 <= most, most)
-        announcer.accepted("announced")
-        announcer.failed("no connection", 100.0)
-        self.assertLessEqual(announcer.due, 101.0)
-
-    def test_queries_on_the_game_port(self) -> None:
-        announcer = self.court(True, name="né", description="d", players=3, max_players=16,
-                               version="7")
+    def test_queries_on_the_game_port(self):
+        announcer = self.court(True, name="né", description="d", players=3, max_players=16)
         for version, number in (("7", "0700"), ("\u00b2", "0000"), ("70000", "ffff")):
             announcer.server.version = version
             self.assertEqual(zlib.decompress(announcer.answer(b"\0")), hexa(
@@ -7346,57 +6818,36 @@ class AioAnnouncing(unittest.TestCase):
 @mock.patch.object(ms, "log", mock.Mock())
 class HttpAnnouncing(unittest.TestCase):
 
-    def setUp(self) -> None:
-        self.announcer = ms.HttpAnnouncer(announced("mygame", 4000, name="Ünter", players=1))
+    def setUp(self):
+        self.announcer = announcer_of(ms.HttpAnnouncer, "mygame", 4000, name="Ünter", players=1)
 
-    def answered(self, status: int, body: Any, now: float = 0.0) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.announcer.answered(status, data, now)
-
-    def test_what_is_posted(self) -> None:
-        told = self.announcer.fields()
-        self.assertEqual({name: value for name, value in told.items() if value},
+    def test_what_is_posted(self):
+        fields = self.announcer.fields()
+        self.assertEqual({name: value for name, value in fields.items() if value},
                          {"game": "mygame", "port": 4000, "name": "Ünter", "players": 1})
-        self.announcer.leaving = True
-        self.assertEqual(self.announcer.fields(),
-                         {"game": "mygame", "port": 4000, "action": "stop"})
-        self.answered(200, {"listed": False, "reason": "stopped"})
-        self.assertEqual(self.announcer.state, "")
 
-    def test_again_after_half_its_time(self) -> None:
-        for ttl, due in ((b"120", 61.0), (b"NaN", 6.0), (b"-1", 6.0), (b"1e999", 1801.0),
-                         (b"1" * 400, 1801.0), (b"null", 6.0), (b'"soon"', 6.0)):
-            self.answered(200, b'{"listed":true,"ttl":' + ttl + b"}", 1.0)
+    def test_again_after_half_its_time(self):
+        for ttl, due in (("120", 61.0), ("NaN", 6.0), ("-1", 6.0), ("1e999", 1801.0),
+                         ("1" * 400, 6.0), ("null", 6.0), ('"soon"', 6.0)):
+            self.announcer.answered(200, b'{"listed":true,"ttl":%s}' % ttl.encode(), 1.0)
             self.assertEqual((self.announcer.state, self.announcer.due), ("listed", due), ttl)
 
-    def test_refusals_and_failures(self) -> None:
-        for status, body, refused, words in (
-                (403, {"listed": False, "reason": "banned:\nfake"}, True, "refused: banned: fake"),
-                (404, b"<html>", True, "refused: HTTP status 404"),
-                (408, b"", False, "HTTP status 408"), (429, b"wait", False, "HTTP status 429"),
-                (502, b"<html>", False, "not listed yet: HTTP status 502"),
-                (200, {"listed": False, "reason": "waiting"}, False, "not listed yet: waiting"),
-                (200, {"listed": 1}, False, "not listed"), (200, [1], False, "not listed"),
-                (200, {"reason": [[1]]}, False, "[[1]]"), (200, b"\xff", False, "not listed"),
-                (500, {"listed": True}, False, "not listed")):
-            self.setUp()
-            self.answered(status, body)
-            self.assertEqual(self.announcer.refused, refused, body)
-            self.assertIn(words, self.announcer.state)
-            self.assertEqual(self.announcer.due > 1.0, refused, body)
-            self.assertGreater(self.announcer.due, 0.5, body)
+    def test_refusals_and_failures(self):
+        for status, body, error, words in (
+                (403, b'{"listed":false,"reason":"banned"}', ms.MasterRefused, "refused: banned"),
+                (404, b"<html>", ms.MasterRefused, "refused: HTTP status 404"),
+                (408, b"", OSError, "HTTP status 408"), (429, b"wait", OSError, "HTTP status 429"),
+                (502, b"<html>", OSError, "not listed yet: HTTP status 502"),
+                (200, b'{"listed":false,"reason":"waiting"}', OSError, "not listed yet: waiting"),
+                (200, b'{"listed":1}', OSError, "not listed"), (200, b"[1]", OSError, "not listed"),
+                (200, b'{"reason":[[1]]}', OSError, "1"), (200, b"\xff", OSError, "not listed")):
+            with self.assertRaisesRegex(error, words, msg=body):
+                self.announcer.answered(status, body, 0.0)
 
-    def test_who_was_listed_before_a_refusal_asks_again_soon(self) -> None:
-        """A proxy in front may have no master for a moment."""
-        for listed, pause in ((False, ms.REFUSED_S), (True, ms.RETRY_MAX_S)):
-            self.answered(200, {"listed": listed})
-            self.answered(404, b"", 1.0)
-            self.assertEqual(self.announcer.due, 1.0 + pause)
-
-    def test_hyperbol_answers_by_the_offsets_of_the_document(self) -> None:
-        announcer = ms.HyperbolAnnouncer(announced(
-            "hyperbol", 20000, name="n" * 40, mode="m" * 40, players=300, max_players=16,
-            map="Arena", version="1.8a"))
+    def test_hyperbol_answers_by_the_offsets_of_the_document(self):
+        announcer = announcer_of(
+            ms.HyperbolAnnouncer, "hyperbol", 20000, name="n" * 40, mode="m" * 40, players=300,
+            max_players=16, map="Arena", version="1.8a")
         answer = announcer.answer(hexa("02 01020304"))
         self.assertEqual(len(answer), 229)
         for offset, value in ((0, hexa("1b 01020304")), (5, b"n" * 31 + b"\0"),
@@ -7407,43 +6858,15 @@ class HttpAnnouncing(unittest.TestCase):
             self.assertRaises(ms.Malformed, announcer.answer, question)
 
 
-@mock.patch.object(ms, "log", mock.Mock())
-class AnnouncersHoldAgainstGarbage(unittest.TestCase):
-
-    def test_only_malformed_escapes(self) -> None:
-        chance = random.Random(9)
-        packed = zlib.compress(b"\6\3\6\0banned")
-        seeds = [b"MSOK1234", hexa("42414456 0200 25808000"), b"%SUCCESS#13#%",
-                 hexa("08000000 06 03 0400") + b"gone", bytes([len(packed), 0, 0, 1]) + packed,
-                 hexa("02 01020304"), b"\0", b'{"listed": true, "ttl": 120}']
-        kinds = [*ms.ANNOUNCERS.values(), ms.HttpAnnouncer]
-        for turn in range(6000):
-            data = bytearray(chance.choice(seeds))
-            for _ in range(chance.randrange(4)):
-                data[chance.randrange(len(data))] = chance.randrange(256)
-            announcer = chance.choice(kinds)(announced("x", 1000))
-            with contextlib.suppress(ms.Malformed):
-                if isinstance(announcer, ms.HttpAnnouncer):
-                    announcer.answered(200 + turn % 300, bytes(data), 0.0)
-                announcer.receive(bytes(data), 0.0)
-            if announcer.query_offset is not None:
-                with contextlib.suppress(ms.Malformed):
-                    announcer.answer(bytes(data))
-
-
 class Announcing(unittest.TestCase):
     """With real sockets, in this process and as a command."""
 
-    def setUp(self) -> None:
+    def setUp(self):
         hurry = mock.patch.multiple(ms, STEP_S=0.02, GOODBYE_S=0.3)
         hurry.start()
         self.addCleanup(hurry.stop)
 
-    def thread(self, game: str, **fields: Any) -> ms.AnnouncerThread:
-        link, = ms.Announcement(game, 27010, "master.example", **fields).links
-        return link
-
-    def listening(self, kind: int) -> Tuple[socket.socket, str]:
+    def listening(self, kind):
         """A master's socket, and where it is."""
         sock = socket.socket(socket.AF_INET, kind)
         self.addCleanup(sock.close)
@@ -7453,42 +6876,42 @@ class Announcing(unittest.TestCase):
             sock.listen(5)
         return sock, "127.0.0.1:%d" % sock.getsockname()[1]
 
-    def accept(self, sock: socket.socket) -> socket.socket:
+    def accept(self, sock):
         connection, _ = sock.accept()
         self.addCleanup(connection.close)
         connection.settimeout(5)
         return connection
 
-    @mock.patch.multiple(ms, ICEBALL_GAP_S=0.05, ICEBALL_PERIOD_S=0.4)
-    def test_as_a_class(self) -> None:
-        with self.assertLogs("masterserver") as logs, tempfile.TemporaryDirectory() as folder, \
-                master(iceball__port="0", server__public_address="203.0.113.5") as server:
-            path = os.path.join(folder, "players")
-            with open(path, "w", encoding="utf-8") as file:
-                file.write("1/8\n2/8 pit\n\n")
-            place = "127.0.0.1:%d" % port_of(server, "iceball")
-            announcement = ms.Announcement("iceball", 21737, [place, "::1"], players_from=path,
-                                           name="A \x07bundle")
-            with announcement:
-                announcement.start()
-                listed = eventually(server.registry.servers)[0]
-                self.assertEqual((listed.address, listed.port, listed.name),
-                                 ("203.0.113.5", 21737, "A bundle"))
+    @mock.patch.object(ms, "ICEBALL_GAPS_S", (0.05, 0.05, 0.05, 0.05, 0.2))
+    def test_as_a_class(self):
+        before = threading.active_count()
+        with self.assertLogs("masterserver") as logs, tempfile.TemporaryDirectory() as folder:
+            with master(iceball__port="0", server__public_address="203.0.113.5") as server:
+                path = os.path.join(folder, "players")
                 with open(path, "w", encoding="utf-8") as file:
-                    file.write("7/8 castle\n")
-                eventually(lambda: (listed.players, listed.max_players, listed.map)
-                           == (7, 8, "castle"))
-                announcement.update(mode="ctf")
-                eventually(lambda: listed.mode == "ctf")
-            announcement.stop()
-            self.assertRaises(ms.StartError, announcement.start)
-        self.assertFalse([thread for thread in announcement.links if thread.is_alive()])
-        self.assertIn("no connection: it has no IPv4 address", "".join(logs.output))
+                    file.write("1/8\n2/8 pit\n\n")
+                place = "127.0.0.1:%d" % port_of(server, "iceball")
+                announcement = ms.Announcement("iceball", 21737, place, players_from=path,
+                                               name="A \x07bundle")
+                with announcement:
+                    announcement.start()
+                    listed = eventually(server.registry.servers)[0]
+                    self.assertEqual((listed.address, listed.port, listed.name),
+                                     ("203.0.113.5", 21737, "A bundle"))
+                    with open(path, "w", encoding="utf-8") as file:
+                        file.write("7/8 castle\n")
+                    eventually(lambda: (listed.players, listed.max_players, listed.map)
+                               == (7, 8, "castle"))
+                    announcement.update(mode="ctf")
+                    eventually(lambda: listed.mode == "ctf")
+                announcement.stop()
+                self.assertRaises(RuntimeError, announcement.start)
+        eventually(lambda: threading.active_count() == before)
         self.assertEqual(len([line for line in logs.output if line.endswith(": announced")]), 1)
 
     @mock.patch.object(ms, "TICK_S", 0.1)
-    def test_each_game_is_listed_by_this_program(self) -> None:
-        fields: Dict[str, Any] = {"name": "Name", "players": 3, "max_players": 9}
+    def test_each_game_is_listed_by_this_program(self):
+        fields = {"name": "Name", "players": 3, "max_players": 9}
         with mock.patch.object(ms, "log"), contextlib.ExitStack() as stack, \
                 master(iceball__port="0", subspace__port="0", aio__port="0", http__ports="0",
                        hyperbol__port="0", games__mygame="Mine") as server:
@@ -7512,48 +6935,39 @@ class Announcing(unittest.TestCase):
             eventually(lambda: {found.game for found in server.registry.servers()}
                        == {"iceball", "subspace"})
 
-    def test_wrong_arguments(self) -> None:
-        usual: Dict[str, Any] = {"game": "iceball", "port": 1, "masters": "m"}
+    def test_wrong_arguments(self):
+        usual = {"game": "iceball", "port": 1, "masters": "m"}
         for wrong in (
-                {"port": 0}, {"port": 65536}, {"port": "1"}, {"port": 1.0}, {"masters": []},
-                {"masters": "m:x"}, {"masters": ["http://m:27790/"]}, {"game": "Ice Ball"},
-                {"game": "subspace", "port": 65535}, {"game": "subspace", "masters": "m:65535"},
+                {"port": 0}, {"port": 65536}, {"port": 1.0}, {"masters": []}, {"masters": "m:x"},
+                {"masters": "no..name"}, {"masters": ["http://m:27790/"]}, {"game": "Ice Ball"},
                 {"players": "5"}, {"players": -1}, {"players": 65536}, {"players": True},
                 {"player": 7}, {"name": 5}, {"version": "new"}, {"dialect": "text"},
                 {"game": "aio", "dialect": "x"}, {"players_from": HERE}):
             with self.assertRaises(ValueError, msg=wrong):
                 ms.Announcement(**{**usual, **wrong})
+        announcement = ms.Announcement(**usual)
+        self.assertRaises(ValueError, announcement.update, map="y", players=-1)
+        self.assertEqual(announcement.server.map, "")
 
-    def test_which_announcer_master_and_name(self) -> None:
+    def test_which_announcer_master_and_name(self):
         for game, fields, kind, port, name in (
                 ("iceball", {}, ms.IceballAnnouncer, 27790, "Iceball server"),
                 ("subspace", {}, ms.SubSpaceAnnouncer, 4991, "SubSpace server"),
                 ("hyperbol", {}, ms.HyperbolAnnouncer, 27790, "Hyperbol server"),
                 ("mygame", {}, ms.HttpAnnouncer, 27790, "mygame server"),
                 ("aio", {}, ms.FramedAioAnnouncer, 27011, "AIO server"),
-                ("aio", {"name": "Court"}, ms.AioAnnouncer, 27011, "Court"),
+                ("aio", {"name": "Court\x07"}, ms.AioAnnouncer, 27011, "Court"),
                 ("aio", {"dialect": "text"}, ms.AioAnnouncer, 27011, "AIO server"),
                 ("aio", {"name": "Court", "dialect": "framed"}, ms.FramedAioAnnouncer, 27011,
                  "Court")):
-            link = self.thread(game, **fields)
-            self.assertEqual(
-                (type(link.announcer), link.host, link.port, link.announcer.server.name),
-                (kind, "master.example", port, name))
-        link, = ms.Announcement("subspace", 1, "[::1]:70").links
-        self.assertEqual((link.host, link.port, link.announcer.master), ("::1", 71, "[::1]:71"))
+            announcer, = ms.Announcement(game, 27010, "master.example", **fields).announcers
+            self.assertEqual((type(announcer), announcer.master, announcer.server.name),
+                             (kind, "master.example:%d" % port, name))
+        announcer, = ms.Announcement("subspace", 1, ["[::1]:70"]).announcers
+        self.assertEqual((announcer.host, announcer.port, announcer.master),
+                         ("::1", 71, "[::1]:71"))
 
-    def test_an_update_that_changes_nothing_is_none(self) -> None:
-        announcement = ms.Announcement("aio", 27010, "master.example", name="Court")
-        announcer = announcement.links[0].announcer
-        for fields, stale in (({"players": 0}, False), ({"players": 5}, True),
-                              ({"players": 5, "name": "Court "}, False), ({"map": "x"}, True)):
-            announcer.stale = False
-            announcement.update(**fields)
-            self.assertEqual(announcer.stale, stale, fields)
-        self.assertRaises(ValueError, announcement.update, map="y", players=-1)
-        self.assertEqual(announcer.server.map, "x")
-
-    def test_players_as_they_are_written(self) -> None:
+    def test_players_as_they_are_written(self):
         for line, fields in (
                 ("5", {"players": 5}), (" 5 / 16\r", {"players": 5, "max_players": 16}),
                 ("5/16 my map", {"players": 5, "max_players": 16, "map": "my map"}),
@@ -7562,106 +6976,68 @@ class Announcing(unittest.TestCase):
         for line in ("", "x", "-1", "5/", "5/x", "123456", "5,16"):
             self.assertRaises(ValueError, ms.read_players, line)
 
-    def test_a_file_of_players(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
+    def test_a_file_of_players(self):
+        """What is wrong with it is logged once, until it can be read again."""
+        with tempfile.TemporaryDirectory() as folder, self.assertLogs("masterserver") as logs:
             path = os.path.join(folder, "players")
             announcement = ms.Announcement("iceball", 1, "master.example", players_from=path)
-            for data, players in ((b"1/16\n" * 4000 + b"7/16 pit\n\n", 7), (b"", 7), (b"\n", 7),
-                                  (b"\xef\xbb\xbf8", 8), (b"9/16 H\xf6hle\r\n", 9)):
-                with open(path, "wb") as file:
-                    file.write(data)
-                announcement.read_file()
-                self.assertEqual(announcement.server.players, players)
+            for data, players, lines in (
+                    (None, 0, 1), (b"1/16\n\n7/16 pit\n\n", 7, 1), (b"", 7, 1), (b"\n", 7, 1),
+                    (b"\xef\xbb\xbf8", 8, 1), (b"9/16 H\xf6hle\r\n", 9, 1), (b"error 1", 9, 2),
+                    (b"99999", 9, 2), (b"5", 5, 2), (b"error 3", 5, 3)):
+                if data is not None:
+                    with open(path, "wb") as file:
+                        file.write(data)
+                announcement.take_players()
+                self.assertEqual((announcement.server.players, len(logs.output)), (players, lines))
+            announcement.take_players("6\n")
+            self.assertEqual(announcement.server.players, 6)
 
-    def test_players_that_cannot_be_read_are_mentioned_once(self) -> None:
-        announcement = ms.Announcement("iceball", 1, "master.example", players_from="/no/such")
-        with self.assertLogs("masterserver", "WARNING") as logs:
-            for line, count in (("error 1", 1), ("error 2", 1), ("", 1), ("99999", 1), ("5", 1),
-                                ("error 3", 2), ("5", 2)):
-                announcement.read_line(line)
-                self.assertEqual(len(logs.output), count, line)
-            for _ in range(2):
-                announcement.read_file()
-        self.assertEqual((len(logs.output), announcement.server.players), (3, 5))
-
-    def test_a_name_that_cannot_be_looked_up(self) -> None:
-        """While no name server can be asked it is tried again: the network may come up later."""
-        link = self.thread("iceball")
-        for error, unknown in (
-                (socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), False),
-                (socket.gaierror(socket.EAI_NONAME, "no"), True),
-                (OSError(errno.EMFILE, "Too many open files"), False),
-                (UnicodeError("label too long"), True)):
-            with mock.patch.object(ms, "addresses", side_effect=error), \
-                    self.assertRaisesRegex(OSError, "the name cannot be resolved"):
-                link.connect()
-            self.assertEqual((link.unknown, link.hopeless), (unknown, unknown))
-        with mock.patch.object(ms, "addresses", return_value=["127.0.0.1"]):
-            link.connect().close()
-        self.assertFalse(link.unknown)
-
-    def test_a_refusal_is_final_only_at_the_beginning(self) -> None:
-        """A proxy may answer in the master's place for a moment, and anybody may forge a BADV."""
-        link = self.thread("iceball")
-        with mock.patch.object(ms, "log"):
-            for data, hopeless in ((b"BADF", True), (b"MSOKabcd", False), (b"BADF", False)):
-                link.announcer.receive(data, 0.0)
-                self.assertEqual(link.hopeless, hopeless)
-
-    def test_which_address_of_a_name(self) -> None:
-        """The first that can be reached; by IPv6 a game whose list has IPv4 alone is refused."""
-        found = ["203.0.113.1", "2001:db8::1", "203.0.113.2", "203.0.113.3"]
-        for game, tried in (("hyperbol", [found[0], found[2]]), ("iceball", [found[0], found[2]]),
-                            ("aio", found[:3]), ("mygame", found[:3])):
-            way = mock.Mock(side_effect=[OSError(9, "Refused")] * (len(tried) - 1) + ["way"])
-            with mock.patch.multiple(ms, addresses=lambda host: found, connected_socket=way):
-                self.assertEqual(self.thread(game).connect(), "way")
-                self.assertEqual([call[0][0] for call in way.call_args_list], tried, game)
-                way.side_effect = OSError(9, "Refused")
-                self.assertRaisesRegex(OSError, "connection: Refused", self.thread(game).connect)
-
-    def test_a_master_that_is_silent_keeps_no_other_waiting(self) -> None:
+    def test_a_master_that_is_silent_keeps_no_other_waiting(self):
         sock, place = self.listening(socket.SOCK_DGRAM)
+        refusing, refusing_place = self.listening(socket.SOCK_DGRAM)
         told = threading.Event()
 
-        def addresses(host: str) -> List[str]:
+        def addresses(host):
             if host == "no.example":
                 raise OSError("no such name")
             if host == "silent.example":
                 told.wait(20)
             return ["127.0.0.1"]
         with mock.patch.object(ms, "addresses", addresses), mock.patch.object(ms, "log"), \
-                ms.Announcement("iceball", 21737, ["silent.example", "no.example", place],
-                                give_up=True) as announcement:
+                ms.Announcement("iceball", 21737, [
+                    "silent.example", "no.example", refusing_place, place],
+                    give_up=True) as announcement:
+            refusing.sendto(b"BADF", refusing.recvfrom(1000)[1])
             data, peer = sock.recvfrom(1000)
             self.assertEqual(data[:4], b"1CEB")
-            stranger, _ = self.listening(socket.SOCK_DGRAM)
-            stranger.sendto(b"MSOKfalse", peer)
+            refusing.sendto(b"MSOKfalse", peer)
             sock.sendto(b"MSOKtrue", peer)
             answers = iter(lambda: sock.recv(1000), None)
             answer = next(data for data in answers if data[:4] != b"1CEB")
             self.assertEqual(answer, b"HSHKtrue")
-            eventually(lambda: announcement.links[1].hopeless)
+            eventually(lambda: [announcer.state for announcer in announcement.announcers] == [
+                "", "no such name", "refused: the master cannot read the announcement",
+                "announced"])
             time.sleep(5 * ms.STEP_S)
             self.assertEqual(announcement.failure, "")
             began = time.monotonic()
         self.assertLess(time.monotonic() - began, ms.GOODBYE_S + 1.0)
         told.set()
 
-    def test_datagrams_to_a_closed_port_go_on(self) -> None:
+    def test_datagrams_to_a_closed_port_go_on(self):
         sock, place = self.listening(socket.SOCK_DGRAM)
         port = sock.getsockname()[1]
         sock.close()
-        with mock.patch.object(ms, "ICEBALL_GAP_S", 0.05), mock.patch.object(ms, "log"), \
+        with mock.patch.object(ms, "ICEBALL_GAPS_S", [0.05] * 5), mock.patch.object(ms, "log"), \
                 ms.Announcement("iceball", 21737, place) as announcement:
-            eventually(lambda: announcement.links[0].announcer.sent >= 2)
+            eventually(lambda: "no answer" in announcement.announcers[0].state)
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as again:
                 again.bind(("127.0.0.1", port))
                 again.settimeout(5)
                 self.assertEqual(len(again.recv(1000)), 86)
-            self.assertEqual(announcement.links[0].announcer.failures, 0)
 
-    def test_a_connection_that_ends_is_made_again(self) -> None:
+    def test_a_connection_that_ends_is_made_again(self):
         sock, place = self.listening(socket.SOCK_STREAM)
         with mock.patch.object(ms, "RETRY_S", 0.05), self.assertLogs("masterserver") as logs:
             with ms.Announcement("aio", 27010, place, dialect="framed"):
@@ -7678,7 +7054,7 @@ class Announcing(unittest.TestCase):
         self.assertRegex("".join(logs.output), "(?s)announced.*the master has closed the connection"
                                                ".*length: a frame of")
 
-    def test_masters_are_asked_again_where_they_are(self) -> None:
+    def test_masters_are_asked_again_where_they_are(self):
         """Datagrams tell nobody that the master has moved."""
         sock, place = self.listening(socket.SOCK_DGRAM)
         with mock.patch.object(ms, "RESOLVE_S", 0.1), mock.patch.object(ms, "log"), \
@@ -7688,12 +7064,13 @@ class Announcing(unittest.TestCase):
             eventually(lambda: addresses.call_count >= 3)
             self.assertEqual(len(sock.recv(1000)), 95)
 
-    def test_over_http(self) -> None:
+    def test_over_http(self):
         """An announcement, an answer that nobody can read, one that is fine, and the farewell."""
         sock, place = self.listening(socket.SOCK_STREAM)
+        place = place.replace("127.0.0.1", "master.example")
         bodies = []
-        stopping = None
-        with mock.patch.object(ms, "RETRY_S", 0.01), self.assertLogs("masterserver") as logs:
+        with mock.patch.object(ms, "RETRY_S", 0.01), self.assertLogs("masterserver") as logs, \
+                mock.patch.object(ms, "addresses", return_value=["127.0.0.1", "::1"]):
             announcement = ms.Announcement("mygame", 4000, place, name="Ü")
             announcement.start()
             for answer in (b"SSH-2.0-\x1b[31mred\r\n", b"",
@@ -7703,22 +7080,23 @@ class Announcing(unittest.TestCase):
                 head, _, body = connection.recv(4096).partition(b"\r\n\r\n")
                 while not body.endswith(b"}"):
                     body += connection.recv(4096)
-                self.assertIn(b"POST /announce HTTP/1.1\r\nHost: %s\r\n" % place.encode(), head)
+                self.assertTrue(head.startswith(b"POST /announce HTTP/1.1\r\n"))
+                self.assertIn(b"\r\nHost: %s\r\n" % place.encode(), head)
                 self.assertIn(b"\r\nContent-Type: application/json", head)
                 connection.sendall(answer)
                 connection.close()
                 bodies.append(json.loads(body))
                 if len(bodies) == 3:
-                    eventually(lambda: announcement.links[0].announcer.state == "listed")
+                    eventually(lambda: announcement.announcers[0].state == "listed")
                     stopping = threading.Thread(target=announcement.stop)
                     stopping.start()
             stopping.join(5)
         self.assertEqual((bodies[0]["name"], bodies[2]), ("Ü", bodies[0]))
-        self.assertEqual(bodies[3], {"game": "mygame", "port": 4000, "action": "stop"})
+        self.assertEqual(bodies[3], dict(bodies[0], action="stop"))
         self.assertRegex(logs.output[0], "no answer that can be read; is that the port of the "
                                          "master's page[?] [ -~]{3,512}$")
 
-    def test_an_http_master_that_hangs(self) -> None:
+    def test_an_http_master_that_hangs(self):
         sock, place = self.listening(socket.SOCK_STREAM)
         with mock.patch.object(ms, "RESPONSE_S", 0.1), self.assertLogs("masterserver") as logs, \
                 ms.Announcement("mygame", 4000, place):
@@ -7726,53 +7104,43 @@ class Announcing(unittest.TestCase):
             eventually(lambda: logs.output)
             self.assertIn("no answer that can be read", logs.output[0])
 
-    def test_queries_are_answered_where_the_port_is_free(self) -> None:
-        game, place = self.listening(socket.SOCK_DGRAM)
+    def test_queries_are_answered_where_the_port_is_free(self):
+        """All but the masters share a bound, as their addresses may be made up."""
+        game, _ = self.listening(socket.SOCK_DGRAM)
         port = game.getsockname()[1]
-        query = hexa("02 01020304")
-        with self.assertLogs("masterserver", "INFO") as logs:
-            with ms.Announcement("hyperbol", port, "127.0.0.1:1"):
+        with self.assertLogs("masterserver", "INFO") as logs, \
+                mock.patch.object(ms, "resolved", side_effect=OSError("no such name")), \
+                mock.patch.object(ms, "SURPLUS_BYTES", (0.001, 16)):
+            with ms.Announcement("subspace", port - 1, "m"):
                 eventually(lambda: "left to the game server" in "".join(logs.output))
             game.close()
-            with ms.Announcement("hyperbol", port, "127.0.0.1:1"), \
+            with ms.Announcement("subspace", port - 1, "m") as announcement, \
                     socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
                 eventually(lambda: "are answered here" in "".join(logs.output))
-                asking.settimeout(5)
                 asking.connect(("127.0.0.1", port))
+                # Two that answer what is as long would go on for ever after one forged query
                 asking.send(b"?")
-                asking.send(query)
-                self.assertEqual(asking.recv(1000)[:5], b"\x1b" + query[1:])
+                asking.send(bytes(8))
+                for known in ("", "127.0.0.1"):
+                    announcement.announcers[0].address = known
+                    asking.settimeout(5)
+                    for number in range(4):
+                        asking.send(bytes([number] * 4))
+                        self.assertEqual(asking.recv(1000), bytes([0] * 4 + [number] * 4))
+                    asking.settimeout(0.2)
+                    asking.send(b"more")
+                    self.assertRaises(socket.timeout, asking.recv, 1000)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as again:
             again.bind(("0.0.0.0", port))               # it is free again
 
-    def test_how_much_is_answered(self) -> None:
-        """Only what the master asks has a limit of its own: other addresses may be made up."""
-        with mock.patch.object(ms, "SURPLUS_BYTES", (100, 10000)):
-            announcement = ms.Announcement("aio", 27010, "m", dialect="framed", description="x")
-        announcement.links[0].address = "192.0.2.1"
-        size = len(announcement.answer(b"\0", "192.0.2.9", 0.0)) - 1
-
-        def answered(source: str) -> int:
-            with contextlib.suppress(ms.Malformed):
-                for number in range(10 ** 4):
-                    announcement.answer(b"\0", source, 0.0)
-            return number
-        at_once = 10000 // size
-        self.assertEqual([answered(source) for source in ("192.0.2.8", "192.0.2.7", "192.0.2.1")],
-                         [at_once - 1, 0, at_once])
-        zone = ms.Announcement("subspace", 25000, "m")
-        self.assertEqual(len(zone.answer(bytes(4), "192.0.2.8", 0.0)), 8)
-        # Two that answer this would go on for ever after one forged query
-        self.assertRaises(ms.Malformed, zone.answer, bytes(8), "192.0.2.8", 0.0)
-
-    def command(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def command(self, *arguments):
         process = subprocess.Popen([*START, "announce", *arguments], stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.addCleanup(process.__exit__, None, None, None)         # closes its pipes and waits
         self.addCleanup(process.kill)
         return process
 
-    def test_command_with_players_from_standard_input(self) -> None:
+    def test_command_with_players_from_standard_input(self):
         with master(iceball__port="0") as server:
             process = self.command(
                 "--game", "iceball", "--port", "21737", "--name", "Küche", "--players-from", "-",
@@ -7788,21 +7156,20 @@ class Announcing(unittest.TestCase):
         self.assertIn(b"nonsense", err)
         self.assertNotIn(b"Traceback", err)
 
-    def test_command_when_no_master_is_left(self) -> None:
+    def test_command_when_no_master_is_left(self):
         sock, place = self.listening(socket.SOCK_DGRAM)
         sock.settimeout(20)
-        process = self.command("--game", "iceball", "--port", "21737", place, "no..name")
+        process = self.command("--game", "iceball", "--port", "21737", place)
         data, peer = sock.recvfrom(1000)
         sock.sendto(b"BADF", peer)
         out, err = process.communicate(timeout=20)
         self.assertEqual((process.returncode, out, len(data)), (1, b"", 86), err)
         self.assertRegex(err, b"no master accepts this server: %s: refused: the master cannot read "
-                              b"the announcement; no..name:27790: the name cannot be resolved"
-                              % place.encode())
+                              b"the announcement" % place.encode())
         self.assertNotIn(b"Traceback", err)
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
-    def test_command_signs_off_on_a_signal(self) -> None:
+    def test_command_signs_off_on_a_signal(self):
         with master(http__ports="0", games__mygame="Mine") as server:
             process = self.command("--game", "mygame", "--port", "4000",
                                    "127.0.0.1:%d" % port_of(server, "http"))
@@ -7812,7 +7179,7 @@ class Announcing(unittest.TestCase):
             self.assertEqual((process.returncode, out), (0, b""), err)
             self.assertEqual(server.registry.servers(), [])
 
-    def test_command_with_wrong_arguments(self) -> None:
+    def test_command_with_wrong_arguments(self):
         status, out, err = command("announce", "--game", "iceball", "--port", "21737",
                                    "--version", "new", "127.0.0.1")
         self.assertEqual((status, out), (2, ""))
@@ -7879,6 +7246,28 @@ def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socke
     return serve
 
 
+HBSL = b"HBSL" + hexa("efbeadde 07000000")          # key, and the players on all servers
+# What a game server answers, by the offsets in the document: kind, timestamp, name, mode, players
+# and their maximum, map, flags, version, players of each faction, skill
+HYPERBOL_ANSWER = ((0, b"\x1b"), (37, b"Capture the Core"), (69, b"\5\x10"), (72, b"orbital"),
+                   (161, b"\5"), (169, b"1.8a"), (222, b"\3\1\2"), (225, b"\x09"))
+
+
+def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]:
+    """A game server that answers queries under this name, from this one on."""
+    queries: List[bytes] = []
+
+    def answer(query: bytes) -> List[bytes]:
+        queries.append(query)
+        if len(query) != 5 or query[0] != 2 or len(queries) < first:
+            return [b"\x1bnone" + bytes(224)]           # to another's query
+        data = bytearray(229)
+        for offset, value in HYPERBOL_ANSWER + ((1, query[1:]), (5, name)):
+            data[offset:offset + len(value)] = value
+        return [bytes(data)]
+    return answer
+
+
 class ClientTools(unittest.TestCase):
 
     def setUp(self) -> None:
@@ -7902,20 +7291,16 @@ class ClientTools(unittest.TestCase):
         return err
 
     def test_ping(self) -> None:
-        hyperbol = (b"Arena of Doom".ljust(32, b"\0") + b"Deathmatch".ljust(32, b"\0")
-                    + hexa("031000") + b"Station".ljust(64, b"\0") + b"192.0.2.1".ljust(21, b"\0")
-                    + struct.pack("<II", 30001, 5) + bytes(4) + b"1.8a".ljust(16, b"\0")
-                    + bytes(37) + hexa("01020007000000"))
         aio = zlib.compress(hexa("00 0400") + b"Cafe\2\0hi" + hexa("02000000 10000000 0300"))
         for game, offset, answer, facts in (
                 ("subspace", 1, zone_answer,
                  {"players": 6, "playing": 4, "arenas": "(Public 0) 2/1, pb 1/1"}),
                 ("subspace", 1, lambda data: zone_answer(data) if len(data) == 4 else [b"?"],
                  {"players": 6, "playing": None, "arenas": ""}),
-                ("hyperbol", 0, lambda data: [b"none", b"\x1b" + data[1:] + hyperbol],
-                 {"name": "Arena of Doom", "mode": "Deathmatch", "map": "Station", "players": 3,
-                  "max_players": 16, "version": "1.8a", "flags": "0x00000005", "skill": "7",
-                  "factions": "IMF 1, Syndicate 2, Republic 0"}),
+                ("hyperbol", 0, hyperbol_game(b"Arena of Doom", 2),     # the first is asked again
+                 {"name": "Arena of Doom", "mode": "Capture the Core", "map": "orbital",
+                  "players": 5, "max_players": 16, "version": "1.8a", "flags": "0x00000005",
+                  "skill": "9", "factions": "IMF 3, Syndicate 1, Republic 2"}),
                 ("aio", 0, lambda data: [aio] * (data == b"\0"),
                  {"name": "Cafe", "description": "hi", "players": 2, "max_players": 16,
                   "version": 3})):
@@ -7927,32 +7312,21 @@ class ClientTools(unittest.TestCase):
                 words = command("ping", place, "--game", game)[1]
             self.assertRegex(words, r"(?m)^players +%d$" % facts["players"])
 
-    def test_a_lost_datagram_is_asked_again(self) -> None:
-        questions: List[bytes] = []
-
-        def third(data: bytes) -> List[bytes]:
-            questions.append(data)
-            return [zlib.compress(bytes(15))] * (len(questions) == 3)
-        with FakeServer(third) as server:
-            self.ask("ping", server.place, "--game", "aio")
-        with FakeServer(lambda data: questions.append(data) or []) as server:   # type: ignore
-            self.failing("ping", server.place, "--game", "aio")
-        self.assertEqual(len(questions), 3 + ms.ASK_TRIES)
-
     def test_nothing_that_can_be_used(self) -> None:
-        answer = zlib.compress(bytes(15))
+        """Each question is asked three times."""
+        answer, questions = zlib.compress(bytes(15)), []
         for bad in (answer[:-5], b"x", zlib.compress(bytes(300000)), zlib.compress(b"\0\xff\xff"),
                     zlib.compress(b"")):
-            with FakeServer(lambda data: [bad]) as server:
+            with FakeServer(lambda data: questions.append(data) or [bad]) as server:
                 self.assertIn("what came is not an answer",
                               self.failing("ping", server.place, "--game", "aio"))
+        self.assertEqual(len(questions), 5 * 3)
         with FakeServer(lambda data: []) as server:
             for words in (("ping", "127.0.0.1:%d" % (server.port - 1)), ("list", server.place)):
                 self.assertIn("no answer from UDP port %d" % server.port,
                               self.failing(*words, "--game", "subspace"))
             self.failing("list", server.place, "--game", "iceball")         # refused
-        self.assertIn("there is none",
-                      self.failing("ping", "127.0.0.1:65535", "--game", "subspace"))
+        self.failing("ping", "127.0.0.1:65535", "--game", "subspace")       # there is no next one
 
     def test_what_is_no_host_name(self) -> None:
         for host in ("a..b", "x" * 64 + ".example"):
@@ -7973,7 +7347,7 @@ class ClientTools(unittest.TestCase):
                    "map": "m", "players_current": "3", "players_max": 9, "version": "0.2.1"}
         http_list = json.dumps({"servers": [iceball]}).encode()
         rows = [
-            ("hyperbol", b"HBSL" + hexa("01020304 07000000"), hexa("01020304 ff000000"),
+            ("hyperbol", HBSL, hexa("efbeadde ff000000"),
              hexa("cb007109 31750000 02 000000 c6336401 32750000 00 000000 cb00"),
              [{"address": "203.0.113.9", "port": 30001, "flavor": 2},
               {"address": "198.51.100.1", "port": 30002, "flavor": 0}]),
@@ -7981,14 +7355,13 @@ class ClientTools(unittest.TestCase):
              len(packed).to_bytes(3, "little") + b"\1" + packed,
              [{"address": "203.0.113.9", "port": 27010},
               {"address": "203.0.113.8", "port": 27011}]),
-            ("iceball", b"", b"GET /master.json HTTP/1.1\r\n",
+            ("iceball", b"", b"GET /master.json HTTP/1.0\r\nHost: 127.0.0.1:",
              b"HTTP/1.1 200 OK\r\nLength: %d\r\n\r\n" % len(http_list) + http_list,
              [{"address": "203.0.113.9", "port": 5, "name": "I", "mode": "ctf", "map": "m",
                "players": 3, "max_players": 9, "version": "0.2.1"}])]
         for answer, servers in (
                 (b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
                 (b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
-                (b"12#0#" + text + b"1#B##127.0.0.1#27011#%", [court, other]),     # the document
                 (b"12#No servers currently online :pepe:#There are none#127.0.0.1#27010#%", []),
                 (b"12#%", [])):
             rows.append(("aio", greeting, b"12#%\n", answer, servers))
@@ -8000,47 +7373,35 @@ class ClientTools(unittest.TestCase):
             self.assertEqual(command("list", server.place, "--game", "aio")[1], "no servers\n")
 
     def test_lists_that_are_none(self) -> None:
-        head = b"HTTP/1.1 %d OK\r\nContent-Length: %d\r\n\r\n"
+        ok, greeting = b"HTTP/1.1 200 OK\r\n\r\n", hexa("01000000 00")
         for fetch, answer in (
                 (ms.list_aio_text, b""), (ms.list_aio_text, b"12#Court#D#203.0.113.9#port#%"),
-                (ms.list_aio_framed, b"\1\0\0\0\0"), (ms.list_aio_framed, hexa("03000000 020100")),
-                (ms.list_aio_framed, hexa("0a000000 020100 05") + b"1.2.3\1"),
-                (ms.list_aio_framed, hexa("00000000")), (ms.hyperbol_list, b"SSH-2.0-OpenSSH"),
-                (ms.hyperbol_list, b"HBSL"), (ms.list_iceball, head % (404, 2) + b"{}"),
-                (ms.list_iceball, head % (200, 2) + b"[]"), (ms.list_iceball, b"SSH-2.0\r\n"),
-                (ms.list_iceball, head % (200, 15) + b'{"servers":[5]}'),
-                (ms.list_iceball, head % (200, 9) + b"{")):
-            with FakeServer(serve=scripted(b"", b"", answer)) as server, \
-                    self.assertRaises(ms.Malformed, msg=answer):
-                if fetch is ms.hyperbol_list:
-                    server.serve = lambda sock: sock.sendall(answer)
+                (ms.list_aio_framed, b""), (ms.list_aio_framed, greeting + greeting),
+                (ms.list_aio_framed, greeting + hexa("0a000000 020100 05") + b"1.2.3\1"),
+                (ms.list_aio_framed, greeting + hexa("00000000")),
+                (ms.list_hyperbol, b"SSH-2.0-OpenSSH"), (ms.list_hyperbol, b"HBSL"),
+                (ms.list_iceball, b"HTTP/1.1 404 Not Found\r\n\r\n{}"),
+                (ms.list_iceball, ok + b"[]"), (ms.list_iceball, b"SSH-2.0\r\n"),
+                (ms.list_iceball, ok + b'{"servers":[5]}'), (ms.list_iceball, ok + b"{")):
+            with FakeServer(serve=scripted(answer, b"", b"")) as server, \
+                    self.assertRaises((ms.Malformed, ValueError), msg=answer):
                 fetch("127.0.0.1", server.port)
 
     def test_a_master_that_comes_to_no_end(self) -> None:
         over = threading.Event()
         self.addCleanup(over.set)
+        first = b""
 
-        def drip(first: bytes, more: bytes) -> Callable[[socket.socket], None]:
-            def serve(sock: socket.socket) -> None:
-                sock.sendall(first)
-                while not over.wait(0.02):
-                    sock.sendall(more)
-            return serve
-        with mock.patch.object(ms, "ASK_TOTAL_S", 0.2):
-            for game, first, more in (("iceball", b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-                                      ("iceball", b"HTTP/1.1 200 OK\r\n\r\n", b" "),
-                                      ("hyperbol", b"HBSL" + bytes(8), b"\0"),
-                                      ("aio", b"", hexa("01000000 00"))):
-                with FakeServer(serve=drip(first, more)) as server:
-                    self.assertIn("not complete within 0.2 s",
-                                  self.failing("list", "--game", game, server.place))
-        with mock.patch.object(ms, "HYPERBOL_LIST_BYTES", 1200), \
-                FakeServer(serve=scripted(b"HBSL" + bytes(8), b"", bytes(5000))) as server:
-            self.assertEqual(len(ms.hyperbol_list("127.0.0.1", server.port)), 100)
-        with mock.patch.object(ms, "FETCH_BYTES", 1000), \
-                FakeServer(serve=drip(bytes(5000), b"x")) as server:
-            self.assertRaises(ms.Malformed, ms.list_aio_text, "127.0.0.1", server.port)
-            over.set()
+        def drip(sock: socket.socket) -> None:
+            sock.sendall(first)
+            while not over.wait(0.02):
+                sock.sendall(b"\0\0\0")
+        for limit, told in (("ASK_TOTAL_S", "not complete within 0.2 s"),
+                            ("FETCH_BYTES", "more than 0 bytes")):
+            for game, first in (("iceball", b"HTTP/1.1 200 OK\r\n\r\n"), ("hyperbol", HBSL),
+                                ("aio", hexa("01000000 00 ff0000 00"))):
+                with mock.patch.object(ms, limit, 0.2), FakeServer(serve=drip) as server:
+                    self.assertIn(told, self.failing("list", "--game", game, server.place))
 
     def test_a_list_of_zones(self) -> None:
         """It comes among other things, in pieces and twice, and the master goes at the end."""
@@ -8066,19 +7427,15 @@ class ClientTools(unittest.TestCase):
                          (hexa("0001"), hexa("0100"), hexa("0003 00000000 01 00000000")))
 
     def test_a_list_of_zones_that_is_none(self) -> None:
-        for key, packets, seconds in ((b"\0\2abcd", [], 0.3), (None, [], 0.3),
-                                      (None, [b"\0\7"], 20.0)):
-            def answer(data: bytes) -> List[bytes]:
-                if data[:2] == b"\0\1":
-                    return [key or b"\0\2" + data[2:6]]
-                return packets
+        """Who is silent, who leaves at once, and who announces more than can be."""
+        for packet, seconds in ((b"", 0.3), (b"\0\7", 20.0),
+                                (hexa("0003 00000000 000a ffffffff 01"), 0.3)):
             began = time.monotonic()
-            with FakeServer(answer) as server, mock.patch.object(ms, "ASK_TOTAL_S", seconds):
-                words = self.failing("list", server.place, "--game", "subspace")
-            self.assertIn("wants encryption" if key else "no list from UDP port", words)
+            with FakeServer(lambda data: [packet]) as server, \
+                    mock.patch.object(ms, "ASK_TOTAL_S", seconds):
+                self.assertIn("no list from UDP port",
+                              self.failing("list", server.place, "--game", "subspace"))
             self.assertLess(time.monotonic() - began, 4.0)
-        with self.assertRaises(ms.Malformed):
-            ms.ZoneListLink(0.0).packet(hexa("000a ffffffff 01"), 0.0)
 
 
 class SubSpaceOnTheWire(unittest.TestCase):
@@ -8107,7 +7464,7 @@ class SubSpaceOnTheWire(unittest.TestCase):
 # --- Command line: the log, files, serving, --check ---------------------------------------------
 
 class LogTest(unittest.TestCase):
-    """Nobody waits for the log, what is lost is counted, and a file rotates and opens anew."""
+    """Nobody waits for the log; a file rotates and opens anew."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -8121,50 +7478,29 @@ class LogTest(unittest.TestCase):
             patch.start()
             self.addCleanup(patch.stop)
         self.addCleanup(ms.end_log)
-        return ms.start_log(settings_of(settings))
+        writer = ms.start_log(settings_of(settings))
+        self.addCleanup(writer.close)
+        return writer
 
     def written(self, name: str = "") -> List[str]:
         with open(self.path + name, encoding="utf-8") as file:
             return file.read().splitlines()
 
     def test_who_does_not_read_stops_nothing(self) -> None:
-        """Lines for which there is no room are counted where they are missing, the others come."""
-        reading, writing = os.pipe()
-        with open(reading, "rb") as reader, open(writing, "w", encoding="utf-8") as writer:
-            began = time.monotonic()
-            self.start(writer)
-            for number in range(3000):
-                ms.log.info("line %d %s", number, "x" * 600)
-            self.assertLess(time.monotonic() - began, 5)
-            threads = threading.active_count()
-            data: List[bytes] = []
-            reads = threading.Thread(target=lambda: data.extend(reader))
-            reads.start()
-            eventually(lambda: not ms.log.handlers[0].queue.qsize())
-            ms.log.info("the last")
-            ms.end_log()
-            self.assertEqual(threading.active_count(), threads)         # one less, and the reader
-            writer.close()
-            reads.join()
-        text = b"".join(data).decode()
-        numbers = [int(number) for number in re.findall(r"line (\d+) x", text)]
-        missing = [int(number) for number in re.findall(r"ERROR (\d+) lines of the log are", text)]
-        self.assertEqual((numbers, len(numbers) + sum(missing)), (sorted(set(numbers)), 3000))
-        self.assertGreaterEqual(len(numbers), ms.LOG_LINES)
-        self.assertRegex(text, r"missing here\n.* INFO the last\n$")
-
-    def test_the_end_does_not_wait_for_long(self) -> None:
+        """Lines for which there is no room are lost; the end waits for the others, not for long."""
         reads, read = threading.Event(), []
-        writer = mock.Mock(write=lambda text: (reads.wait(20), read.append(text)))
-        self.start(writer)
-        for number in range(5):
-            ms.log.info("line")
+        self.start(mock.Mock(write=lambda text: (reads.wait(20), read.append(text))))
         began = time.monotonic()
+        for number in range(3000):
+            ms.log.info("line %d", number)
         with mock.patch.object(ms, "LOG_END_S", 0.2):
             ms.end_log()
-        self.assertTrue(0.15 < time.monotonic() - began < 5)            # for what waits
+        self.assertTrue(0.15 < time.monotonic() - began < 5)
         reads.set()
-        eventually(lambda: len(read) == 5)
+        eventually(lambda: len(read) >= ms.LOG_LINES)
+        numbers = re.findall(r"INFO line (\d+)\n", "".join(read))
+        self.assertEqual(numbers, [str(number) for number in range(len(numbers))])
+        self.assertLess(len(numbers), ms.LOG_LINES + 5)
 
     @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
     def test_the_program_serves_and_ends_though_nobody_reads(self) -> None:
@@ -8181,26 +7517,21 @@ class LogTest(unittest.TestCase):
             self.assertLess(time.monotonic() - began, 10)
 
     def test_a_file_rotates(self) -> None:
-        with mock.patch.object(ms, "LOG_FILE_BYTES", 1000):
-            self.start(server__log_file=self.path)
-        for number in range(55):
-            ms.log.info("%d %s", number, "x" * 60)                      # nine or ten a file
-        ms.end_log()
-        found = [re.findall(r"INFO (\d+)", "\n".join(self.written(name)))
-                 for name in (".3", ".2", ".1", "")]
-        last = [number for numbers in found for number in numbers]
-        self.assertEqual(last, [str(number) for number in range(55 - len(last), 55)])
-        self.assertTrue(all(found) and 30 < len(last) < 45, found)
-        self.assertFalse(os.path.exists(self.path + ".4"))
-
-    def test_a_file_that_cannot_be_rotated_grows(self) -> None:
-        with mock.patch.object(ms, "LOG_FILE_BYTES", 1000):
-            self.start(server__log_file=self.path)
-        with mock.patch.object(os, "rename", side_effect=PermissionError(13, "denied")):
-            for number in range(55):
-                ms.log.info("%d %s", number, "x" * 60)
-            ms.end_log()
-        self.assertEqual(len(self.written()), 55)
+        """Three older ones are kept; where that cannot be, the file grows."""
+        for fault, files in ((None, 4), (PermissionError(13, "denied"), 1)):
+            with mock.patch.object(ms, "LOG_FILE_BYTES", 1000):
+                self.start(server__log_file=self.path)
+            with mock.patch.object(os, "rename", side_effect=fault, wraps=os.rename):
+                for number in range(55):
+                    ms.log.info("%d %s", number, "x" * 60)              # nine or ten a file
+                ms.end_log()
+            names = (".3", ".2", ".1", "")[-files:]
+            last = re.findall(r"INFO (\d+)", "\n".join(sum(map(self.written, names), [])))
+            self.assertEqual(last, [str(number) for number in range(55 - len(last), 55)])
+            self.assertTrue(len(last) == 55 if fault else 30 < len(last) < 45, last)
+            self.assertEqual(len(glob.glob(self.path + "*")), files)
+            for name in names:
+                os.remove(self.path + name)
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "reload by signal")
     def test_a_file_opens_anew_at_a_reload(self) -> None:
@@ -8209,41 +7540,36 @@ class LogTest(unittest.TestCase):
             self.path = os.path.join(server.folder.name, "log")
             eventually(lambda: "Players and browsers" in "".join(self.written()))
             os.rename(self.path, self.path + ".old")
-            server.process.send_signal(signal.SIGHUP)
-            eventually(lambda: os.path.exists(self.path) and self.written())
-            self.assertIn("settings read again", self.written()[0])
+
+            def reopened() -> bool:
+                server.process.send_signal(signal.SIGHUP)
+                return os.path.exists(self.path)
+            eventually(reopened)
+            eventually(lambda: "settings read again" in "".join(self.written()))
             self.assertFalse(server.logged(b"INFO"))
 
     def test_where_it_cannot_be(self) -> None:
         for path in os.path.dirname(self.path), os.path.join(self.path, "x"):
-            with self.assertRaisesRegex(ms.StartError, r"change \[server\] log_file"):
+            with self.assertRaisesRegex(ms.ToolError, r"change \[server\] log_file"):
                 self.start(server__log_file=path)
             self.assertEqual(ms.log.handlers, [])
         self.start(None)                        # as of pythonw
         ms.log.info("to nobody")
 
-    def test_levels_and_last_words(self) -> None:
+    def test_what_is_written(self) -> None:
+        """At its level, and few tracebacks: a fault must not fill the disk."""
         stderr = io.StringIO()
         self.start(stderr, server__log_level="warning")
         ms.log.info("too low")
-        ms.log.warning("told %s", ascii("ü"))
-        ms.complain("the end")
-        self.assertRegex(stderr.getvalue(), r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING told "
-                                            r"'\\xfc'\nmasterserver.py: the end\n$")
-
-    def test_tracebacks_do_not_fill_the_disk(self) -> None:
-        stderr = io.StringIO()
-        self.start(stderr)
         for number in range(200):
-            try:
-                raise ValueError("a fault")
-            except ValueError:
-                ms.log.exception("by a packet")
-            ms.log.info("an event")
+            ms.log.error("by a packet", exc_info=ValueError("a fault"))
+            ms.log.warning("told %s", ascii("\xfc"))
         ms.end_log()
         text = stderr.getvalue()
-        self.assertEqual(text.count("INFO an event"), 200)
+        self.assertEqual(len(re.findall(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING told "
+                                        r"'\\xfc'$", text)), 200)
         self.assertIn(text.count("ValueError: a fault"), range(20, 30))
+        self.assertNotIn("too low", text)
 
     def test_a_start_that_fails_is_told_in_the_file_too(self) -> None:
         done = run_program("--set", "server.bind=203.0.113.77", "--set", "server.database=",
@@ -8261,9 +7587,8 @@ class ServingTest(unittest.TestCase):
 
     def test_a_child_process(self) -> None:
         """It tells what listens where, and ends with its standard input."""
-        options = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
-        options.update({"server.bind": "127.0.0.1", "server.public_address": "203.0.113.5",
-                        "iceball.port": "0", "http.ports": "0", "server.database": ""})
+        options = {**NO_PORTS, "server.public_address": "203.0.113.5",
+                   "iceball.port": "0", "http.ports": "0", "server.database": ""}
         words = [*START, "--exit-with-stdin", "--ready-file", self.path]
         for name, value in options.items():
             words += ["--set", "%s=%s" % (name, value)]
@@ -8294,11 +7619,9 @@ class ServingTest(unittest.TestCase):
                 ms.Listener("http", "tcp", "0.0.0.0", 27790),
                 ms.Listener("http", "tcp", "::", 27790), ms.Listener("http", "tcp", "::", 27795)])
             with mock.patch.object(ms, "own_address", return_value=own):
-                self.assertEqual(ms.first_contact(server)[-1],
-                                 "Players and browsers: http://%s:27790/" % told)
-            self.assertEqual(ms.summary(server), "http on TCP 27790; http on TCP 27795")
-        server.listeners = []
-        self.assertEqual(ms.first_contact(server), [])
+                self.assertEqual(ms.first_contact(server), [
+                    "http on TCP 27790; http on TCP 27795",
+                    "Players and browsers: http://%s:27790/" % told])
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_signals(self) -> None:
@@ -8322,16 +7645,7 @@ class ServingTest(unittest.TestCase):
                 server.process.send_signal(stop)
                 self.assertEqual(server.process.wait(20), 0)
 
-    def test_ready_files(self) -> None:
-        """A start that fails leaves none, --check leaves it alone, and one that cannot be written
-        is an error."""
-        for status, *more in ((1, "server.bind=203.0.113.77"), (2, "http.portz=1")):
-            ms.write_file(self.path, b"{}")
-            words = "--ready-file", self.path, "--set", "server.database=", "--set", *more
-            self.assertEqual(command("--check", *words)[0], status)
-            self.assertTrue(os.path.exists(self.path))
-            self.assertEqual(run_program(*words).returncode, status)
-            self.assertFalse(os.path.exists(self.path))
+    def test_a_ready_file_that_cannot_be_written(self) -> None:
         with self.assertRaisesRegex(AssertionError, "the ready file cannot be written"):
             RunningServer("--ready-file", os.path.join(self.path, "none"))
 
@@ -8353,15 +7667,20 @@ class ServingTest(unittest.TestCase):
                 (["ping", "127.0.0.1", "--game", "aio"], "is not ADDRESS:PORT"),
                 (["ping", "127.0.0.1:1", "--game", "chess"], "invalid choice: 'chess'"),
                 (["list", "::1:x:y", "--game", "aio"], "is not ADDRESS:PORT"),
-                (["list", "localhost"], "required: --game"), (["frob"], "invalid choice: 'frob'"),
-                (["--check", "list", "--game", "aio", "x"], "--check is for serving"),
-                (["--print-config", "export", "x"], "--print-config is for serving"),
-                (["--set", "a.b=c", "ping", "--game", "aio", "x:1"], "--set is for serving"),
+                (["list", "localhost"], "required: --game"),
+                (["frob"], "unrecognized arguments: frob"),
+                (["--check", "list", "--game", "aio", "x"], "unrecognized arguments: list"),
+                (["ping", "--check", "--game", "aio", "x:1"], "unrecognized arguments: --check"),
                 (["--config", "x"], "x: cannot be read"), (["--set", "x"], "section.key=value"),
                 (["announce", "--game", "aio", "--port", "x", "y"], "invalid int")):
             status, out, err = command(*words)
             self.assertEqual((status, out), (2, ""), words)
             self.assertIn(told, err)
+        for name in filter(None, ms.COMMANDS):
+            status, out, err = command(name, "--help")
+            self.assertEqual((status, out[:24 + len(name)], err),
+                             (0, "usage: masterserver.py %s " % name, ""))
+            self.assertIn("  %s " % name, command("--help")[1])
         self.assertEqual(command("--version"), (0, "masterserver.py %s\n" % ms.__version__, ""))
         self.assertEqual(command("--print-config"), (0, ms.config_text(), ""))
 
@@ -8374,20 +7693,20 @@ class ServingTest(unittest.TestCase):
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "no full device here")
     def test_where_standard_output_takes_nothing(self) -> None:
-        reading, gone = os.pipe()
-        os.close(reading)
-        with open("/dev/full", "wb") as full, open(gone, "wb") as pipe:
-            for out, told in (full, b"masterserver.py: standard output: "), (pipe, b""):
-                done = subprocess.run([*START, "--print-config"], stdout=out, timeout=20,
-                                      stderr=subprocess.PIPE)
-                self.assertEqual((done.returncode, done.stderr[:34]), (1, told))
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run([*START, "--print-config"], stdout=full, timeout=20,
+                                  stderr=subprocess.PIPE)
+        self.assertEqual((done.returncode, done.stderr[:34]),
+                         (1, b"masterserver.py: standard output: "))
 
     def test_a_terminal_that_cannot_show_it(self) -> None:
-        done = subprocess.run(
-            [*START, "--check", "--set", "server.database=/no/\u0416/x"], capture_output=True,
-            env=dict(os.environ, PYTHONIOENCODING="cp1252"), timeout=20)
-        self.assertEqual((done.returncode, done.stderr), (1, b""))
-        self.assertIn(b"/no/?/x", done.stdout)
+        answer = "12#\u0416#D#127.0.0.1#5#%".encode()
+        with FakeServer(serve=scripted(b"", b"12#%\n", answer)) as server:
+            done = subprocess.run(
+                [*START, "list", "--game", "aio", server.place], capture_output=True,
+                env=dict(os.environ, PYTHONIOENCODING="cp1252"), timeout=20)
+        self.assertEqual((done.returncode, done.stderr), (0, b""))
+        self.assertRegex(done.stdout, rb"^ +-  127.0.0.1:5 +\?\r?\n$")
 
 
 class WritingFiles(unittest.TestCase):
@@ -8423,217 +7742,79 @@ class WritingFiles(unittest.TestCase):
         ms.write_file(pipe, b"two")
         reader.join(5)
         self.assertEqual(found, [b"two"])
-        # nor is it taken for an earlier start's ready file
-        self.assertEqual(command("--ready-file", pipe, "--set", "http.portz=1")[0], 2)
         self.assertEqual(sorted(os.listdir(self.folder)), ["file", "link", "pipe"])
 
 
 class Checking(unittest.TestCase):
-    def check(self, **settings: str) -> Tuple[str, str]:
-        chosen = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
-        chosen.update({"server.bind": "127.0.0.1", "server.public_address": "203.0.113.5"})
+    def check(self, **settings: str) -> Tuple[int, str]:
+        """Exit status and words of --check on free ports of loopback."""
+        chosen = {**NO_PORTS, "server.public_address": "203.0.113.5", "server.database": ""}
         chosen.update({name.replace("__", "."): value for name, value in settings.items()})
-        errors, warnings = ms.check(ms.Settings(chosen))
-        return "\n".join(errors), "\n".join(warnings)
+        status, out, err = command("--check", *itertools.chain.from_iterable(
+            ("--set", "%s=%s" % setting) for setting in chosen.items()))
+        return status, out + err
 
     def test_ports_that_are_taken(self) -> None:
-        """All of them are told, and what the trial has opened is closed."""
+        """All of them are told, what the trial has opened is closed, the database is not made."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, socket.socket() as tcp:
             udp.bind(("127.0.0.1", 0))
             tcp.bind(("127.0.0.1", 0))
             tcp.listen(1)
             ports = {"iceball__port": str(udp.getsockname()[1]),
                      "http__ports": str(tcp.getsockname()[1])}
-            errors = self.check(**ports)[0].split("\n")
-        for error, place in zip(errors, ("iceball cannot listen on UDP", "http cannot listen on")):
-            self.assertIn(place, error)
-        self.assertEqual(len(errors), 2)
-        for _ in range(2):
-            self.assertEqual(self.check(**ports)[0], "")
+            status, words = self.check(**ports)
+        self.assertRegex(words, "\nmasterserver.py: iceball cannot listen .*\nhttp cannot listen ")
+        self.assertEqual((status, words.count(" cannot listen on ")), (1, 2))
+        close = ms.MasterServer.close
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(
+                ms.MasterServer, "close", autospec=True, side_effect=close) as closed:
+            path = os.path.join(folder, "database")
+            self.assertEqual(self.check(server__database=path, **ports)[0], 0)
+            closed.assert_called_once()
+            self.assertEqual(os.listdir(folder), [])
 
     def test_warnings(self) -> None:
         """Each is given where it is right, and only there."""
         rows: Tuple[Tuple[str, Dict[str, str]], ...] = (
             ("public_address is empty", {"server__public_address": ""}),
             ("192.168.1.5 is private", {"server__public_address": "192.168.1.5"}),
-            ("2001:db8::7 is IPv6", {"server__public_address": "2001:db8::7"}),
             ("127.0.0.1 can be reached from this machine only", {}),
             ("27790 or 27795", {"iceball__port": "0", "http__ports": "0"}),
-            ("[iceball] timeout: ", {"iceball__port": "0", "iceball__timeout": "36"}),
             ("[aio] dialects", {"aio__dialects": "text"}))
         for told, settings in rows:
-            for others in rows:
-                errors, warnings = self.check(**settings)
-                self.assertEqual(errors, "")
-                expected = others[0] == told or others[0].startswith("127.0.0.1") or (
-                    "iceball__timeout" in settings and others[0].startswith("27790"))
-                self.assertEqual(others[0] in warnings, expected, (others[0], settings))
-
-    def test_no_warnings(self) -> None:
-        for settings, told in (({"iceball__port": "", "iceball__timeout": "36"}, "iceball"),
-                               ({"iceball__port": "0", "iceball__timeout": "37"}, "timeout"),
-                               ({"iceball__port": "", "http__ports": "0"}, "27795"),
-                               ({"server__bind": "0.0.0.0"}, "from this machine"),
-                               ({"server__bind": "127.0.0.1, ::1"}, "no IPv4 address")):
+            status, words = self.check(**settings)
+            self.assertRegex(words, "^warning: (?s:.*)\nThe server can start with these ")
+            for other, _ in rows:
+                self.assertEqual("warning: " in words and other in words,
+                                 other == told or other.startswith("127.0.0.1"), (other, settings))
+        for settings, told in (({"iceball__port": "", "http__ports": "0"}, "27795"),
+                               ({"server__bind": "127.0.0.1, 0.0.0.0"}, "from this machine")):
             self.assertNotIn(told, self.check(**settings)[1])
-        for name, text, told, expected in (
-                ("server.bind", "::", "no IPv4 address", True),
-                ("server.bind", "0.0.0.0, ::", "no IPv4 address", False),
-                ("http.ports", "27790", "27790", False), ("http.ports", "27795", "27790", False)):
-            warnings = ms.check_reach(ms.Settings({name: text}))
-            self.assertEqual(told in "\n".join(warnings), expected, (name, text))
+        for port in "27790", "27795":
+            self.assertNotIn("27790 or", "".join(ms.reach_warnings(ms.Settings(
+                {"http.ports": port}))))
 
-    def test_files_that_cannot_be_written(self) -> None:
-        """Nothing is made to find out."""
-        with tempfile.TemporaryDirectory() as folder:
-            good, none = (os.path.join(folder, name) for name in ("file", "none/file"))
-            with open(os.path.join(folder, "taken"), "wb"):
-                pass
-            rows = [(good, True), (none, False), (folder, False),
-                    (os.path.join(folder, "taken", "x"), False)]
-            for name in "server__log_file", "server__database":
-                for path, fine in rows:
-                    self.assertEqual(self.check(**{name: path})[0], "" if fine else
-                                     "[server] %s: %s, or its folder, cannot be written." % (
-                                         name[8:], path))
-                for part in folder + os.sep, good:
-                    with open(good, "wb"), mock.patch.object(os, "access",
-                                                             lambda path, mode: path != part):
-                        self.assertIn(good, self.check(**{name: good})[0])
-                    os.remove(good)
-            self.assertEqual(os.listdir(folder), ["taken"])
-        with mock.patch.object(ms, "writable", return_value=False):
-            settings = ms.Settings({"server.bind": "203.0.113.77"})
-            settings.folder = "/srv"                        # of the ini: a database by default
-            errors, warnings = ms.check(settings)
-            self.assertIn("[server] database: ", warnings[-1])
-            self.assertNotIn("database", "".join(errors))
 
-    def test_exit_statuses(self) -> None:
-        quiet = [word for row in ms.PROTOCOLS if row.setting
-                 for word in ("--set", row.setting + "=")]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = "iceball.port=%d" % taken.getsockname()[1]
-            for more, status, told in (
-                    ([], 0, "The settings are good.\nwarning: [server] public_address"),
-                    (["--set", port], 1, "not used as they are:\nerror: iceball cannot listen"),
-                    (["--set", "iceball.prt=1"], 2, "")):
-                done = command("--check", "--set", "server.bind=127.0.0.1",
-                               "--set", "server.database=", *quiet, *more)
-                self.assertEqual((done[0], done[2] == ""), (status, status != 2), done)
-                self.assertIn(told, done[1])
 # --- export -------------------------------------------------------------------------------------
 
-# What a game server answers, by the offsets in the document: kind, timestamp, name, mode, players
-# and their maximum, map, version, players of each faction, skill
-HYPERBOL_ANSWER = ((0, b"\x1b"), (37, b"Capture the Core"), (69, b"\5\x10"), (72, b"orbital"),
-                   (169, b"1.8a"), (222, b"\3\1\2"), (225, b"\x09"))
-
-
-class GameServers:
-    """Hyperbol game servers on loopback, in a thread: each answers under its name from the query
-    number that stands with it on; to the others it is silent, or answers another query."""
-
-    def __init__(self, rows: Sequence[Tuple[bytes, int]]) -> None:
-        self.rows = {}
-        for row in rows:
-            sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            sock.bind(("127.0.0.1", 0))
-            self.rows[sock] = row
-        self.ports = [sock.getsockname()[1] for sock in self.rows]
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self) -> None:
-        queries: Dict[socket.socket, int] = dict.fromkeys(self.rows, 0)
-        while not self.ended.is_set():
-            for sock in select.select(list(self.rows), [], [], 0.05)[0]:
-                query, peer = sock.recvfrom(64)
-                queries[sock] += 1
-                name, number = self.rows[sock]
-                if len(query) == 5 and query[0] == 2 and queries[sock] >= number:
-                    answer = bytearray(229)
-                    for offset, value in HYPERBOL_ANSWER + ((1, query[1:]), (5, name)):
-                        answer[offset:offset + len(value)] = value
-                    sock.sendto(answer, peer)
-                elif number < 9:
-                    sock.sendto(b"\x1bnone" + bytes(224), peer)
-
-    def __enter__(self) -> GameServers:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.ended.set()
-        self.thread.join()
-        for sock in self.rows:
-            sock.close()
-
-
-class MasterOf:
-    """A master that writes fixed bytes to one client: a greeting, and a list if the key comes."""
-
-    def __init__(self, listing: bytes = b"", greeting: bytes = b"HBSL" + hexa("efbeadde 07000000"),
-                 ) -> None:
-        self.sock = socket.create_server(("127.0.0.1", 0))
-        self.place = "127.0.0.1:%d" % self.sock.getsockname()[1]
-        self.greeting, self.listing, self.request = greeting, listing, b""
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self) -> None:
-        with self.sock, self.sock.accept()[0] as sock:          # one client
-            sock.sendall(self.greeting)
-            with contextlib.suppress(ConnectionResetError):     # who does not like the greeting
-                self.request = sock.recv(64)
-            if self.request:
-                sock.sendall(self.listing)
-
-    def __enter__(self) -> MasterOf:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.thread.join(10)
-        self.sock.close()
-
-
-class FtpServer:
-    """For one client, on loopback: its answers to some words, what it was told and sent."""
-
-    def __init__(self, answers: Dict[bytes, bytes]) -> None:
-        self.answers, self.told = answers, []
-        self.sock = socket.create_server(("127.0.0.1", 0))
-        self.url = "ftp://user@127.0.0.1:%d" % self.sock.getsockname()[1]
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self) -> None:
-        usual = {b"USER": b"331 f\xfcr?\r\n", b"STOR": b"150 now\r\n"}
-        with contextlib.suppress(ConnectionError), self.sock.accept()[0] as sock, \
-                sock.makefile("rb") as lines:
+def ftp_server(told: List[bytes], answers: Dict[bytes, bytes]) -> Callable[[socket.socket], None]:
+    """An FTP server with these answers to some words; `told`: what it was told and sent."""
+    def serve(sock: socket.socket) -> None:
+        with sock.makefile("rb") as lines, socket.create_server(("127.0.0.1", 0)) as data:
+            passive = b"227 (127,0,0,1,%d,%d)\r\n" % divmod(data.getsockname()[1], 256)
+            usual = {b"USER": b"331 f\xfcr?\r\n", b"STOR": b"150 now\r\n", b"PASV": passive}
             for line in itertools.chain([b"CONNECT"], lines):
                 word = line.split()[0]
-                self.told.append(line.strip())
-                if word == b"PASV":
-                    data = socket.create_server(("127.0.0.1", 0))
-                    port = divmod(data.getsockname()[1], 256)
-                    sock.sendall(b"227 (127,0,0,1,%d,%d)\r\n" % port)
-                    continue
-                sock.sendall(self.answers.get(word, usual.get(word, b"230 f\xfcr\r\n")))
-                if self.answers.get(word) == b"":
+                told.append(line.strip())
+                answer = answers.get(word, usual.get(word, b"230 f\xfcr\r\n"))
+                sock.sendall(answer)
+                if not answer:
                     return
-                if word == b"STOR":
-                    with data, data.accept()[0] as file:
-                        self.told.append(file.makefile("rb").read())
+                if answer == usual[b"STOR"]:
+                    with data.accept()[0] as file, file.makefile("rb") as sent:
+                        told.append(sent.read())
                     sock.sendall(b"226 done\r\n")
-
-    def __enter__(self) -> FtpServer:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.thread.join(10)
-        self.sock.close()
+    return serve
 
 
 def entry(address: str, port: int, flavor: int = 1) -> bytes:
@@ -8650,92 +7831,75 @@ class ExportTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
         self.output = os.path.join(folder.name, "servers.xml")
-        patch = mock.patch.object(ms, "EXPORT_ROUND_S", 0.05)
+        patch = mock.patch.object(ms, "ASK_WAIT_S", 0.05)
         patch.start()
         self.addCleanup(patch.stop)
 
-    def export(self, *words: str) -> Tuple[int, str, str]:
-        return command("export", *words, "--output", self.output)
+    def export(self, *words: str, listing: bytes = NOBODY, greeting: bytes = HBSL,
+               ) -> Tuple[int, str, str]:
+        """Of a master with this list."""
+        master_of = scripted(greeting, hexa("efbeadde ff000000"), listing)
+        with FakeServer(serve=master_of) as hyperbol:
+            return command("export", hyperbol.place, *words, "--output", self.output)
 
     def exported(self) -> List[Dict[str, str]]:
         with open(self.output, "rb") as file:
             found = xml.dom.minidom.parse(file).getElementsByTagName("server")
         return [dict(server.attributes.items()) for server in found]
 
-    @timing
-    def test_all_are_asked_at_once_and_those_who_are_silent_once_more(self) -> None:
-        rows = [(b"<%d>" % number, 1 if number % 10 else 9) for number in range(60)]
-        rows[7] = b"second", 2
-        with GameServers(rows) as game:
-            listing = b"".join(entry("127.0.0.1", port) for port in game.ports)
-            with MasterOf(listing + NOBODY) as hyperbol, \
-                    mock.patch.object(ms, "EXPORT_ROUND_S", 0.25):
-                began = time.monotonic()
-                status, out, err = self.export("--game", "hyperbol", hyperbol.place)
-                took = time.monotonic() - began
-        self.assertEqual((status, out, err), (
-            0, "61 servers, 54 of them responding, 270 players: %s written.\n" % self.output, ""))
-        self.assertTrue(0.48 < took < 1.0, took)            # two rounds, for those who are late
-        for server, (name, number) in zip(self.exported(), rows):
-            self.assertEqual((server["responding"], server.get("servername", "").encode()),
-                             ("1", name) if number < 9 else ("0", b""))
-
     def test_what_is_written(self) -> None:
-        with GameServers([(b"Fun & Games", 1)]) as game:
-            listing = (entry("127.0.0.1", game.ports[0], 3) + NOBODY
-                       + entry("255.255.255.255", 5) + b"\1\2\3")
-            with MasterOf(listing) as hyperbol:
-                self.assertEqual(self.export(hyperbol.place)[0], 0)
-        self.assertEqual(hyperbol.request, hexa("efbeadde ff000000"))
+        """Who does not answer is queried once more; what is no place is listed, and not queried."""
+        with FakeServer(hyperbol_game(b"Fun & Games", 2)) as game, \
+                FakeServer(hyperbol_game(b"", 9)) as silent:
+            done = self.export("--game", "hyperbol", listing=(
+                entry("127.0.0.1", game.port, 3) + entry("127.0.0.1", silent.port) + NOBODY
+                + entry("255.255.255.255", 5) + b"\1\2\3"))
+        self.assertEqual(done, (0, "4 servers, 1 of them responding, 5 players: %s written.\n"
+                                % self.output, ""))
         first, *others = self.exported()
         self.assertLess(int(first.pop("ping_milliseconds")), 250)
         self.assertEqual(first, {
-            "ip": "127.0.0.1", "port": str(game.ports[0]), "responding": "1", "flavor": "3",
+            "ip": "127.0.0.1", "port": str(game.port), "responding": "1", "flavor": "3",
             "servername": "Fun & Games", "gametype": "Capture the Core", "mapname": "orbital",
             "playercount": "5", "maxplayercount": "16", "version": "1.8a", "skill": "9"})
-        self.assertEqual(others, [{"ip": "127.0.0.1", "port": "70000", "responding": "0"},
-                                  {"ip": "255.255.255.255", "port": "5", "responding": "0"}])
+        self.assertEqual(others, [
+            {"ip": address, "port": port, "responding": "0"} for address, port in (
+                ("127.0.0.1", str(silent.port)), ("127.0.0.1", "70000"), ("255.255.255.255", "5"))])
         self.assertEqual(os.listdir(self.folder), ["servers.xml"])
 
-    def test_strangers_do_not_hold_it_up(self) -> None:
-        """Neither those who send for ever nor those who answer in another's name."""
-        place, stranger, began = ("203.0.113.9", 1), ("203.0.113.8", 1), time.monotonic()
-        server = ms.Server("hyperbol", *place, "203.0.113.9", 0.0, 0.0, responding=False)
-        answer = b"\x1b" + struct.pack("<I", 7) + bytes(224)
-        for data, source in ((answer, stranger), (b"\x1b" + bytes(228), stranger),
-                             (b"\x1b" + bytes(228), place), (answer[:-1], place), (b"", place)):
-            sock = mock.Mock(recvfrom=lambda size: (time.sleep(0.001), (data, source))[1])
-            ms.read_answers(sock, {place: (7, 0.0)}, {place: server}, 0.05)
-            self.assertFalse(server.responding)
-        self.assertTrue(0.25 <= time.monotonic() - began < 3)
-        sock = mock.Mock(recvfrom=lambda size: (answer, place))
-        ms.read_answers(sock, {place: (7, time.monotonic() - 0.5)}, {place: server}, 60.0)
-        self.assertTrue(server.responding and 500 <= server.ping_ms < 5000)
+    @timing
+    def test_many_are_asked_at_once_and_not_for_ever(self) -> None:
+        questions: List[bytes] = []
+        for total_s, asked in (60.0, 200), (0.0, 0):
+            questions.clear()
+            with FakeServer(lambda data: questions.append(data) or []) as silent, \
+                    mock.patch.multiple(ms, ASK_WAIT_S=0.25, EXPORT_TOTAL_S=total_s):
+                began = time.monotonic()
+                status, out, _ = self.export(listing=entry("127.0.0.1", silent.port) * 100)
+                took = time.monotonic() - began
+            self.assertEqual((status, out[:29]), (0, "100 servers, 0 of them respond"[:29]))
+            self.assertEqual(len(questions), asked)
+            self.assertLess(took, 2.0)
 
     def test_failures_leave_the_old_file(self) -> None:
         with open(self.output, "wb") as file:
             file.write(b"old")
-        with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))
-            place = "127.0.0.1:%d" % closed.getsockname()[1]
-            for words, told in ((place, "No list from " + place), ("a..b", "No list from a..b:20")):
-                status, out, err = self.export(words)
-                self.assertEqual((status, out), (3, ""))
+        with mock.patch.object(ms, "HYPERBOL_LIST_S", 0.3):
+            for listing, greeting, expected, told in (
+                    (b"", b"SSH-2.0-x\r\n\r\n", 4, "is not a Hyperbol master"),
+                    (b"", b"", 3, "No list from 127.0.0.1:"),
+                    (b"", HBSL, 6, "is empty; %s is left as it is" % self.output)):
+                status, out, err = self.export(listing=listing, greeting=greeting)
+                self.assertEqual((status, out), (expected, ""))
                 self.assertIn(told, err)
-        for listing, greeting, expected, told in (
-                (b"", b"SSH-2.0-x\r\n\r\n", 4, "is not a Hyperbol master"),
-                (b"", b"HBSL", 3, "No list from 127.0.0.1:"),
-                (b"", b"HBSL" + bytes(8), 6, "is empty; %s is left as it is" % self.output)):
-            with MasterOf(listing, greeting) as hyperbol, \
-                    mock.patch.object(ms, "HYPERBOL_LIST_S", 0.3):
-                status, out, err = self.export(hyperbol.place)
-            self.assertEqual((status, out), (expected, ""))
-            self.assertIn(told, err)
+        for place in "127.0.0.1:1", "a..b":
+            status, out, err = command("export", place, "--output", self.output)
+            self.assertEqual((status, out), (3, ""))
+            self.assertIn("No list from " + place, err)
         with open(self.output, "rb") as file:
             self.assertEqual(file.read(), b"old")
         self.output = self.folder
-        with MasterOf(NOBODY) as hyperbol:
-            status, out, err = self.export(hyperbol.place)
+        status, out, err = self.export()
         self.assertEqual((status, out), (7, ""))
         self.assertIn(" cannot be written: ", err)
 
@@ -8747,7 +7911,7 @@ class ExportTest(unittest.TestCase):
                 (["x", "--ftp", "http://h/"], "expected ftp://"),
                 (["x", "--ftp", "ftp://h:port/"], "--ftp"),
                 (["x", "--ftp", "ftp:///folder/"], "expected ftp://")):
-            status, out, err = self.export(*words)
+            status, out, err = command("export", *words)
             self.assertEqual((status, out), (2, ""), words)
             self.assertIn(told, err)
 
@@ -8758,11 +7922,14 @@ class ExportTest(unittest.TestCase):
 
         def sleep(seconds: float) -> None:
             slept.append(seconds)
+            rounds.stop()
             if len(slept) == 2:
                 signal.raise_signal(signal.SIGTERM)
         slept: List[float] = []
-        with MasterOf(NOBODY) as hyperbol, mock.patch.object(ms.time, "sleep", sleep):
-            status, out, err = self.export(hyperbol.place, "--every", "300")
+        rounds = mock.patch.object(ms, "list_hyperbol", side_effect=OSError("gone"))
+        rounds.start()
+        with mock.patch.object(ms.time, "sleep", sleep):
+            status, out, err = self.export("--every", "300")
         self.assertEqual((status, slept), (0, [300.0, 300.0]))
         self.assertIn("1 servers, 0 of them responding", out)
         self.assertIn("No list from", err)
@@ -8772,47 +7939,42 @@ class ExportTest(unittest.TestCase):
         with open(path, "w", encoding="ascii") as file:
             file.write("machine h.example login user password secret\n")
         os.chmod(path, 0o600)
-        rows = (("", "ftp://user@h.example/", ("user", "secret")),
-                ("", "ftp://h.example/", ("user", "secret")),
-                ("", "ftp://else.example/", ("", "")), ("", "ftp://b%40c@h.example/", ("b@c", "")),
-                ("more", "ftp://user@h.example/", ("user", "more")),
-                ("more", "ftp://h.example/", ("", "more")))
-        for password, url, expected in rows:
-            with mock.patch.dict(os.environ, HOME=self.folder, USERPROFILE=self.folder):
-                os.environ.pop("MASTERSERVER_FTP_PASSWORD", None)
-                if password:
-                    os.environ["MASTERSERVER_FTP_PASSWORD"] = password
+        none = os.path.join(self.folder, "none")
+        rows = ((self.folder, "", "ftp://user@h.example/", ("user", "secret")),
+                (self.folder, "", "ftp://h.example/", ("user", "secret")),
+                (self.folder, "", "ftp://else.example/", ("", "")),
+                (self.folder, "", "ftp://b%40c@else.example/", ("b@c", "")),
+                (self.folder, "more", "ftp://user@h.example/", ("user", "more")),
+                (self.folder, "more", "ftp://h.example/", ("", "more")),
+                (none, "", "ftp://u@h/", ("u", "")))
+        for home, password, url, expected in rows:
+            with mock.patch.dict(os.environ, HOME=home, USERPROFILE=home,
+                                 MASTERSERVER_FTP_PASSWORD=password):
                 self.assertEqual(ms.ftp_login(ms.read_ftp_url(url)), expected, (url, password))
-        with mock.patch.dict(os.environ, HOME=os.path.join(self.folder, "none"), USERPROFILE="/-"):
-            os.environ.pop("MASTERSERVER_FTP_PASSWORD", None)
-            self.assertEqual(ms.ftp_login(ms.read_ftp_url("ftp://u@h/")), ("u", ""))
 
     def upload(self, path: str, answers: Dict[bytes, bytes]) -> Tuple[int, str, List[bytes]]:
         """Status and words of an export, and what an FTP server with these answers was told."""
-        with FtpServer(answers) as server, MasterOf(NOBODY) as hyperbol, \
+        told: List[bytes] = []
+        with FakeServer(serve=ftp_server(told, answers)) as server, \
                 mock.patch.dict(os.environ, MASTERSERVER_FTP_PASSWORD="secret"):
-            status, out, err = self.export(hyperbol.place, "--ftp", server.url + path)
-        return status, out + err, server.told
+            status, out, err = self.export("--ftp", "ftp://user@%s%s" % (server.place, path))
+        return status, out + err, told
 
     def test_what_is_uploaded(self) -> None:
-        for path, told in (
-                ("/a%20b/%C3%BC.xml", [b"USER user", b"PASS secret", b"CWD a b", b"TYPE I",
-                                       b"PASV", b"STOR \xc3\xbc.xml"]),
-                ("/%2Fsrv/lists/", [b"USER user", b"PASS secret", b"CWD /srv/lists", b"TYPE I",
-                                    b"PASV", b"STOR servers.xml"]),
-                ("", [b"USER user", b"PASS secret", b"TYPE I", b"PASV", b"STOR servers.xml"])):
+        for path, stored in (("/a%20b/%C3%BC.xml", b"a b/\xc3\xbc.xml"), ("", b"servers.xml"),
+                             ("/%2Fsrv/lists/", b"/srv/lists/servers.xml")):
             status, words, found = self.upload(path, {})
-            self.assertEqual((status, found[1:-2]), (0, told))
+            self.assertEqual((status, found[1:-2]), (0, [
+                b"USER user", b"PASS secret", b"TYPE I", b"PASV", b"STOR " + stored]))
             self.assertIn(b'<server ip="127.0.0.1" port="70000" responding="0"/>', found[-2])
-            self.assertIn("servers.xml written and uploaded to 127.0.0.1.\n", words)
 
     def test_what_is_not_uploaded(self) -> None:
         """The reason is told, in whatever words; a server that is silent is not waited for."""
         for path, answers, reason in (
-                ("/a/", {b"CWD": b"550 \x1b]0;title\x07\x1b[2JGo away.\r\n"}, "550 Go away."),
-                ("/", {b"PASS": b"530 f\xfcr niemand\r\n"}, "530 für niemand"),
+                ("/a/", {b"STOR": b"550 \x1b]0;title\x07\x1b[2JGo away.\r\n"}, "550 Go away."),
+                ("/", {b"PASS": b"530 f\xfcr niemand\r\n"}, "530 f\xfcr niemand"),
                 ("/", {b"USER": b""}, "EOFError"), ("/a%0Ab", {}, "illegal newline"),
-                ("/", {b"TYPE": b"2"}, "timed out"), ("/", {b"CONNECT": b"\r"}, "timed out")):
+                ("/", {b"CONNECT": b"\r"}, "timed out")):
             with mock.patch.object(ms, "EXPORT_FTP_S", 0.3 if reason == "timed out" else 10.0):
                 status, words, found = self.upload(path, answers)
             self.assertEqual(status, 8, words)
@@ -8835,9 +7997,9 @@ class HyperbolProgramTest(unittest.TestCase):
     """The program with game servers that it queries, and both scripts that read its list."""
 
     def test_announced_over_http_and_exported(self) -> None:
-        with GameServers([(b"Fun & Games", 1)]) as game, \
+        with FakeServer(hyperbol_game(b"Fun & Games")) as game, \
                 RunningServer(start=HURRIED, hyperbol__port="0") as server:
-            body = b"game=hyperbol&port=%d" % game.ports[0]
+            body = b"game=hyperbol&port=%d" % game.port
 
             def listed() -> bool:
                 answer = fetch(server.port("http"), "/announce", "Content-Type: application/"
@@ -8872,11 +8034,13 @@ class HyperbolProgramTest(unittest.TestCase):
         host = "127.0.0.203"        # its port is written into the script: the address is our own
         script = self.script(host)
         names = b"Fun & Games", b"<b>", b"\xc3\xa9t\xc3\xa9 \"'", b"four"
-        with GameServers([(name, 1) for name in names]) as game, RunningServer(
+        with contextlib.ExitStack() as stack:
+            ports = [stack.enter_context(FakeServer(hyperbol_game(name))).port for name in names]
+            known = ("127.0.0.1:%d %d" % (port, number) for number, port in enumerate(ports))
+            server = stack.enter_context(RunningServer(
                 start=HURRIED, server__bind=host, hyperbol__port="20203",
-                hyperbol__servers="\n".join("127.0.0.1:%d %d" % (port, number) for number, port
-                                            in enumerate(game.ports))) as server:
-            eventually(lambda: len(ms.hyperbol_list(host, 20203)) == 4, 10.0)
+                hyperbol__servers="\n".join(known)))
+            eventually(lambda: len(ms.list_hyperbol(host, 20203)) == 4, 10.0)
             path = os.path.join(server.folder.name, "script.py")
             ms.write_file(path, script.encode())
             with subprocess.Popen([python, "-u", path], cwd=server.folder.name,
@@ -8891,10 +8055,9 @@ class HyperbolProgramTest(unittest.TestCase):
         self.assertEqual(
             {(int(server.getAttribute("port")), server.getAttribute("responding"),
               server.getAttribute("flavor")) for server in servers},
-            {(port, "1", str(number)) for number, port in enumerate(game.ports)})
+            {(port, "1", str(number)) for number, port in enumerate(ports)})
 # --- Embedding -----------------------------------------------------------------------------------
 
-NO_PORTS = {"server.bind": "127.0.0.1", **{row.setting: "" for row in ms.PROTOCOLS if row.setting}}
 
 
 def announce_iceball(server: ms.MasterServer, *ports: int) -> None:
@@ -8913,11 +8076,14 @@ class Embedded(unittest.TestCase):
 
     def assert_closed(self, server: ms.MasterServer) -> None:
         """Nothing of it is open, and it starts no more."""
-        places = [place.sock for place in (*server.sockets.udp, *server.sockets.tcp)]
-        self.assertEqual({sock.fileno() for sock in (server.wake_in, server.wake_out, *places)},
-                         {-1})
+        for listener in server.listeners:
+            ms.bound_socket(socket.AF_INET, *listener[1:]).close()
+        self.assertTrue(server.selector is None or server.wake_in.fileno() < 0)
         self.assertFalse(server.thread is not None and server.thread.is_alive())
-        server.run()                                # returns at once
+        if server.thread is None:
+            server.run()                            # returns at once
+        else:
+            self.assertRaisesRegex(ms.StartError, "only once", server.run)
         self.assertRaisesRegex(ms.StartError, "make a new one", server.start)
 
     def test_started_twice_and_stopped_twice(self) -> None:
@@ -8938,17 +8104,18 @@ class Embedded(unittest.TestCase):
             server = master(iceball__port="0")
             begin(server)
             server.stop()
+            server.run()
             self.assert_closed(server)
 
     def test_stopped_while_it_binds(self) -> None:
         """As by Ctrl+C."""
         server = master(iceball__port="0", http__ports="0")
-        attach = server.sockets.attach
+        serve = server.serve
 
         def interrupted(*arguments: Any) -> None:
-            attach(*arguments)
+            serve(*arguments)
             server.stop()
-        with mock.patch.object(server.sockets, "attach", interrupted):
+        with mock.patch.object(server, "serve", interrupted):
             with contextlib.suppress(ms.StartError):
                 server.run()
         self.assert_closed(server)
@@ -9012,7 +8179,7 @@ class Embedded(unittest.TestCase):
     def test_nothing_is_kept_unless_a_file_is_named(self) -> None:
         """Nor do servers whose connections end with the program leave the list."""
         unnamed = master()
-        self.addCleanup(unnamed.stop)
+        self.addCleanup(unnamed.close)
         self.assertIsNone(unnamed.database)
         with tempfile.TemporaryDirectory() as folder:
             settings = {"server__database": os.path.join(folder, "db"), "aio__port": "0"}
@@ -9026,7 +8193,7 @@ class Embedded(unittest.TestCase):
 
     def test_a_clock_that_was_put_right_is_told_to_the_pages(self) -> None:
         server = master(http__ports="0")
-        self.addCleanup(server.stop)
+        self.addCleanup(server.close)
         server.bind()
         web, = (protocol for protocol in server.protocols if isinstance(protocol, ms.Web))
         with mock.patch.object(time, "time", return_value=4e9):
@@ -9067,9 +8234,13 @@ class Embedded(unittest.TestCase):
 
 # --- The project itself --------------------------------------------------------------------------
 
-def text_of(name: str) -> str:
+def text_of(name):
     with open(os.path.join(HERE, name), encoding="utf-8") as file:
         return file.read()
+
+
+# Someone may have the four files alone
+WITHOUT_GITHUB = not os.path.exists(os.path.join(HERE, ".github"))
 
 
 class ProjectTest(unittest.TestCase):
@@ -9078,28 +8249,29 @@ class ProjectTest(unittest.TestCase):
     IO = set("socket selectors select time open print input threading queue subprocess signal "
              "ctypes ftplib".split())
 
-    def setUp(self) -> None:
+    def setUp(self):
         self.source = text_of("masterserver.py")
         self.tree = ast.parse(self.source, feature_version=(3, 8))
         self.sections = [(self.source[:match.start()].count("\n") + 1, int(match.group(1)))
                          for match in re.finditer(r"^# =+\n# (\d+)  ", self.source, re.M)]
 
-    def section(self, line: int) -> int:
+    def section(self, line):
         return max((number for start, number in self.sections if start <= line), default=1)
 
-    def uses(self) -> Iterator[Tuple[int, str]]:
+    def uses(self):
         """The section and the name of each global that is used, as compiled: no local of the same
         name hides one, and annotations are texts."""
-        codes = [compile(self.source, PROGRAM, "exec")]
+        found, codes = set(), [compile(self.source, PROGRAM, "exec")]
         for code in codes:
             codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
             lines, line = dict(dis.findlinestarts(code)), code.co_firstlineno
             for instruction in dis.get_instructions(code):
                 line = lines.get(instruction.offset) or line
                 if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    yield self.section(line), instruction.argval
+                    found.add((self.section(line), instruction.argval))
+        return found
 
-    def test_a_section_uses_only_what_stands_above_it(self) -> None:
+    def test_a_section_uses_only_what_stands_above_it(self):
         self.assertEqual([number for _, number in self.sections], list(range(2, 13)))
         defined = {}
         for statement in self.tree.body:
@@ -9108,22 +8280,22 @@ class ProjectTest(unittest.TestCase):
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
                 names = [statement.name]
             defined.update(dict.fromkeys(names, self.section(statement.lineno)))
-        self.assertEqual({(section, name) for section, name in self.uses()
-                          if defined.get(name, 0) > section}, set())
+        self.assertEqual([(section, name) for section, name in self.uses()
+                          if defined.get(name, 0) > section], [])
 
-    def test_only_the_event_loop_and_the_tools_do_io(self) -> None:
-        uses = set(self.uses())
-        self.assertEqual({(section, name) for section, name in uses
-                          if name in self.IO and section in range(3, 11)}, set())
-        self.assertEqual({section for section, name in uses if name == "sqlite3"}, {6})
+    def test_only_the_event_loop_and_the_tools_do_io(self):
+        self.assertEqual([(section, name) for section, name in self.uses()
+                          if name in self.IO and section in range(3, 11)
+                          or name == "sqlite3" and section != 6], [])
 
-    def test_standard_library_only(self) -> None:
+    def test_standard_library_only(self):
         known = getattr(sys, "stdlib_module_names", None)           # Python 3.10
-        imported = {alias.name.partition(".")[0] for node in ast.walk(self.tree)
-                    if isinstance(node, ast.Import) for alias in node.names}
+        imported = {(getattr(node, "module", None) or node.names[0].name).partition(".")[0]
+                    for node in ast.walk(self.tree)
+                    if isinstance(node, (ast.Import, ast.ImportFrom))}
         self.assertEqual(imported - (known or imported), set())
 
-    def test_a_game_has_one_word_and_a_title(self) -> None:
+    def test_a_game_has_one_word_and_a_title(self):
         """So that `[games]` cannot have another game by it, and every list finds it."""
         for row in ms.PROTOCOLS:
             game = getattr(row.make(make_core()), "game", None)
@@ -9132,17 +8304,23 @@ class ProjectTest(unittest.TestCase):
                 self.assertIn(game, ms.GAME_TITLES)
                 self.assertRaises(ValueError, ms.read_own_game_id, game)
 
-    def test_the_ini_is_what_the_program_prints(self) -> None:
+    def test_the_ini_is_what_the_program_prints(self):
         self.assertEqual(text_of("masterserver.ini"), ms.config_text())
 
-    def test_lines_fit(self) -> None:
+    @unittest.skipIf(WITHOUT_GITHUB, "no .github here")
+    def test_the_workflow_runs_the_command_of_the_readme(self):
+        workflow = text_of(os.path.join(".github", "workflows", "tests.yml"))
+        self.assertEqual(re.findall(r"\brun: (.*)", workflow),
+                         re.findall(r"these tests -->\n```sh\n(.*)\n```", text_of("README.md")))
+
+    def test_lines_fit(self):
         for name in "masterserver.py test_masterserver.py masterserver.ini README.md".split():
             for number, line in enumerate(text_of(name).splitlines(), 1):
                 aside = name == "README.md" and re.match(r"\||.*(\]\(|://)", line)
                 self.assertTrue(aside or len(line) <= 100, "%s:%d" % (name, number))
 
 
-def settings_table() -> str:
+def settings_table():
     """The README's table of settings."""
     lines = ["| section | key | default | meaning | takes effect |",
              "| --- | --- | --- | --- | --- |"]
@@ -9165,7 +8343,7 @@ class ReadmeTest(unittest.TestCase):
     TREATMENT = (r"runs(: (status 0 or 1|until stopped|the server|these tests))?|"
                  r"pasted (above|after): .+|systemd-analyze verify|does not run in the tests: .+")
 
-    def setUp(self) -> None:
+    def setUp(self):
         self.text = text_of("README.md")
         self.blocks = re.findall(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```\n", self.text,
                                  re.S | re.M)
@@ -9173,53 +8351,50 @@ class ReadmeTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
 
-    def write(self, text: str, *names: str) -> str:
+    def write(self, text, *names):
         """The path of a new file."""
         path = os.path.join(self.folder, *names)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return path
 
-    def marked(self, comment: str) -> str:
+    def marked(self, comment):
         """What stands between `<!-- comment -->` and the comment that ends it."""
         return self.text.split("<!-- %s -->\n" % comment)[1].partition("<!-- /")[0]
 
-    def table(self, comment: str) -> List[List[str]]:
+    def table(self, comment):
         return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]]
                 for line in self.marked(comment).splitlines()[2:]]
 
-    def test_settings_and_routes(self) -> None:
+    def test_settings_and_routes(self):
         self.assertEqual(self.marked("settings"), settings_table())
         self.assertEqual({path: methods for path, methods, _ in self.table("routes")},
-                         {path: ", ".join(route.methods) for path, route in ms.ROUTES.items()})
+                         {path: ms.allowed_methods(path) for path in ms.ROUTES})
 
-    def test_fields(self) -> None:
+    def test_fields(self):
         """Those of real answers are in the tables, and nothing else."""
         with master(http__ports="0", games__mygame="My Game",
                     server__database=os.path.join(self.folder, "db")) as server:
-            port = port_of(server, "http")
-            answer = fetch(port, "/announce", method="POST", body=b"game=mygame&port=27500")[2]
-            self.assertEqual(json.loads(answer), {"listed": True, "ttl": 120})
-            answer = json.loads(fetch(port, "/servers.json")[2])
-            self.assertEqual(list(answer), "generated generation servers".split())
-            history = json.loads(fetch(port, "/history.json?game=mygame")[2])
-            for path, found in (("servers", answer["servers"][0]), ("history", history)):
-                table = self.table("fields of /%s.json" % path)
-                self.assertEqual([field for field, _, _ in table], list(found))
-            example = re.findall(r"`(\{\"status.*?\})`", self.text)[0]
-            self.assertEqual(list(json.loads(fetch(port, "/healthz")[2])),
-                             list(json.loads(example)))
+            def answer(path, **request):
+                return json.loads(fetch(port_of(server, "http"), path, **request)[2])
+            self.assertEqual(answer("/announce", method="POST", body=b"game=mygame&port=27500"),
+                             {"listed": True, "ttl": 120})
+            for path, found in (
+                    ("/servers.json", answer("/servers.json")["servers"][0]),
+                    ("/history.json", answer("/history.json?game=mygame"))):
+                self.assertEqual([field for field, _, _ in self.table("fields of " + path)],
+                                 list(found))
+            example, = re.findall(r"`(\{\"status.*?\})`", self.text)
+            self.assertEqual(list(answer("/healthz")), list(json.loads(example)))
 
-    def test_links_lead_somewhere(self) -> None:
-        titles = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+    def test_links_lead_somewhere(self):
+        titles = {"#" + re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
                   for title in re.findall(r"^#+ (.*)$", self.text, re.M)}
         for link in re.findall(r"\]\(([^)]*)\)", self.text):
-            if link.startswith("#"):
-                self.assertIn(link[1:], titles)
-            elif os.path.exists(os.path.join(HERE, ".github")):     # the four files are enough
-                self.assertTrue(os.path.exists(os.path.join(HERE, link)), link)
+            self.assertTrue(link in titles or WITHOUT_GITHUB
+                            or os.path.exists(os.path.join(HERE, link)), link)
 
-    def test_every_block_is_accounted_for(self) -> None:
+    def test_every_block_is_accounted_for(self):
         for how, language, block in self.blocks:
             if language == "json":
                 json.loads(block)
@@ -9233,7 +8408,7 @@ class ReadmeTest(unittest.TestCase):
 
     @unittest.skipUnless(shutil.which("systemd-analyze") and os.path.exists("/usr/bin/python3"),
                          "no systemd here")
-    def test_unit(self) -> None:
+    def test_unit(self):
         unit, = (block for how, _, block in self.blocks if how == "systemd-analyze verify")
         done = subprocess.run(
             ["systemd-analyze", "verify", self.write(unit, "masterserver.service")],
@@ -9241,7 +8416,7 @@ class ReadmeTest(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout), (0, b""))
 
     @unittest.skipIf(ms.WINDOWS or not shutil.which("curl"), "no curl or no shell here")
-    def test_commands(self) -> None:
+    def test_commands(self):
         """In a folder with a copy of the program and an ini, on the default ports; the first
         command is the server that the others ask."""
         folder = os.path.join(self.folder, "a new folder, ä")
@@ -9250,25 +8425,25 @@ class ReadmeTest(unittest.TestCase):
         games, = (block for _, _, block in self.blocks if block.startswith("[games]"))
         self.write("[server]\nbind = 127.0.0.1\n" + games, folder, "masterserver.ini")
         os.chmod(self.write('#!/bin/sh\nexec "%s" "$@"\n' % sys.executable, "python3"), 0o755)
-        place: Any = {"cwd": folder, "stdin": subprocess.DEVNULL, "env": dict(
+        place = {"cwd": folder, "stdin": subprocess.DEVNULL, "env": dict(
             os.environ, PATH=self.folder + os.pathsep + os.environ["PATH"],
             PYTHONDONTWRITEBYTECODE="1")}
         log = self.write("", "log")
-        running: List[subprocess.Popen[bytes]] = []
+        running = []
 
-        def start(kind: str) -> None:
+        def start(kind):
             for how, _, block in self.blocks:
                 if how == kind:
                     with open(log, "ab") as file:
                         running.append(subprocess.Popen(
                             ["sh", "-ec", "exec " + block], stdout=file, stderr=file, **place))
 
-        def stop() -> Set[int]:
+        def stop():
             for process in running:
                 process.terminate()
             return {process.wait(20) for process in running}
 
-        def names() -> List[str]:
+        def names():
             return sorted(server["name"] for server in json.loads(
                 fetch(27790, "/servers.json")[2])["servers"])
 
@@ -9283,9 +8458,8 @@ class ReadmeTest(unittest.TestCase):
         for how, language, block in self.blocks:
             if how not in ("runs", "runs: status 0 or 1"):
                 continue
-            command = [sys.executable, "-W", "error", "-c"] if language == "python" else [
-                "sh", "-ec"]
-            done = subprocess.run([*command, block], stdout=subprocess.PIPE,
+            shell = [sys.executable, "-W", "error", "-c"] if language == "python" else ["sh", "-ec"]
+            done = subprocess.run([*shell, block], stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, timeout=60, **place)
             output = done.stdout.decode("utf-8")
             self.assertIn(done.returncode, (0, 1) if how[4:] else (0,), (block, done.stderr))
@@ -9296,7 +8470,7 @@ class ReadmeTest(unittest.TestCase):
         self.assertEqual(stop(), {0}, text_of(log))
         self.assertNotIn("Traceback", text_of(log))
 
-    def module_with_tag(self) -> Any:
+    def module_with_tag(self):
         """The program with the game of the section "Adding a protocol"."""
         source = text_of("masterserver.py")
         for how, _, block in self.blocks:
@@ -9305,20 +8479,16 @@ class ReadmeTest(unittest.TestCase):
                 self.assertEqual(source.count(anchor), 1, anchor)
                 pasted = block + "\n\n" + anchor if where[7:] == "above" else anchor + "\n" + block
                 source = source.replace(anchor, pasted)
-        spec = importlib.util.spec_from_file_location(
-            "masterserver_with_tag", self.write(source, "masterserver_with_tag.py"))
-        assert spec and spec.loader
+        spec = importlib.util.spec_from_file_location("with_tag", self.write(source, "with_tag.py"))
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
 
-    def test_the_example_protocol(self) -> None:
+    def test_the_example_protocol(self):
         module = self.module_with_tag()
-        settings = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
-        settings.update({"server.bind": "127.0.0.1", "tag.port": "0", "http.ports": "0"})
         told = hexa("d46c 05 10") + b"Playground"
-        with module.MasterServer(settings) as server, socket.socket(
-                socket.AF_INET, socket.SOCK_DGRAM) as game:
+        with module.MasterServer({**NO_PORTS, "tag.port": "0", "http.ports": "0"}) as server, \
+                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
             game.connect(("127.0.0.1", port_of(server, "tag")))
             game.settimeout(10)
             game.send(b"TAG!" + bytes(8) + told)
@@ -9326,27 +8496,22 @@ class ReadmeTest(unittest.TestCase):
             self.assertEqual((answer[:4], len(answer), server.registry.total), (b"OK!!", 12, 0))
             game.send(b"TAG!" + answer[4:] + told)
             game.recv(100)
-            body = fetch(port_of(server, "http"), "/servers.json?game=tag")[2]
-        found, = json.loads(body)["servers"]
+            found, = json.loads(fetch(port_of(server, "http"), "/servers.json")[2])["servers"]
         self.assertEqual(
-            [found[field] for field in "address port name players max_players verified".split()],
-            ["127.0.0.1", 27860, "Playground", 5, 16, "handshake"])
+            [found[field] for field in "game address port name players max_players".split()],
+            ["tag", "127.0.0.1", 27860, "Playground", 5, 16])
 
         registry = module.Registry(module.Rules(module.Settings()))
         tag, peer = module.Tag(SimpleNamespace(registry=registry)), ("203.0.113.9", 4000)
         proof = tag.datagram(b"TAG!" + bytes(12), peer, 0.0)[0][0][4:]
-        tag.datagram(b"TAG!" + proof + told, ("203.0.113.10", 4000), 1.0)     # another's proof
-        self.assertEqual(registry.total, 0)
-        tag.datagram(b"TAG!" + proof + told[:4], peer, 1.0)
-        self.assertEqual([server.name for server in registry.servers()], ["203.0.113.9:27860"])
+        for address, listed in (("203.0.113.10", 0), ("203.0.113.9", 1)):   # first another's proof
+            tag.datagram(b"TAG!" + proof + told, (address, 4000), 1.0)
+            self.assertEqual(registry.total, listed)
         for now, listed in ((60.9, 1), (61.0, 0)):
             registry.expire(now)
             self.assertEqual(registry.total, listed)
         for data in (b"", b"TAG!" + bytes(11), b"TAG?" + bytes(12), b"TAG!" + bytes(77)):
-            registry.heard.clear()
             self.assertRaises(module.Malformed, tag.datagram, data, peer, 70.0)
-            self.assertEqual([outcome for _, outcome, _ in registry.heard.values()],
-                             ["bad packet"])
 
 
 # ================================================================================================
@@ -9362,100 +8527,65 @@ class ReadmeTest(unittest.TestCase):
 # the limit: then the second ratio says more.
 # ================================================================================================
 
-SETTINGS = (
-    "server.bind=127.0.0.1",
-    "server.database=",
-    "iceball.port=0",
-    "http.ports=0",
-    "hyperbol.port=0",
-    "subspace.port=",
-    "aio.port=",
-)
-ROOM = "limits.servers=200000"
-
-ROUNDS = 9  # a median of nine forgives four disturbed rounds
-ROUND_SECONDS = 0.6  # long beside a scheduler tick, short beside a machine's change of mind
-PATIENCE = 45  # seconds; a part that is older than this without a new task ends by itself
-
-WINDOW = 192  # datagrams under way: fewer than the 277 that Linux's default receive buffer holds
-BATCH = 32  # datagrams handed over in one system call
-# datagrams a flood goes through before it begins again, at least: what it reads displaces what
-# the server has in a
+ROUNDS = 9                  # a median of nine forgives four disturbed rounds
+ROUND_S = 0.6               # long beside a scheduler tick, short beside a machine's change of mind
+PATIENCE_S = 45             # a part that has no new task for so long ends by itself
+WINDOW = 192                # datagrams under way: Linux's default receive buffer holds 277
+BATCH = 32                  # datagrams handed over in one system call
+# Datagrams that a flood goes through before it begins again, at least. What it reads displaces what
+# the server has in the cache that they share, so a yardstick with few servers reads as much
 PREPARED = 100000
-# cache that they share, so that a yardstick with few servers is to have a load that reads as much
-NAP = 0.0002  # seconds a load sleeps between two looks, far less than a server needs for its window
-STALL_SECONDS = (
-    5  # without any answer, something was lost; the bounded windows leave no excuse for that
-)
-LOST_SECONDS = (
-    1  # a flood, though, forgives as many as its window if a machine that pauses loses them
-)
-CONNECTIONS = 16  # the issue's number
-CHANGE_SECONDS = 0.05  # between two changes of a player count while lists are fetched
-UDP_SEGMENT = 103  # linux/udp.h: the kernel cuts one send into datagrams of this size
-ACCEPTED = b"MSOK"
-ICEBALL_VERSION = 8421413  # 0.2.1-37
+NAP_S = 0.0002              # between two looks of a load; a server needs far longer for its window
+LOST_S = 1                  # without an answer: a machine that pauses has lost what is under way
+CONNECTIONS = 16            # that fetch lists at the same time
+CHANGE_S = 0.05             # between two changes of a player count while lists are fetched
+UDP_SEGMENT = 103           # linux/udp.h: the kernel cuts one send into datagrams of this size
+SEGMENTS = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", 86))]
+NGINX = shutil.which("nginx", path=os.environ.get("PATH", "") + os.pathsep + "/usr/sbin")
 
 
 def numbered_announcement(number, addresses, players=7):
-    """The 86 bytes in which server `number` announces itself; it speaks from 127.0.1.(1 + number
-    % addresses)."""
+    """The 86 bytes in which server `number` announces itself, of version 0.2.1-37; it speaks from
+    127.0.1.(1 + number % addresses)."""
     return struct.pack(
-        "<4sHIHHH30s10s30s",
-        b"1CEB",
-        2,
-        ICEBALL_VERSION,
-        1024 + number // addresses,
-        players,
-        32,
-        b"Server %d of the community" % number,
-        b"ctf",
-        b"classic(512,512)",
-    )
+        "<4sHIHHH30s10s30s", b"1CEB", 2, 8421413, 1024 + number // addresses, players, 32,
+        b"Server %d of the community" % number, b"ctf", b"classic(512,512)")
 
 
-def source_socket(number, port):
-    """A non-blocking socket on 127.0.1.(1 + number), connected to the server."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    sock.setsockopt(
-        socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20
-    )  # room for a whole window of answers
-    sock.bind(("127.0.1.%d" % (1 + number), 0))
-    sock.connect(("127.0.0.1", port))
-    sock.setblocking(False)
-    return sock
+def source_sockets(port, addresses, count):
+    """`count` non-blocking sockets on 127.0.1.1 and the addresses after it, connected to the
+    server."""
+    sockets = []
+    for number in range(count):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)   # a whole window of answers
+        sock.bind(("127.0.1.%d" % (1 + number % addresses), 0))
+        sock.connect(("127.0.0.1", port))
+        sock.setblocking(False)
+        sockets.append(sock)
+    return sockets
 
 
-# ---- loads: called once with their arguments, they return what runs one round and tells how many
-# operations it was
+# --- Loads: called with their arguments, they return what runs a round and counts its operations
 
-
-def load_flood(port, servers, addresses=1):
+def load_flood(port, servers, addresses):
     """Announcements in a fixed random order, an operation is one answer. For so many seconds; 0:
     each server once, in another order, as the one that servers are known in would be kinder to the
-    processor's cache than life is.
-    """
-    sockets = [source_socket(address, port) for address in range(addresses)]
+    processor's cache than life is."""
+    sockets = source_sockets(port, addresses, addresses)
 
     def batches_of(order):
         numbers = random.Random(order).sample(range(servers), servers)
-        queue = []
+        queues = []
         for address, sock in enumerate(sockets):
-            own = [
-                numbered_announcement(number, addresses)
-                for number in numbers
-                if number % addresses == address
-            ]
-            own *= -(-PREPARED // servers)
-            queue.append(
-                [(sock, b"".join(own[at : at + BATCH])) for at in range(0, len(own), BATCH)]
-            )
-        return itertools.cycle(
-            [batch for row in itertools.zip_longest(*queue) for batch in row if batch]
-        )
+            own = [numbered_announcement(number, addresses) for number in numbers
+                   if number % addresses == address] * -(-PREPARED // servers)
+            queues.append([(sock, b"".join(own[at:at + BATCH]))
+                           for at in range(0, len(own), BATCH)])
+        return itertools.cycle([batch for row in itertools.zip_longest(*queues)
+                                for batch in row if batch])
 
     first, then = batches_of(7), batches_of(8)
-    segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", 86))]
     answer = bytearray(2048)
 
     def flood(seconds):
@@ -9468,7 +8598,7 @@ def load_flood(port, servers, addresses=1):
             if now < until or not seconds and sent < servers:
                 while sent - answered <= WINDOW - BATCH:
                     sock, data = next(batches)
-                    sock.sendmsg([data], segment)
+                    sock.sendmsg([data], SEGMENTS)
                     sent += len(data) // 86
             elif sent == answered:
                 return answered
@@ -9480,126 +8610,97 @@ def load_flood(port, servers, addresses=1):
                         receive(answer)
                         answered += 1
             if answered > before:
-                assert answer[:4] == ACCEPTED, bytes(answer[:16])
+                assert answer[:4] == b"MSOK", answer[:16]
                 progress = now
-            elif now - progress > LOST_SECONDS:
+            elif now - progress > LOST_S:
                 lost += sent - answered
                 sent = answered
-                if lost > WINDOW:
-                    sys.exit("%d answers are missing" % lost)
-            time.sleep(NAP)
+                assert lost <= WINDOW, "%d answers are missing" % lost
+            time.sleep(NAP_S)
 
     return flood
 
 
-def load_handshake(port, addresses=1):
+def load_handshake(port, addresses):
     """Announcement, MSOK, HSHK from 64 sources at a time, each round new servers. For so many
     servers."""
-    sockets = {}
     epoll = select.epoll()
     upcoming = [itertools.count(address, addresses) for address in range(addresses)]
-    for slot in range(64):
-        sock = source_socket(slot % addresses, port)
-        sockets[sock.fileno()] = sock, upcoming[slot % addresses]
-        epoll.register(sock, select.EPOLLIN)
-    segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", 86))]
+    sockets = {sock.fileno(): (sock, upcoming[slot % addresses])
+               for slot, sock in enumerate(source_sockets(port, addresses, 64))}
+    for fd in sockets:
+        epoll.register(fd, select.EPOLLIN)
 
     def handshake(count):
-        begun = answered = 0
-        progress = time.perf_counter()
-        for sock, numbers in itertools.islice(sockets.values(), count):
+        answered = 0
+        begun = min(count, len(sockets))
+        for sock, numbers in list(sockets.values())[:begun]:
             sock.send(numbered_announcement(next(numbers), addresses))
-            begun += 1
         while answered < count:
-            events = epoll.poll(0)
-            for fd, _ in events:
+            for fd, _ in epoll.poll(0):
                 sock, numbers = sockets[fd]
                 answer = sock.recv(2048)
-                assert answer[:4] == ACCEPTED and len(answer) <= 86, answer
+                assert answer[:4] == b"MSOK" and len(answer) <= 86, answer
                 answered += 1
-                if begun < count:  # two datagrams; the last may be the shorter one
+                if begun < count:           # two datagrams; the last may be the shorter one
                     begun += 1
-                    sock.sendmsg(
-                        [numbered_announcement(next(numbers), addresses), b"HSHK", answer[4:]],
-                        segment,
-                    )
+                    sock.sendmsg([numbered_announcement(next(numbers), addresses), b"HSHK",
+                                  answer[4:]], SEGMENTS)
                 else:
                     sock.send(b"HSHK" + answer[4:])
-            now = time.perf_counter()
-            if events:
-                progress = now
-            elif now - progress > STALL_SECONDS:
-                sys.exit("%d answers are missing" % (begun - answered))
-            time.sleep(NAP)
+            time.sleep(NAP_S)
         return count
 
     return handshake
 
 
-def changing(port):
-    """A function of the time: now and then it announces server 0 to `port` with another player
-    count."""
-    sock = port and source_socket(0, port)
-    players = itertools.cycle(range(32))
-    due = 0.0
-
-    def change(now):
-        nonlocal due
-        if sock and now >= due:
-            due = now + CHANGE_SECONDS
-            sock.send(numbered_announcement(0, 1, next(players)))
-
-    return change
-
-
-def load_lists(port, kind, changes=None):
-    """Lists, 16 at a time, while a server changes; an operation is one list. `kind`: keep, close
-    or hyperbol."""
-    request = (
-        b"GET /master.json HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\nConnection: %s\r\n\r\n"
-        % (b"keep-alive" if kind == "keep" else b"close")
-    )
+def load_lists(port, connection, changes=None):
+    """Lists, 16 at a time, an operation is one list: of Hyperbol, or with a `connection` of HTTP,
+    `keep-alive` or `close`. `changes`: the port where a server announces other players now and
+    then."""
+    request = (b"GET /master.json HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n"
+               b"Connection: %s\r\n\r\n" % connection.encode())
     length_field = re.compile(rb"\nContent-Length: (\d+)\r\n", re.IGNORECASE)
     buffer = bytearray(1 << 20)
-    table = {}  # descriptor: [socket, bytes read, bytes of the whole answer if they tell its end]
+    table = {}          # descriptor: [socket, bytes read, bytes in all if they tell the end]
     epoll = select.epoll()
-    change = changing(changes)
+    players = itertools.cycle(range(32))
+    changing = source_sockets(changes, 1, 1) if changes else []
 
     def connect():
-        sock = socket.socket()  # blocking, but without a timeout: that would cost a poll() a call
+        sock = socket.socket()      # blocking, but without a timeout, which costs a poll() a call
         sock.connect(("127.0.0.1", port))
         table[sock.fileno()] = [sock, 0, None]
         epoll.register(sock, select.EPOLLIN)
-        if kind != "hyperbol":
+        if connection:
             sock.send(request)
 
     def lists(seconds):
-        done = 0
+        done, due = 0, 0.0
         until = time.perf_counter() + seconds
         for _ in range(CONNECTIONS):
             connect()
         while table:
             now = time.perf_counter()
-            change(now)
-            for fd, _ in epoll.poll(STALL_SECONDS) or sys.exit("no answer"):
+            if now >= due:
+                due = now + CHANGE_S
+                for sock in changing:
+                    sock.send(numbered_announcement(0, 1, next(players)))
+            for fd, _ in epoll.poll():
                 entry = table[fd]
                 sock, read, whole = entry
                 size = sock.recv_into(buffer)
-                if not read and kind == "hyperbol":
-                    assert size == 12, bytes(buffer[:size])
-                    sock.send(buffer[4:8] + b"\xff\0\0\0")  # the key back; unofficial servers too
-                elif not read and kind == "keep":
-                    entry[2] = whole = (
-                        buffer.index(b"\r\n\r\n", 0, size)
-                        + 4
-                        + int(length_field.search(buffer, 0, size)[1])
-                    )
+                if not read and not connection:
+                    assert size == 12, buffer[:size]
+                    sock.send(buffer[4:8] + b"\xff\0\0\0")      # the key; unofficial servers too
+                elif not read and connection == "keep-alive":
+                    entry[2] = whole = (buffer.index(b"\r\n\r\n", 0, size) + 4
+                                        + int(length_field.search(buffer, 0, size)[1]))
                 entry[1] = read = read + size
                 if size and read != whole:
                     continue
-                assert read > 2000 and (size or kind != "keep"), bytes(
-                    buffer[:200]
-                )  # 200 servers fill 2,400 bytes
+                # 200 servers fill 2,400 bytes
+                assert read > 2000 and (size or connection != "keep-alive"), buffer[:200]
                 done += 1
                 if size and now < until:
                     entry[1:] = 0, None
@@ -9617,63 +8718,53 @@ def load_lists(port, kind, changes=None):
 def load_changes(port, servers, addresses):
     """`servers` listed servers that announce other players each time and return each cookie, 2,000
     a second. For so many seconds; tells the delay in ms that 99 % of the answers have at most."""
-    sockets = [source_socket(address, port) for address in range(addresses)]
+    sockets = source_sockets(port, addresses, addresses)
     for sock in sockets:
-        sock.settimeout(STALL_SECONDS)
-    numbers = itertools.cycle(range(servers))
-    turn = itertools.count()
+        sock.setblocking(True)
 
     def changes(seconds):
         delays, began = [], time.perf_counter()
         while time.perf_counter() < began + seconds:
-            number = next(numbers)
+            number = len(delays) % servers
             sock = sockets[number % addresses]
             sent = time.perf_counter()
-            sock.send(numbered_announcement(number, addresses, next(turn) % 33))
+            sock.send(numbered_announcement(number, addresses, len(delays) % 33))
             answer = sock.recv(2048)
             delays.append(time.perf_counter() - sent)
-            assert answer[:4] == ACCEPTED, answer
+            assert answer[:4] == b"MSOK", answer
             sock.send(b"HSHK" + answer[4:])
             time.sleep(max(0.0, began + len(delays) / 2000 - time.perf_counter()))
         delays.sort()
-        return {
-            "answers": len(delays),
-            "p99": 1000 * delays[len(delays) * 99 // 100],
-            "worst": 1000 * delays[-1],
-        }
+        return {"answers": len(delays), "p99": 1000 * delays[len(delays) * 99 // 100],
+                "worst": 1000 * delays[-1]}
 
     return changes
 
 
 def load_pages(port, paths):
     """Every page and list, compressed, each on a connection of its own, all the time."""
-
     def pages(seconds):
-        until, done = time.perf_counter() + seconds, []
+        until = time.perf_counter() + seconds
 
         def fetch_again(path):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection, done = http.client.HTTPConnection("127.0.0.1", port), 0
             while time.perf_counter() < until:
                 connection.request("GET", path, headers={"Accept-Encoding": "gzip"})
                 response = connection.getresponse()
-                assert response.status == 200 and response.read(), response.status
-                done.append(path)
+                assert response.read() and response.status == 200, response.status
+                done += 1
             connection.close()
+            return done
 
-        threads = [threading.Thread(target=fetch_again, args=(path,)) for path in paths]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return len(done)
+        with concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
+            return sum(pool.map(fetch_again, paths))
 
     return pages
 
 
-# ---- yardsticks and the other side's servers: they say their port and serve until they are ended
+# --- Yardsticks and the other side's servers: they tell their port and serve until they are ended
 
-
-def tell_ready(**answer):
+def tell(**answer):
     print(json.dumps(answer), flush=True)
 
 
@@ -9685,7 +8776,7 @@ def serve_echo():
     sock.setblocking(False)
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    tell_ready(port=sock.getsockname()[1])
+    tell(port=sock.getsockname()[1])
     while True:
         poll.poll()
         try:
@@ -9703,7 +8794,7 @@ def serve_list(size):
     listener.setblocking(False)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    tell_ready(port=listener.getsockname()[1])
+    tell(port=listener.getsockname()[1])
     body = bytes(size)
     while True:
         for key, _ in selector.select():
@@ -9720,27 +8811,38 @@ def serve_list(size):
                 sock.close()
 
 
+class Files(http.server.SimpleHTTPRequestHandler):
+    """As the standard library has it, but connections are kept alive, and it keeps no log."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True      # or each answer would wait 40 ms for an acknowledgement
+
+    def log_message(self, *arguments):
+        pass
+
+
 def serve_files(directory):
-    """http.server as the standard library has it, connections kept alive, without its log."""
-
-    class Files(http.server.SimpleHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = (
-            True  # or each answer would wait 40 ms for a delayed acknowledgement
-        )
-
-        def __init__(self, *arguments):
-            super().__init__(*arguments, directory=directory)
-
-        def log_message(self, *arguments):
-            pass
-
-    http.server.ThreadingHTTPServer.request_queue_size = (
-        CONNECTIONS  # its 5 would make the others wait a second
-    )
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files)
-    tell_ready(port=server.server_port)
+    http.server.ThreadingHTTPServer.request_queue_size = CONNECTIONS    # with 5 others wait 1 s
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Files, directory=directory))
+    tell(port=server.server_port)
     server.serve_forever()
+
+
+def serve_nginx(directory):
+    """One nginx worker in place of this process, with `directory` as its root and for its files."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    paths = "".join("%s_temp_path %s;" % (name, directory)
+                    for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    with open(os.path.join(directory, "nginx.conf"), "w") as file:
+        file.write("daemon off; master_process off; worker_processes 1; pid %s/pid;"
+                   " error_log stderr crit; events {} http { access_log off; sendfile on;"
+                   " tcp_nopush on; keepalive_requests 1000000000; %s"
+                   " server { listen 127.0.0.1:%d; root %s; } }"
+                   % (directory, paths, port, directory))
+    tell(port=port)
+    os.execv(NGINX, [NGINX, "-p", directory, "-c", file.name, "-e", "stderr"])
 
 
 def serve_games(count):
@@ -9750,214 +8852,81 @@ def serve_games(count):
         sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         sock.bind(("127.0.0.1", 0))
         selector.register(sock, selectors.EVENT_READ)
-    info = struct.pack(
-        "<32s32sBBB64s20sxIIBBBB16s44x",
-        b"Arena",
-        b"Deathmatch",
-        3,
-        16,
-        0,
-        b"Foundry",
-        b"127.0.0.1",
-        28000,
-        0,
-        127,
-        0,
-        0,
-        1,
-        b"1.8a",
-    )
-    assert len(info) == 224
-    tell_ready(ports=[key.fileobj.getsockname()[1] for key in selector.get_map().values()])
+    tell(ports=[key.fileobj.getsockname()[1] for key in selector.get_map().values()])
     while True:
         for key, _ in selector.select():
             query, peer = key.fileobj.recvfrom(2048)
-            key.fileobj.sendto(b"\x1b" + query[1:5] + info, peer)
+            key.fileobj.sendto(hyperbol_reply(o1=query[1:5]), peer)
 
 
 def part_main(name, arguments):
-    """What a helper process does: serve for ever, or run a round for every line that comes in."""
-    limit = getattr(
-        signal, "alarm", lambda seconds: None
-    )  # whoever started this may be gone without a word
-    limit(4 * PATIENCE)
-    part = globals()[name](**json.loads(arguments))
-    tell_ready()
+    """What a part does: serve for ever, or run a round for every line that comes in."""
+    signal.alarm(4 * PATIENCE_S)        # whoever started this may be gone without a word
+    load = globals()[name](**json.loads(arguments))
+    tell()
     for line in sys.stdin:
-        limit(PATIENCE)
+        signal.alarm(PATIENCE_S)
         began, cpu = time.perf_counter(), time.process_time()
-        count = part(json.loads(line))
-        tell_ready(count=count, seconds=time.perf_counter() - began, cpu=time.process_time() - cpu)
+        count = load(json.loads(line))
+        tell(count=count, seconds=time.perf_counter() - began, cpu=time.process_time() - cpu)
 
 
-# ---- processes, seen from the bench
+# --- The bench: processes, rounds and rows
 
-
-class Part:
-    """This script again as a helper process; `said` is the first thing it said."""
+class Part(subprocess.Popen):
+    """This script again as a load or a yardstick; `said` is the first thing it said."""
 
     def __init__(self, name, **arguments):
-        command = [
-            sys.executable,
-            os.path.abspath(__file__),
-            "--bench-part",
-            name,
-            json.dumps(arguments),
-        ]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, universal_newlines=True
-        )
-        self.pid, self.name = self.process.pid, name
+        super().__init__(
+            [sys.executable, __file__, "--bench-part", name, json.dumps(arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, universal_newlines=True)
         self.said = self.hear()
 
     def hear(self):
-        line = self.process.stdout.readline()
+        line = self.stdout.readline()
         if not line:
-            self.close()
-            raise RuntimeError("%s ended early, status %s" % (self.name, self.process.returncode))
+            raise RuntimeError("%s ended early" % self.args[-2])
         return json.loads(line)
 
+    def begin(self, amount):
+        print(amount, file=self.stdin, flush=True)
+
     def run(self, amount):
-        self.process.stdin.write("%s\n" % amount)
-        self.process.stdin.flush()
+        self.begin(amount)
         return self.hear()
 
-    def close(self):
-        end_process(self.process)
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
-def end_process(process):
-    """SIGTERM, so that the server under test saves; 10 s is far more than any of them needs."""
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-class Contender:
-    """The program under test, ready: its `pid`, the `port` of each protocol, and the seconds that
-    its start took."""
-
-    def __init__(self, *settings, python=sys.executable, bytecode=""):
-        """`bytecode`: a folder where Python keeps the program's compiled form, as it does for a
-        module."""
-        self.home = tempfile.mkdtemp()
-        ini, ready_file, log = (
-            os.path.join(self.home, name) for name in ("empty.ini", "ready", "log")
-        )
-        open(ini, "w").close()
-        environment = {
-            key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"
-        }
-        environment["PYTHONPYCACHEPREFIX"] = bytecode
-        command = (
-            [python]
-            + (["-m", "masterserver"] if bytecode else [PROGRAM])
-            + ["--config", ini, "--ready-file", ready_file]
-        )
-        for setting in SETTINGS + settings:
-            command += ["--set", setting]
-        with open(log, "w") as output:
-            began = time.perf_counter()
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=output, cwd=os.path.dirname(PROGRAM), env=environment
-            )
-        while True:
-            with contextlib.suppress(OSError, ValueError):  # not there yet, or not whole
-                with open(ready_file) as file:
-                    listeners = json.load(file)["listeners"]
-                break
-            if self.process.poll() is not None or time.perf_counter() - began > PATIENCE:
-                self.process.kill()
-                with open(log) as file:
-                    said = file.read().strip().splitlines()[-1:]
-                shutil.rmtree(self.home)
-                raise RuntimeError("masterserver.py did not start: %s" % " ".join(said))
-            time.sleep(0.0005)
-        self.start_seconds = time.perf_counter() - began
-        self.pid = self.process.pid
-        self.listeners = listeners
-        self.port = {listener["protocol"]: listener["port"] for listener in listeners}
-
-    def master_json(self):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port["http"], timeout=10)
-        connection.request("GET", "/master.json")
-        body = connection.getresponse().read()
-        connection.close()
-        return body
-
-    def await_listed(self, count, seconds=5):
-        """Every announced server is in the list: what was measured was real."""
-        end_of_patience = time.perf_counter() + seconds
-        while True:
-            listed = self.master_json().count(b'"address"')
-            if listed == count:
-                return
-            if time.perf_counter() > end_of_patience:
-                raise RuntimeError("%d servers listed instead of %d" % (listed, count))
-            time.sleep(0.2)  # lists are rendered once a second
-
-    def close(self):
-        end_process(self.process)
-        shutil.rmtree(self.home, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def nginx(directory):
-    """One nginx worker with `directory` as its root: (pid, port), or None where nginx is not
-    installed."""
-    program = shutil.which("nginx", path=os.environ.get("PATH", "") + os.pathsep + "/usr/sbin")
-    if not program:
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as home:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        paths = "".join(
-            "%s_temp_path %s;" % (name, home)
-            for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        )
-        with open(os.path.join(home, "nginx.conf"), "w") as file:
-            file.write(
-                "daemon off; master_process off; worker_processes 1; pid %s/pid;"
-                " error_log stderr crit; events {} http { access_log off; sendfile on;"
-                " tcp_nopush on; keepalive_requests 1000000000; %s"
-                " server { listen 127.0.0.1:%d; root %s; } }" % (home, paths, port, directory)
-            )
-        process = subprocess.Popen([program, "-p", home, "-c", file.name, "-e", "stderr"])
-        try:
-            for _ in range(200):
-                with contextlib.suppress(OSError):
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                time.sleep(0.01)
-            yield process.pid, port
-        finally:
-            end_process(process)
+    def __exit__(self, *exception):
+        self.terminate()
+        super().__exit__(*exception)
 
 
 def processor_seconds(pid):
-    """Processor time of all the threads of a process, ended ones too, to the nanosecond. Linux
-    alone has this clock."""
-    return time.clock_gettime(
-        ~pid << 3 | 2
-    )  # as clock_getcpuclockid(3) makes it: CPUCLOCK_SCHED of the process
+    """Processor time of all the threads of a process, ended ones too, to the nanosecond; the clock
+    is CPUCLOCK_SCHED of clock_getcpuclockid(3), which Linux alone has."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
-def resident_bytes(pid):
-    with open("/proc/%d/statm" % pid) as file:
+def resident_bytes(server):
+    with open("/proc/%d/statm" % server.process.pid) as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# ---- rounds and rows
+def listening(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+
+
+def await_listed(server, count, path="/master.json"):
+    """The list, when every announced server is in it: what was measured was real."""
+    def whole_list():
+        body = fetch(server.port("http"), path)[2]
+        return body if body.count(b'"address"') == count else None
+    return eventually(whole_list, PATIENCE_S)
+
 
 # What is compared: whose processor time, under which load, how much load a round, how many
 # answers make an operation
-Side = collections.namedtuple("Side", "pid load amount answers", defaults=(ROUND_SECONDS, 1))
+Side = collections.namedtuple("Side", "pid load amount answers", defaults=(ROUND_S, 1))
 
 
 def race(*sides, rounds=ROUNDS):
@@ -9970,437 +8939,295 @@ def race(*sides, rounds=ROUNDS):
             said = side.load.run(side.amount)
             cpu = processor_seconds(side.pid) - before
             count, seconds = said["count"] / side.answers, said["seconds"]
-            results.append(
-                {
-                    "rate": count / seconds,
-                    "cpu": cpu / count * 1e6,
-                    "busy": cpu / seconds,
-                    "load_busy": said["cpu"] / seconds,
-                }
-            )
-    return [
-        dict(
-            {key: statistics.median(result[key] for result in results) for key in results[0]},
-            rounds=results,
-        )
-        for results in table
-    ]
+            results.append({"rate": count / seconds, "cpu": cpu / count * 1e6,
+                            "busy": cpu / seconds, "load_busy": said["cpu"] / seconds})
+    return [dict({key: statistics.median(result[key] for result in results) for key in results[0]},
+                 rounds=results) for results in table]
 
 
-def ratio(ours, theirs, key):
-    """The median of the rounds' ratios."""
-    return statistics.median(
-        mine[key] / other[key] for mine, other in zip(ours["rounds"], theirs["rounds"])
-    )
+def table_row(judge="", value=None, bar=None, yardstick="-", note="", **more):
+    """`value` is what the bar judges, None where nothing is asked: a rate has it at least, all else
+    at most."""
+    passed = None if bar is None else value >= bar if judge == "rate" else value <= bar
+    return dict(more, judge=judge, value=value, bar=bar, yardstick=yardstick, note=note,
+                passed=passed)
 
 
-def result_row(name, yardstick, value, bar, at_most=False, **more):
-    """A row of the table; `value` is what the bar judges, None where nothing is asked."""
-    passed = None if bar is None else value <= bar if at_most else value >= bar
-    return dict(
-        more, name=name, yardstick=yardstick, value=value, bar=bar, at_most=at_most, passed=passed
-    )
-
-
-def throughput(name, yardstick, bar, ours, theirs):
-    """The row for two results of `race`."""
-    value = ratio(ours, theirs, "rate")
-    return result_row(
-        name,
-        yardstick,
-        value,
-        bar,
-        judge="rate",
-        ratio=value,
-        cpu_ratio=ratio(theirs, ours, "cpu"),
-        ours=ours,
-        theirs=theirs,
-    )
+def compared(yardstick, bar, ours, theirs, judge="rate"):
+    """The row for two results of `race`: medians of the rounds' ratios."""
+    def ratio(key):
+        return statistics.median(mine[key] / other[key]
+                                 for mine, other in zip(ours["rounds"], theirs["rounds"]))
+    return table_row(judge, ratio("rate" if judge == "rate" else "cpu"), bar, yardstick, ours=ours,
+                     theirs=theirs, ratio=ratio("rate"), cpu_ratio=1 / ratio("cpu"))
 
 
 class Bench(contextlib.ExitStack):
     """The processes of one benchmark, all ended with it."""
 
     def part(self, name, **arguments):
-        return self.enter_context(contextlib.closing(Part(name, **arguments)))
+        return self.enter_context(Part(name, **arguments))
 
-    def server(self, *settings, servers=0, addresses=1, **more):
-        server = self.enter_context(contextlib.closing(Contender(*settings, **more)))
+    def server(self, servers=0, addresses=1, python=sys.executable, **settings):
+        """The program, with so many servers listed."""
+        settings = {"hyperbol__port": "0", "server__database": "", **settings}
+        server = self.enter_context(RunningServer(start=[python, PROGRAM], **settings))
         if servers:
-            self.part("load_handshake", port=server.port["iceball"], addresses=addresses).run(
-                servers
-            )
-            server.await_listed(servers)
+            self.handshakes(server, addresses).load.run(servers)
+            await_listed(server, servers)
         return server
 
-    def flood(self, pid, port, servers, addresses=1, once=True):
-        """The side that answers announcements; `once`: every server has been heard before the
-        first round."""
+    def handshakes(self, server, addresses, amount=0):
+        load = self.part("load_handshake", port=server.port("iceball"), addresses=addresses)
+        return Side(server.process.pid, load, amount)
+
+    def flood(self, pid, port, servers, addresses, once=True):
+        """Who answers announcements; `once`: every server has been heard before the first round."""
         load = self.part("load_flood", port=port, servers=servers, addresses=addresses)
         if once:
             load.run(0)
         return Side(pid, load)
 
-    def listed(self, servers, addresses, *settings, **more):
-        """The side that is the program with so many servers listed, under their announcements."""
-        server = self.server(*settings, servers=servers, addresses=addresses, **more)
-        return self.flood(server.pid, server.port["iceball"], servers, addresses)
+    def listed(self, servers, addresses, **more):
+        """The program with so many servers listed, under their announcements."""
+        server = self.server(servers, addresses, **more)
+        return self.flood(server.process.pid, server.port("iceball"), servers, addresses)
 
     def echo(self, answers=1):
         echo = self.part("serve_echo")
         return self.flood(echo.pid, echo.said["port"], 10000, 4)._replace(answers=answers)
 
-    def against_web_servers(self, name, kind, nginx_bar, threading_bar=None):
-        """The rows for a list of 200 servers that changes, beside web servers that read the same
-        bytes from a file."""
-        server = self.server(servers=200)
-        directory = self.enter_context(tempfile.TemporaryDirectory())
-        with open(os.path.join(directory, "master.json"), "wb") as file:
-            file.write(server.master_json())
-        yardsticks = []
-        worker = self.enter_context(nginx(directory))
-        if worker:
-            yardsticks.append(("nginx", nginx_bar) + worker)
-        else:
-            yield left_out(name, "nginx is not installed: left out")
-        if threading_bar:
-            files = self.part("serve_files", directory=directory)
-            yardsticks.append(("ThreadingHTTPServer", threading_bar, files.pid, files.said["port"]))
-        ports = server.port
-        sides = [
-            Side(
-                server.pid,
-                self.part("load_lists", kind=kind, port=ports["http"], changes=ports["iceball"]),
-            )
-        ]
-        sides += [
-            Side(pid, self.part("load_lists", kind=kind, port=port))
-            for _, _, pid, port in yardsticks
-        ]
-        ours, *theirs = race(*sides)
-        for (yardstick, bar, _, _), result in zip(yardsticks, theirs):
-            yield throughput(name, yardstick, bar, ours, result)
+    def lists(self, pid, port, connection="", changes=None):
+        return Side(pid, self.part("load_lists", port=port, connection=connection, changes=changes))
 
 
-def left_out(name, why):
-    return {"name": name, "note": why, "passed": None}
+# --- The benchmarks; their numbers are the bars
+
+def bench_announcements(bench, servers, addresses):
+    yield compared("echo loop", 0.95, *race(bench.listed(servers, addresses), bench.echo()))
 
 
-# ---- the benchmarks; the first line says what an operation is, the numbers are the bars
-
-
-def bench_announce_1(bench, name):
-    """an announcement of the one listed server, answered"""
-    yield throughput(name, "echo loop", 0.95, *race(bench.listed(1, 1), bench.echo()))
-
-
-def bench_announce_10000(bench, name):
-    """an announcement of one of 10,000 listed servers, answered"""
-    yield throughput(name, "echo loop", 0.95, *race(bench.listed(10000, 4), bench.echo()))
-
-
-def bench_handshake(bench, name):
-    """first announcement, MSOK, HSHK, listed; the echo loop answers two datagrams"""
+def bench_handshake(bench):
     server = bench.server()
-    load = bench.part("load_handshake", port=server.port["iceball"], addresses=4)
-    yield throughput(
-        name, "echo loop", 0.55, *race(Side(server.pid, load, 5000), bench.echo(answers=2))
-    )
-    server.await_listed(5000 * ROUNDS)
+    sides = bench.handshakes(server, 4, 5000), bench.echo(answers=2)
+    yield compared("echo loop", 0.55, *race(*sides))
+    await_listed(server, 5000 * ROUNDS)
 
 
-def bench_spoofed(bench, name):
-    """a first announcement, answered with MSOK, of a server that never says more"""
+def bench_spoofed(bench):
     server = bench.server()
-    spoofed = bench.flood(
-        server.pid, server.port["iceball"], 400000, 8, once=False
-    )  # 5 s do not get through them
-    yield throughput(name, "echo loop", 0.75, *race(spoofed, bench.echo()))
-    server.await_listed(0)
+    # More servers than are heard in 5 s
+    spoofed = bench.flood(server.process.pid, server.port("iceball"), 400000, 8, once=False)
+    yield compared("echo loop", 0.75, *race(spoofed, bench.echo()))
+    await_listed(server, 0)
 
 
-def bench_json_keepalive(bench, name):
-    """GET /master.json: 200 servers, one changing; 16 connections kept alive"""
-    yield from bench.against_web_servers(name, "keep", 1.0, 10)
+def bench_json(bench, connection, yardsticks):
+    """Beside web servers that read the same bytes from a file."""
+    server = bench.server(servers=200)
+    directory = bench.enter_context(tempfile.TemporaryDirectory())
+    with open(os.path.join(directory, "master.json"), "wb") as file:
+        file.write(await_listed(server, 200))
+    sides = [bench.lists(server.process.pid, server.port("http"), connection,
+                         server.port("iceball"))]
+    if not NGINX:
+        yield table_row(note="nginx is not installed: left out")
+        yardsticks = yardsticks[1:]
+    for _, part, _ in yardsticks:
+        files = bench.part(part, directory=directory)
+        port = files.said["port"]
+        eventually(lambda port=port: listening(port))
+        sides.append(bench.lists(files.pid, port, connection))
+    ours, *theirs = race(*sides)
+    for (yardstick, _, bar), result in zip(yardsticks, theirs):
+        yield compared(yardstick, bar, ours, result)
 
 
-def bench_json_connect(bench, name):
-    """GET /master.json: 200 servers, one changing; a connection a request"""
-    yield from bench.against_web_servers(name, "close", 0.85)
-
-
-def bench_hyperbol(bench, name):
-    """a Hyperbol list of 200 servers, a connection each"""
-    games = bench.part("serve_games", count=200)
-    server = bench.server(
-        "hyperbol.servers=" + "\n".join("127.0.0.1:%d 1" % port for port in games.said["ports"])
-    )
-    began, listed = time.perf_counter(), 0
-    while listed < 200:
-        if time.perf_counter() - began > PATIENCE:
-            raise RuntimeError("%d of 200 servers listed" % listed)
-        time.sleep(0.5)
-        with socket.create_connection(
-            ("127.0.0.1", server.port["hyperbol"]), 10
-        ) as sock, sock.makefile("rb") as file:
-            sock.send(file.read(12)[4:8] + b"\xff\0\0\0")
-            listed = len(file.read()) // 12
+def bench_hyperbol(bench):
+    games = bench.part("serve_games", count=200).said["ports"]
+    server = bench.server(hyperbol__servers="\n".join("127.0.0.1:%d 1" % port for port in games))
+    await_listed(server, 200, "/servers.json")
     bare = bench.part("serve_list", size=200 * 12)
-    sides = [
-        Side(pid, bench.part("load_lists", port=port, kind="hyperbol"))
-        for pid, port in ((server.pid, server.port["hyperbol"]), (bare.pid, bare.said["port"]))
-    ]
-    yield throughput(name, "selectors loop", 0.85, *race(*sides))
+    yield compared("selectors loop", 0.85, *race(
+        bench.lists(server.process.pid, server.port("hyperbol")),
+        bench.lists(bare.pid, bare.said["port"])))
 
 
-def bench_busy(bench, name):
-    """the delay of 99 % of the announcements of 10,000 servers that change, while all pages and
-    lists are fetched compressed all the time"""
-    server = bench.server(servers=10000, addresses=4)
-    paths = ["/", "/?game=iceball", "/master.json", "/servers.json", "/servers.xml?game=iceball"]
-    pages = bench.part("load_pages", port=server.port["http"], paths=paths)
-    changes = bench.part("load_changes", port=server.port["iceball"], servers=10000, addresses=4)
-    reader = threading.Thread(target=pages.run, args=(10,))
-    reader.start()
+def bench_busy(bench):
+    server = bench.server(10000, 4)
+    pages = bench.part("load_pages", port=server.port("http"), paths=[
+        "/", "/?game=iceball", "/master.json", "/servers.json", "/servers.xml?game=iceball"])
+    changes = bench.part("load_changes", port=server.port("iceball"), servers=10000, addresses=4)
+    pages.begin(10)
     said = changes.run(9)["count"]
-    reader.join()
-    note = "%d answers, the worst after %.0f ms" % (said["answers"], said["worst"])
-    yield result_row(name, None, said["p99"], 50, True, judge="ms", note=note)
+    pages.hear()
+    yield table_row("ms", said["p99"], 50,
+                    note="%(answers)d answers, the worst after %(worst).0f ms" % said)
 
 
-def bench_growth(bench, name):
-    """an announcement with 100,000 servers listed; processor time against the same with 100"""
+def bench_growth(bench):
     # What other tenants of the machine leave of the caches counts here, and changes from round to
     # round
-    many, few = race(bench.listed(100000, 2, ROOM), bench.listed(100, 2), rounds=2 * ROUNDS - 1)
-    yield result_row(
-        name,
-        "100 servers",
-        ratio(many, few, "cpu"),
-        1.15,
-        True,
-        judge="cost",
-        ours=many,
-        theirs=few,
-        ratio=ratio(many, few, "rate"),
-        cpu_ratio=ratio(few, many, "cpu"),
-    )
+    many = bench.listed(100000, 2, limits__servers="200000")
+    yield compared("100 servers", 1.15, *race(many, bench.listed(100, 2), rounds=2 * ROUNDS - 1),
+                   judge="cost")
 
 
-def bench_memory(bench, name):
-    """resident bytes for each of 100,000 listed servers"""
-    server = bench.server(ROOM)
-    empty = resident_bytes(server.pid)
-    bench.part("load_handshake", port=server.port["iceball"], addresses=2).run(100000)
-    bench.part("load_flood", port=server.port["iceball"], servers=100000, addresses=2).run(0)
-    listed = (resident_bytes(server.pid) - empty) / 100000
-    server.await_listed(100000)
-    fetched = (resident_bytes(server.pid) - empty) / 100000
-    yield result_row(
-        name, None, listed, 1000, True, judge="bytes", note="%.0f after GET /master.json" % fetched
-    )
+def bench_memory(bench):
+    server, count = bench.server(limits__servers="200000"), 100000
+    empty = resident_bytes(server)
+    bench.handshakes(server, 2).load.run(count)
+    bench.flood(server.process.pid, server.port("iceball"), count, 2)
+    listed = resident_bytes(server)
+    await_listed(server, count)
+    yield table_row("bytes", (listed - empty) / count, 1000, note=(
+        "%.0f after GET /master.json" % ((resident_bytes(server) - empty) / count)))
 
 
-def bench_start(bench, name):
-    """from the process's start to ready: an empty database, 10,000 servers to restore, and
-    started as a module"""
+def bench_start(bench):
     home = bench.enter_context(tempfile.TemporaryDirectory())
-    saved, database = os.path.join(home, "saved"), os.path.join(home, "database")
-    server = bench.server("server.database=" + saved, servers=10000, addresses=2)
-    server.close()
-    with open(PROGRAM, encoding="utf-8") as file:
-        text = file.read()
-    nodes = [
-        inner
-        for node in ast.parse(text).body
-        for inner in (node.body if isinstance(node, ast.Try) else [node])
-    ]
+    saved, database, bytecode = (os.path.join(home, name) for name in ("saved", "db", "bytecode"))
+    with Bench() as before:
+        before.server(10000, 2, server__database=saved)
+    source = text_of("masterserver.py")
     imports = "\n".join(
-        ast.get_source_segment(text, node)
-        for node in nodes
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-    )
-    bytecode = os.path.join(home, "bytecode")
-    Contender(bytecode=bytecode).close()
+        ast.get_source_segment(source, part) for node in ast.parse(source).body
+        for part in (node.body if isinstance(node, ast.Try) else [node])
+        if isinstance(part, (ast.Import, ast.ImportFrom)))
+
+    def start(servers, *program, bytecode=""):
+        if servers:
+            shutil.copyfile(saved, database)
+        with mock.patch.dict(os.environ, PYTHONPYCACHEPREFIX=bytecode, PYTHONDONTWRITEBYTECODE=""):
+            with RunningServer(start=[sys.executable, *program], server__database=database,
+                               hyperbol__port="0") as server:
+                await_listed(server, servers)
+        for leftover in glob.glob(database + "*"):
+            os.remove(leftover)
+        return server.start_s
+
+    def module():
+        return start(0, "-m", "masterserver", bytecode=bytecode)
+
+    module()                                        # Python keeps its compiled form from now on
     rounds = []
     for _ in range(7):
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", imports], check=True)
-        milliseconds = [(time.perf_counter() - began) * 1000]
-        for servers, kept in ((0, ""), (10000, ""), (0, bytecode)):
-            if servers:
-                shutil.copyfile(saved, database)
-            with contextlib.closing(
-                Contender("server.database=" + database, bytecode=kept)
-            ) as server:
-                milliseconds.append(server.start_seconds * 1000)
-                if not rounds:
-                    server.await_listed(servers)
-            for leftover in glob.glob(database + "*"):
-                os.remove(leftover)
-        rounds.append(milliseconds)
-    bare, empty, restored, module = map(statistics.median, zip(*rounds))
-    figures = "%.0f ms empty, %.0f ms with 10,000, %.0f ms for the imports" % (
-        empty,
-        restored,
-        bare,
-    )
-    yield result_row(
-        name,
-        "same imports",
-        statistics.median(round[1] / round[0] for round in rounds),
-        2.3,
-        True,
-        judge="time",
-        note=figures,
-        rounds=rounds,
-    )
-    yield result_row(
-        name,
-        "same imports",
-        statistics.median(round[3] / round[0] for round in rounds),
-        1.2,
-        True,
-        judge="time",
-        note="as python3 -m masterserver, which keeps the compiled form: %.0f ms" % module,
-    )
-    yield result_row(
-        name,
-        "empty database",
-        statistics.median(round[2] - round[1] for round in rounds),
-        150,
-        True,
-        judge="ms more",
-        note=figures,
-    )
+        rounds.append([1000 * seconds for seconds in (
+            time.perf_counter() - began, start(0, PROGRAM), start(10000, PROGRAM), module())])
+    figures = ("%.0f ms for the imports, %.0f ms empty, %.0f ms with 10,000, %.0f ms as a module"
+               % tuple(map(statistics.median, zip(*rounds))))
+    asked = (("time", 2.3, "same imports"), ("time", 1.2, "same imports"),
+             ("ms more", 150, "empty database"))
+    values = zip(*((empty / bare, as_module / bare, restored - empty)
+                   for bare, empty, restored, as_module in rounds))
+    for (judge, bar, yardstick), found in zip(asked, values):
+        yield table_row(judge, statistics.median(found), bar, yardstick, figures, rounds=rounds)
 
 
-def bench_pypy(bench, name):
-    """an announcement of one of 10,000 listed servers, answered by the program on PyPy; and a
-    server listed by it"""
+def bench_pypy(bench):
     pypy = shutil.which("pypy3")
-    if not pypy or platform.python_implementation() == "PyPy":
-        yield left_out(name, "this is PyPy" if pypy else "pypy3 is not installed: left out")
+    if not pypy or "PyPy" in sys.version:
+        yield table_row(note="this is PyPy" if pypy else "pypy3 is not installed: left out")
         return
-    sides = race(bench.listed(10000, 4, python=pypy), bench.listed(10000, 4))
-    yield throughput(name, "this Python", None, *sides)
-    servers = [bench.server(python=python) for python in (pypy, sys.executable)]
-    loads = [
-        bench.part("load_handshake", port=server.port["iceball"], addresses=4) for server in servers
-    ]
-    loads[0].run(5000)  # what PyPy has to see before it compiles it
-    yield throughput(
-        name,
-        "this, listing",
-        None,
-        *race(*(Side(server.pid, load, 4000) for server, load in zip(servers, loads)))
-    )
+    yield compared("this Python", None, *race(*(
+        bench.listed(10000, 4, python=python) for python in (pypy, sys.executable))))
+    sides = [bench.handshakes(bench.server(python=python), 4, 4000)
+             for python in (pypy, sys.executable)]
+    sides[0].load.run(5000)             # what PyPy has to see before it compiles it
+    yield compared("this, listing", None, *race(*sides))
 
 
+# By name: what an operation is, and what measures it with which arguments
 BENCHMARKS = {
-    name[len("bench_") :].replace("_", "-"): function
-    for name, function in list(globals().items())
-    if name.startswith("bench_")
+    "announce-1": (
+        "an announcement of the one listed server, answered", bench_announcements, 1, 1),
+    "announce-10000": (
+        "an announcement of one of 10,000 listed servers, answered", bench_announcements, 10000, 4),
+    "handshake": (
+        "first announcement, MSOK, HSHK, listed; the echo loop answers two datagrams",
+        bench_handshake),
+    "spoofed": (
+        "a first announcement, answered with MSOK, of a server that never says more",
+        bench_spoofed),
+    "json-keepalive": (
+        "GET /master.json: 200 servers, one changing; 16 connections kept alive",
+        bench_json, "keep-alive",
+        [("nginx", "serve_nginx", 1.0), ("ThreadingHTTPServer", "serve_files", 10)]),
+    "json-connect": (
+        "GET /master.json: 200 servers, one changing; a connection a request",
+        bench_json, "close", [("nginx", "serve_nginx", 0.85)]),
+    "hyperbol": ("a Hyperbol list of 200 servers, a connection each", bench_hyperbol),
+    "busy": (
+        "the delay of 99 % of the announcements of 10,000 servers that change, while all pages and "
+        "lists are fetched compressed all the time", bench_busy),
+    "growth": (
+        "an announcement with 100,000 servers listed; processor time against the same with 100",
+        bench_growth),
+    "memory": ("resident bytes for each of 100,000 listed servers", bench_memory),
+    "start": (
+        "from the process's start to ready: an empty database, started as a module, and 10,000 "
+        "servers to restore", bench_start),
+    "pypy": (
+        "an announcement of one of 10,000 listed servers, answered by the program on PyPy; and a "
+        "server listed by it", bench_pypy),
 }
 COLUMNS = "{:14} {:>9} {:>9} {:19} {:>6} {:>6}  {:14} {:8} {:>15} {:>11}  {}"
+TITLES_OF_COLUMNS = ("name", "ours/s", "theirs/s", "yardstick", "ratio", "cpu", "judged", "bar",
+                     "cpu µs/op", "busy cores", "")
 
 
-def table_line(result):
-    """A row as a line of the table."""
+def table_line(name, row):
+    def figures(form, *numbers):
+        return " / ".join("-" if number is None else form % number for number in numbers)
 
-    def figure(number, form="%.2f"):
-        return "-" if number is None else form % number
-
-    ours, theirs = result.get("ours", {}), result.get("theirs", {})
-    pairs = [
-        "%s / %s" % (figure(ours.get(key), form), figure(theirs.get(key), form))
-        for key, form in (("cpu", "%.1f"), ("busy", "%.2f"))
-    ]
-    value = result.get("value")
-    judged = (
-        "-"
-        if value is None
-        else "%s %s" % (figure(value, "%.0f" if value >= 50 else "%.2f"), result["judge"])
-    )
-    bar = (
-        "-"
-        if result.get("bar") is None
-        else "%s %g" % ("≤" if result["at_most"] else "≥", result["bar"])
-    )
-    verdict = {True: "pass", False: "MISS", None: "-"}[result["passed"]]
+    ours, theirs, value = row.get("ours", {}), row.get("theirs", {}), row["value"]
     return COLUMNS.format(
-        result["name"],
-        figure(ours.get("rate"), "%.0f"),
-        figure(theirs.get("rate"), "%.0f"),
-        result.get("yardstick") or "-",
-        figure(result.get("ratio")),
-        figure(result.get("cpu_ratio")),
-        judged,
-        bar,
-        *pairs,
-        " ".join(filter(None, (verdict, result.get("note"))))
-    )
+        name, figures("%.0f", ours.get("rate")), figures("%.0f", theirs.get("rate")),
+        row["yardstick"], figures("%.2f", row.get("ratio")), figures("%.2f", row.get("cpu_ratio")),
+        figures("%.0f" if value and value >= 50 else "%.2f", value) + " " + row["judge"],
+        figures("≥ %g" if row["judge"] == "rate" else "≤ %g", row["bar"]),
+        figures("%.1f", ours.get("cpu"), theirs.get("cpu")),
+        figures("%.2f", ours.get("busy"), theirs.get("busy")),
+        {True: "pass", False: "MISS", None: "-"}[row["passed"]] + " " + row["note"])
 
 
-def bench_main(arguments):
+def bench_main(*words):
     """`--bench [NAME ...] [--json]`: prints the table, or all that was measured; status 1 if a
     bar was missed."""
-    names = [argument for argument in arguments if not argument.startswith("-")] or list(BENCHMARKS)
-    unknown = sorted(set(names) - set(BENCHMARKS))
+    names = [word for word in words if word != "--json"] or list(BENCHMARKS)
+    unknown = ", ".join(sorted({*names} - {*BENCHMARKS}))
     if unknown:
-        sys.exit("no benchmark %s; there are %s" % (", ".join(unknown), ", ".join(BENCHMARKS)))
+        sys.exit("no benchmark %s; there are %s" % (unknown, ", ".join(BENCHMARKS)))
     machine = "%s %s, %s %s, %d cores, %s" % (
-        platform.python_implementation(),
-        platform.python_version(),
-        platform.system(),
-        platform.machine(),
-        os.cpu_count(),
-        time.strftime("%Y-%m-%d"),
-    )
-    tell = (lambda line: None) if "--json" in arguments else (lambda line: print(line, flush=True))
-    tell(
-        machine
-        + "\n"
-        + COLUMNS.format(
-            "name",
-            "ours/s",
-            "theirs/s",
-            "yardstick",
-            "ratio",
-            "cpu",
-            "judged",
-            "bar",
-            "cpu µs/op",
-            "busy cores",
-            "",
-        )
-    )
-    results = []
-    for name in names:
-        rows = []
-        try:
-            with Bench() as bench:
-                for result in BENCHMARKS[name](bench, name):
-                    rows.append(result)
-        except (
-            OSError,
-            RuntimeError,
-            LookupError,
-            AttributeError,
-        ) as error:  # elsewhere no epoll, 127.0.1.1 or /proc
-            rows.append(
-                dict(left_out(name, "%s: %s" % (type(error).__name__, error)), passed=False)
-            )
-        for result in rows:
-            tell(table_line(result))
-            results.append(dict(result, what=BENCHMARKS[name].__doc__))
-    if "--json" in arguments:
-        print(json.dumps({"machine": machine, "rows": results}, indent=1))
-    return int(any(result["passed"] is False for result in results))
-class Told(str):
-    """The name of a test that another process ran."""
+        platform.python_implementation(), platform.python_version(), platform.system(),
+        platform.machine(), os.cpu_count(), time.strftime("%Y-%m-%d"))
+    as_json, rows = "--json" in words, []
+    with contextlib.redirect_stdout(io.StringIO() if as_json else sys.stdout):
+        print(machine, COLUMNS.format(*TITLES_OF_COLUMNS), sep="\n", flush=True)
+        for name in names:
+            what, function, *arguments = BENCHMARKS[name]
+            found = []
+            try:
+                with Bench() as bench:
+                    found.extend(function(bench, *arguments))
+            except Exception as error:          # elsewhere no epoll, 127.0.1.1 or /proc
+                found.append(dict(table_row(note=repr(error)), passed=False))
+            for row in found:
+                print(table_line(name, row), flush=True)
+                rows.append(dict(row, name=name, what=what))
+    if as_json:
+        print(json.dumps({"machine": machine, "rows": rows}, indent=1))
+    return int(any(row["passed"] is False for row in rows))
 
-    def shortDescription(self) -> None:
+
+# --- The runner: two processes
+
+class Told(str):
+    """The name of a test that the other process ran."""
+
+    def shortDescription(self):
         return None
 
 
@@ -10409,29 +9236,19 @@ class InTwo(unittest.TestSuite):
     second one from the last on, until they meet, so that two cores have work; then what measures
     time runs alone."""
 
-    def run(self, result: unittest.TestResult, debug: bool = False) -> unittest.TestResult:
+    def run(self, result, debug=False):
+        flags = ["-W" + option for option in sys.warnoptions or ["default"]]
+        flags += ["-X", "dev"] * sys.flags.dev_mode
         with tempfile.TemporaryDirectory() as folder:
-            flags = ["-W" + option for option in sys.warnoptions or ["default"]] + [
-                "-X",
-                "dev",
-            ] * sys.flags.dev_mode
             with subprocess.Popen(
-                [sys.executable, *flags, os.path.abspath(__file__), "--share", folder]
-            ) as other:
-                share(folder, 1, result)
+                    [sys.executable, *flags, __file__, "--share", folder]) as other:
+                run_share(folder, all_cases(), result)
             for case in all_cases():
                 suite_of(case, True)(result)
-            told = {
-                "errors": [
-                    (
-                        "the second process",
-                        "It ended with status %d, and told nothing." % other.returncode,
-                    )
-                ]
-            }
+            told = {"errors": [("the second process", "It ended with status %d, and told nothing."
+                                % other.returncode)]}
             with contextlib.suppress(FileNotFoundError), open(
-                os.path.join(folder, "told"), encoding="utf-8"
-            ) as file:
+                    os.path.join(folder, "told"), encoding="utf-8") as file:
                 told = json.load(file)
         result.testsRun += told.pop("run", 0)
         for outcome, tests in told.items():
@@ -10439,57 +9256,41 @@ class InTwo(unittest.TestSuite):
         return result
 
 
-def all_cases() -> List[type]:
-    return [
-        case
-        for case in list(globals().values())
-        if isinstance(case, type) and issubclass(case, unittest.TestCase)
-    ]
+def all_cases():
+    return [case for case in globals().values()
+            if isinstance(case, type) and issubclass(case, unittest.TestCase)]
 
 
-def suite_of(case: type, alone: bool) -> unittest.TestSuite:
+def suite_of(case, alone):
     names = unittest.defaultTestLoader.getTestCaseNames(case)
-    return unittest.TestSuite(
-        case(name) for name in names if hasattr(getattr(case, name), "alone") == alone
-    )
+    return unittest.TestSuite(case(name) for name in names
+                              if hasattr(getattr(case, name), "alone") == alone)
 
 
-def share(folder: str, step: int, result: unittest.TestResult) -> None:
-    """Run each class, in this order (1) or the other (-1), of which no process has left a file in
-    the folder yet."""
-    parent = os.getppid()
-    for case in all_cases()[::step]:
-        if (
-            step < 0 and os.getppid() != parent
-        ):  # the first process was killed, and nobody waits for this one
-            return
-        try:
+def run_share(folder, cases, result):
+    """Those classes that no process has begun; each that has leaves a file in the folder."""
+    for case in cases:
+        with contextlib.suppress(FileExistsError):
             open(os.path.join(folder, case.__name__), "x").close()
-        except FileExistsError:
-            continue
-        suite_of(case, False)(result)
+            suite_of(case, False)(result)
 
 
-def share_main(folder: str) -> None:
+def share_main(folder):
     result = unittest.TextTestResult(sys.stderr, False, 1)
-    share(folder, -1, result)
-    told: Dict[str, Any] = {
-        outcome: [(str(test), text) for test, text in getattr(result, outcome)]
-        for outcome in ("errors", "failures", "skipped")
-    }
+    run_share(folder, reversed(all_cases()), result)
+    told = {outcome: [(str(test), text) for test, text in getattr(result, outcome)]
+            for outcome in ("errors", "failures", "skipped")}
     with open(os.path.join(folder, "told"), "w", encoding="utf-8") as file:
         json.dump(dict(told, run=result.testsRun), file)
 
 
+MODES = {"--bench": bench_main, "--bench-part": part_main, "--share": share_main}
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--bench"]:
-        sys.exit(bench_main(sys.argv[2:]))
-    if sys.argv[1:2] == ["--bench-part"]:
-        part_main(*sys.argv[2:])
-    elif sys.argv[1:2] == ["--share"]:
-        share_main(sys.argv[2])
-    elif sys.argv[1:]:
+    mode, *words = sys.argv[1:] or [""]
+    if mode in MODES:
+        sys.exit(MODES[mode](*words))
+    if mode:
         unittest.main()
-    else:
-        runner = unittest.TextTestRunner(warnings=None if sys.warnoptions else "default")
-        sys.exit(not runner.run(InTwo()).wasSuccessful())
+    runner = unittest.TextTestRunner(warnings=None if sys.warnoptions else "default")
+    sys.exit(not runner.run(InTwo()).wasSuccessful())
