@@ -237,6 +237,7 @@ def read_addresses(text):
     return tuple(read_address(part) for part in text.split(","))
 
 
+@functools.lru_cache(1024)          # one server's address is asked for several times in a row
 def is_unicast(address):
     """An IP address that a game server can have; with a scope it means nothing elsewhere."""
     try:
