@@ -5863,6 +5863,8 @@ class TcpConnection:
             return True
         if not self.out:
             self.deadline = now + OUTPUT_TOTAL_S
+        elif sent:                          # who reads slowly is not idle
+            self.server.connections.move_to_end(self)
         self.out = memoryview(data)[sent:]
         return False
 
@@ -5892,8 +5894,9 @@ class TcpConnection:
                 self.close(now)
 
     def resume(self, result, now):
-        """The session's job is done. Else the session has answered without it (503)."""
-        if not self.events:
+        """The session's job is done."""
+        if not self.events and self.sock.fileno() >= 0:     # else it has answered without it (503)
+            self.watch(selectors.EVENT_READ)
             self.answer(self.session.resume, result, now)
 
     def tick(self, now):
@@ -5975,9 +5978,12 @@ class TcpListener:
             connection.read(now)
 
     def make_room(self, now):
-        """Close the connection idle for longest, publishing game servers last."""
+        """Close a connection that has had its answer, as those over a limit, or the one idle for
+        longest, publishing game servers last."""
         everybody = self.server.connections
-        idle = next((one for one in everybody if not one.session.kept), next(iter(everybody)))
+        idle = next((one for one in everybody if one.session.done and not one.out), None)
+        idle = idle or next((one for one in everybody if not one.session.kept), None)
+        idle = idle or next(iter(everybody))
         idle.tally.limited += 1
         idle.close(now)
 

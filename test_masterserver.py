@@ -5765,12 +5765,14 @@ class ConnectionTest(unittest.TestCase):
         peer.sendall(b"ab")
         connection.read(0.0)
         self.assertEqual((session.calls, connection.events), (1, selectors.EVENT_WRITE))
+        idle, _ = self.make(OneAnswer(), connection.server)
         got = 0
         while got < 2 << 20:
             got += len(peer.recv(1 << 16))
             if connection.events == selectors.EVENT_WRITE:
                 connection.writable(1.0)
         self.assertEqual((session.calls, connection.events), (3, selectors.EVENT_READ))
+        self.assertIs(next(iter(connection.server.connections)), idle)      # it reads slowly, it acts
 
     def test_who_takes_too_long_for_an_answer_is_cut_off(self) -> None:
         for taken in 0, 1 << 12:
@@ -5829,25 +5831,31 @@ class ConnectionTest(unittest.TestCase):
         self.assertTrue(self.closed(connection))
 
     def test_a_job_for_the_disk(self) -> None:
-        """Nothing is read until its result is there; who has gone gets none."""
-        for gone in False, True:
+        """Nothing is read until its result is there, which may need another job; who has gone
+        gets none."""
+        for gone, again in (False, False), (True, False), (False, True):
             session = OneAnswer()
-            session.resume = lambda result, now: b"made " + result  # type: ignore[method-assign]
+
+            def resume(result: bytes, now: float) -> bytes:
+                session.job = (lambda: b"more") if again else None
+                return b"made " + result
+
+            session.resume = resume                     # type: ignore[method-assign]
             connection, peer = self.make(session)
             session.job = lambda: b"it"
             with mock.patch.object(connection.server.disk, "submit") as submit:
                 peer.sendall(b"a")
                 connection.read(0.0)
                 connection.tick(0.1)
-            (job, done), = (call[0] for call in submit.call_args_list)
-            self.assertEqual((connection.events, job()), (0, b"it"))
-            session.job = None
-            if gone:
-                connection.close(0.2)
-            done(b"it", 1.0)
+                (job, done), = (call[0] for call in submit.call_args_list)
+                self.assertEqual((connection.events, job()), (0, b"it"))
+                if gone:
+                    connection.close(0.2)
+                done(b"it", 1.0)
+                self.assertEqual(submit.call_count, 1 + again)
             if not gone:
                 self.assertEqual((peer.recv(100), connection.events),
-                                 (b"amade it", selectors.EVENT_READ))
+                                 (b"amade it", 0 if again else selectors.EVENT_READ))
 
     def test_sessions_are_ticked_a_few_times_a_second(self) -> None:
         session = OneAnswer()
@@ -5951,6 +5959,18 @@ class LimitsOnTheWireTest(unittest.TestCase):
             clients[1].sendall(b"12#%\n")
             self.assertTrue(clients[1].recv(4))
             self.assertEqual((len(server.connections), server.registry.total), (8, 1))
+
+    def test_who_is_over_a_limit_pushes_nobody_out(self) -> None:
+        with master(aio__port="0", limits__exempt="", limits__connections_total="8",
+                    limits__connections_open="3") as server, contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connect(server, "aio")) for _ in range(3)]
+            for _ in range(20):
+                stack.enter_context(socket.create_connection(
+                    ("127.0.0.1", port_of(server, "aio")), 5, ("127.0.0.2", 0)))
+            for client in clients:
+                client.sendall(b"12#%\n")
+                self.assertEqual(client.recv(5), b"\1\0\0\0\0")
+                self.assertEqual(client.recv(4), b"%12#")
 
     def test_out_of_descriptors(self) -> None:
         """Accepting rests until the next tick, said once, and goes on; it does not spin."""
