@@ -5772,7 +5772,7 @@ class ConnectionTest(unittest.TestCase):
             if connection.events == selectors.EVENT_WRITE:
                 connection.writable(1.0)
         self.assertEqual((session.calls, connection.events), (3, selectors.EVENT_READ))
-        self.assertIs(next(iter(connection.server.connections)), idle)      # it reads slowly, it acts
+        self.assertIs(next(iter(connection.server.connections)), idle)  # who reads slowly acts
 
     def test_who_takes_too_long_for_an_answer_is_cut_off(self) -> None:
         for taken in 0, 1 << 12:
