@@ -1695,6 +1695,10 @@ class Querier:
         Raises Malformed if it is none, or not to this query (`target.nonce`)."""
         raise NotImplementedError
 
+    def goodbye(self, data: bytes) -> bytes:
+        """What ends the exchange after this answer; b"": nothing."""
+        return b""
+
     def missed(self, target: Target, now: float) -> bool:
         """A poll went unanswered, the `target.missed`th in a row. True: stop querying it."""
         raise NotImplementedError
@@ -1763,7 +1767,8 @@ class Poller(UdpProtocol):
                 self.rest(target, now)
             else:
                 target.asked_at, target.due = None, now
-            return []
+            goodbye = querier.goodbye(data)
+            return [(goodbye, peer)] if goodbye else []
         raise Malformed(wrong)
 
     def tick(self, now):
@@ -5548,7 +5553,7 @@ ROUTES = {
 
 class Row(NamedTuple):
     name: str
-    transport: str                  # udp or tcp
+    transport: str                  # udp or tcp; "": no socket of its own
     setting: str                    # its port, or ports; "" stands for any free port
     offset: int
     make: Callable[[Core], Any]     # a UdpProtocol or a TcpProtocol
@@ -6523,7 +6528,7 @@ class MasterServer:
             protocol = row.make(core)
             self.protocols.append(protocol)
             several = ports if isinstance(ports, tuple) else (ports,)
-            for port, host in itertools.product(several, hosts):
+            for port, host in itertools.product(several, hosts if row.transport else ()):
                 port = port and port + row.offset
                 if protocol.ipv4_only and ":" in host:
                     continue
