@@ -9,7 +9,7 @@
 One file, standard library only, CPython 3.8 or later or PyPy. Read from the top, each section uses
 only what stands above it:
 
-     1  this text                   7  protocols: poller, Iceball, Hyperbol, SubSpace, AIO
+     1  this text                   7  protocols: poller, Iceball, Hyperbol, SubSpace, AIO, Luanti
      2  limits                      8  pages: HTML, CSS, JavaScript
      3  settings                    9  web: routes, lists as JSON, XML and pages
      4  wire helpers               10  PROTOCOLS, the table that names them all
@@ -22,6 +22,7 @@ only what stands above it:
     Hyperbol                 TCP 20203, servers polled by UDP         class Hyperbol
     SubSpace                 UDP 4991 (announce, ping), 4990 (list)   SubSpacePing, SubSpaceList
     AIO, three dialects      TCP 27011                                class Aio
+    Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
     any other game           HTTP POST /announce                      post_announce in section 9
 
 Sections 3 to 10 have no socket, no thread and no clock, and but for the ini and the database no
@@ -146,8 +147,8 @@ HEARD_PER_S = 500
 
 HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese characters need 1,200
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
-# An announcement needs 500, with every text at its longest 12,500
-HTTP_BODY_BYTES = 16384
+# An announcement needs 500, with every text at its longest 12,500; Luanti's has all names of mods
+HTTP_BODY_BYTES = 65536
 HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_CACHE_BYTES = 16 << 20         # responses kept; a larger one, of 50,000 servers, alone
@@ -382,6 +383,11 @@ SETTINGS = (
     Setting("aio.news", "", read_text, "What players read under News."),
     Setting("aio.news_file", "", read_line,
             "A text file to read the news from instead; read again when it changes."),
+    Setting("luanti.enabled", "yes", read_flag,
+            "List the Luanti servers that announce themselves on the ports of [http].",
+            live=False),
+    Setting("luanti.timeout", "330", read_number(1, 86400),
+            "Seconds without an announcement after which one is removed; they come every 300."),
     Setting("games", "mygame = My Game", read_line,
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
     Setting("poll.interval", "30", read_number(5, 3600, float),
@@ -931,6 +937,7 @@ class Server:
                  poller decides
     playing      in ships, on the field; None: the protocol is silent
     verified     how it is known to be there: handshake, query, connection, or self-reported
+    announced    what Luanti's told, as its list has it
     packet       what its protocol remembers of it: the hash of what Iceball's has proven, the Claim
                  of SubSpace's, the name as AIO's has published it
     official, priority   the operator's marks
@@ -944,19 +951,19 @@ class Server:
         "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
-        "lifetime", "rank", "parts", "packet")
+        "lifetime", "rank", "parts", "packet", "announced")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
-                 packet=b""):
+                 packet=b"", announced=NO_DETAILS):
         self.game, self.address, self.port, self.source = game, address, port, source
         self.first_seen = self.last_seen = now
         self.lifetime, self.name, self.mode, self.map = lifetime, name, mode, map
         self.version, self.players, self.max_players = version, players, max_players
         self.verified, self.description, self.playing = verified, description, playing
         self.flavor, self.responding, self.ping_ms = flavor, responding, ping_ms
-        self.details, self.packet = details, packet
+        self.details, self.packet, self.announced = details, packet, announced
         self.official, self.priority, self.confirmed, self.pinned = False, 0, True, False
         self.rank = self.parts = None
 
@@ -1633,8 +1640,9 @@ class Core(NamedTuple):
     settings: Settings
     registry: Registry
     poller: Poller
-    # (host, done): done(address or "", now) follows later
-    resolve: Callable[[str, Callable[[str, float], None]], None]
+    # (host, done, like=""): done(address or "", now) follows later. Of several it is `like`, or one
+    # of its family, if they have that
+    resolve: Callable[..., None]
     announcers: Dict[str, PolledGame]       # by game, who takes an announcement that came by HTTP
     database: Optional[Database] = None     # only for jobs of the disk thread
     tallies: Mapping[str, Tally] = {}       # by protocol
@@ -3311,6 +3319,159 @@ class Aio(TcpProtocol, Querier):
         self.note_silence(target, now)
         return False
 
+
+# --- Luanti --------------------------------------------------------------------------------------
+
+LUANTI_ID = b"OEt\3"                # every packet begins with it
+# Announcements that wait for the answer to a probe, 64 MB at their longest; it takes a second
+LUANTI_WAITING = 1000
+# Of an announcement: names, what reads them, what is expected; counted by the master are pop_v,
+# updates and clients_top
+LUANTI_FIELDS: Any = {name: row for names, *row in (
+    ("name gameid mapgen version", clean, "a text"),
+    ("description privs url", lambda text: clean(text, TEXT_CHARACTERS), "a text"),
+    # Nothing, a name or an IPv4 address, an IPv6 address
+    ("address", lambda text: re.fullmatch(
+        r"(?=.{0,250}$)(|[!-9;-~]+\.[!-9;-~]*|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*)",
+        text)[0],   # type: ignore[index]
+     "a name with a dot in it or an IP address; without a port, blanks or letters beyond ASCII"),
+    ("clients_list mods", lambda texts: list(dict.fromkeys(map(clean, [] + texts))),
+     "a list of texts"),
+    ("creative damage pvp password dedicated rollback can_see_far_names", read_flag,
+     "true or false"),
+    ("clients clients_max clients_top uptime game_time proto_min proto_max updates",
+     read_number(0, 10**15), "a number, 0 or more"),
+    ("lag pop_v", read_number(0, 10**6, float), "a number, 0 or more"),
+) for name in names.split()}
+LUANTI_COUNTED = "clients_top", "updates", "pop_v"
+LUANTI_NEEDED = ("clients clients_max uptime game_time version proto_min proto_max gameid name "
+                 "description clients_top updates pop_v").split()
+LUANTI_FLAGS = "creative damage pvp password".split()
+
+
+class Luanti(TcpProtocol, PolledGame):
+    """Luanti, once Minetest; captured from minetestserver 5.6.1. The rules are the official list's.
+
+    A game server announces itself by HTTP when it starts, every 300 s, and when it ends:
+
+        > POST /announce, in the field json of a form; see luanti_text in section 9
+          {"action":"start","address":"","clients":0,"clients_list":[],"clients_max":12, …
+           "gameid":"minetest","mapgen":"v7","mods":["weather", …],"port":30000,"version":"5.6.1"}
+
+        the master's probe to its port, the answer of 14 bytes, and the goodbye:
+        < 4f457403 0000 00 01
+        > 4f457403 0001 00 03 ffdc 00 01 peer.u16       bytes 6 to 10 may differ
+        < 4f457403 peer.u16 00 00 03
+
+    It is listed once it answers, with what it has announced. It goes when it says so, when it
+    leaves three polls unanswered, or after [luanti] timeout without an announcement. The answer
+    has no room for a nonce: who forges a game server's address can pretend that it is there.
+    """
+
+    game = "luanti"
+
+    def __init__(self, core):
+        super().__init__(core)
+        if not core.settings["luanti.enabled"]:
+            del core.announcers[self.game]
+        self.waiting = collections.OrderedDict()        # what was announced, by source and port
+
+    def announced(self, source, port, fields, now):
+        """A start or an update; an update leaves out some of what the start has told."""
+        registry, listed = self.registry, self.rules.listed_address(source)
+        server, action = registry.get(self.game, listed, port), fields.get("action")
+        if action not in ("start", "update"):
+            raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
+                                        "announce themselves")
+        old = server.announced if server and action == "update" else NO_DETAILS
+        told = luanti_counted(fields, old)
+        address = told.get("address")
+        known = old and address == old.get("address")
+
+        def probe(found, now):
+            """Query it, unless the address that it has for players leads elsewhere (`found`; "":
+            nowhere). One of the other family tells nothing: a name may have IPv4 alone."""
+            if found and (found == listed or (":" in found) != (":" in listed)
+                          or self.rules.believes(source, found)):
+                keep_latest(self.waiting, (source, port), told, LUANTI_WAITING)
+                self.poller.add(self, source, port)
+            else:
+                registry.note(source, self.game, port, "address", now, "%s leads to %s, not to %s"
+                              % (address, found or "no address", listed))
+
+        if not server:
+            registry.admit(self.game, listed, port, source, told["name"])
+        registry.note(source, self.game, port, "listed" if known else "announced", now)
+        if known:
+            registry.hear(self.game, listed, port, source, now,
+                          self.core.settings["luanti.timeout"], luanti_server(told))
+        elif address:
+            self.core.resolve(address, probe, listed)
+        else:
+            probe(listed, now)
+
+    def query(self, target):
+        return LUANTI_ID + b"\0\0\0\1"
+
+    @staticmethod
+    def goodbye(data):
+        """Raises Malformed if this is no answer to a probe."""
+        if not re.fullmatch(rb"OEt\x03\0\x01.{5}\x01..", data, re.S):
+            raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
+        return LUANTI_ID + data[12:] + b"\0\0\3"
+
+    def answer(self, target, data, now):
+        self.goodbye(data)
+        told = self.waiting.pop(target.key[1:], None)
+        if told:
+            self.take(target, luanti_server(told), now, self.core.settings["luanti.timeout"])
+        server = self.registry.get(self.game, *self.place(target))
+        if server:                          # it lives by its announcements
+            self.registry.update(server, {"ping_ms": round(target.ping_ms), "confirmed": True})
+        else:
+            self.poller.remove(target)
+        return True
+
+
+def luanti_fields(told):
+    """The fields of an announcement that are known, sent or stored. Raises Refused."""
+    fields = {}
+    for name, (read, words) in LUANTI_FIELDS.items():
+        if name in told or name in LUANTI_NEEDED:
+            value = told.get(name)
+            try:                            # old servers send numbers and flags as texts
+                fields[name] = read(str(value) if isinstance(value, (int, float)) else value)
+            except (ValueError, TypeError, AttributeError):
+                raise Refused("bad packet", "%s: expected %s" % (name, words)) from None
+    if fields["proto_min"] > fields["proto_max"]:
+        raise Refused("bad packet", "proto_min is above proto_max")
+    if "clients_list" in fields:
+        fields["clients"] = len(fields["clients_list"])
+    if not re.match("https?://", fields.get("url", "")):
+        fields.pop("url", None)
+    return fields
+
+
+def luanti_counted(fields, old):
+    """An announcement with what the server has told before (`old`), and the record and the mean of
+    its clients. Raises Refused."""
+    told = luanti_fields({**old, **fields, **{name: old.get(name, 0) for name in LUANTI_COUNTED}})
+    told["clients_top"] = max(told["clients"], told["clients_top"])
+    told["updates"] += 1
+    told["pop_v"] += (told["clients"] - told["pop_v"]) / told["updates"]
+    return told
+
+
+def luanti_server(told):
+    """The same as attributes of Server."""
+    return {"announced": told, "verified": "query", "name": told["name"], "mode": told["gameid"],
+            "map": told.get("mapgen", ""), "version": told["version"],
+            "description": told["description"], "players": told["clients"],
+            "max_players": clamp(told["clients_max"]),
+            "details": {"flags": ", ".join(flag for flag in LUANTI_FLAGS if told.get(flag)),
+                        "players_online": ", ".join(told.get("clients_list", ()))}}
+
+
 # ================================================================================================
 # 8  Pages
 #
@@ -4606,7 +4767,8 @@ def chart(series, wall):
 # their requests, are kept until the next tick, so the common request is one look-up.
 # ================================================================================================
 
-GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO"}
+GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO",
+               "luanti": "Luanti"}
 
 SEARCH_SERVERS = 1000               # looked through for what one request costs, some 4 ms
 
@@ -4888,6 +5050,7 @@ class Web(TcpProtocol):
         self.cache: Dict[bytes, Any] = {}
         self.cache_bytes = 0
         self.lists: Dict[Any, Answer] = {}          # by route and game
+        self.luanti_max = 0, 0          # the most players and servers that its list has had
         self.recent = core.recent()     # what the sparklines in servers' parts show
         self.requests: Dict[Any, int] = collections.Counter()   # by route and status
         self.read(core.settings)
@@ -4971,7 +5134,7 @@ class Web(TcpProtocol):
         status, hint = error.status, str(error)
         reason = http.client.responses[status]
         type, body = TEXT_TYPE, ("%d %s\n%s\n" % (status, reason, hint)).encode()
-        if request.route == "/announce":
+        if request.route == "/announce" and not luanti_text(request):
             type, body = JSON_TYPE, to_json({"listed": False, "reason": hint})
         elif request.route == "/master.json" and status in (403, 429):
             type, body = JSON_TYPE, iceball_list(self, [])
@@ -5160,6 +5323,34 @@ def get_servers_xml(web, request):
         lambda servers, wall: servers_xml(parts(servers, "servers.xml", server_xml), wall))
 
 
+def luanti_entry(server):
+    """Its place in the list, by the operator's priority and the official list's score; the entry.
+    """
+    told = server.announced
+    entry = {**told, "address": told.get("address") or server.address, "port": server.port,
+             "ping": (server.ping_ms or 0) / 1000}
+    # Who is beyond 80 % of the room does not count
+    points = (min(told["clients"], int(0.8 * told["clients_max"])) + min(4, told["pop_v"] / 2)
+              + min(8, told["game_time"] / MONTH) - 8 * max(0, entry["ping"] - 0.4)
+              - 8 * (told["clients_max"] > 200))
+    if told["proto_min"] <= 32 and told["proto_max"] > 36:      # two incompatible generations
+        points *= 0.6
+    return (-server.priority, -points), to_json(entry)
+
+
+def get_list(web, request):
+    """Luanti's list, as the official one gives it to clients."""
+    def make(servers, wall):
+        shown = [server for server in servers if server.announced]
+        total = sum(server.players for server in shown), len(shown)
+        web.luanti_max = tuple(map(max, total, web.luanti_max))
+        entries = sorted(parts(shown, "list", luanti_entry))
+        return (b'{"list":[%s],"total":{"clients":%d,"servers":%d},"total_max":{"clients":%d,'
+                b'"servers":%d}}\n' % (b",\n".join([entry for _, entry in entries]), *total,
+                                       *web.luanti_max))
+    return web.list_answer(request, ListFilter("luanti"), JSON_TYPE, make)
+
+
 # --- Pages ---------------------------------------------------------------------------------------
 
 # What to put into a game server's settings, by protocol
@@ -5169,23 +5360,27 @@ CONTACTS = {
                 '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
     "subspace": ("SubSpace zones (asss)", "Directory:Server1 = %(host)s, port %(port)d"),
     "aio": ("AIO servers", "master server %(host)s, port %(port)d"),
+    "luanti": ("Luanti servers, in minetest.conf",
+               "server_announce = true, and serverlist_url = http://%(page)s"),
     "hyperbol": ("Hyperbol servers", ANNOUNCE),
 }
 
 
-def contact_lines(listeners, host, games):
+def contact_lines(listeners, host, settings):
     """(game, whom it is for, line for the settings of its game servers or to run beside them).
 
-    Of what listens and of the operator's own `games`; of several ports of one protocol the last
-    takes announcements, but of HTTP the first is named."""
+    Of what listens, of Luanti and of the operator's own games; of several ports of one protocol the
+    last takes announcements, but of HTTP the first is named."""
     ports = {listener.protocol: listener.port for listener in listeners}
     page = next((endpoint(host, listener.port) for listener in listeners
                  if listener.protocol == "http"), "")
-    contacts = {game: contact for game, contact in CONTACTS.items() if game in ports}
-    contacts.update({game: (title + " servers", ANNOUNCE) for game, title in games.items()})
+    ports["luanti"] = settings["luanti.enabled"]
+    contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
+    contacts.update({game: (title + " servers", ANNOUNCE)
+                     for game, title in settings["games"].items()})
     return [(game, whom, line % {"host": host, "port": ports.get(game), "game": game,
                                  "page": page})
-            for game, (whom, line) in contacts.items() if page or line != ANNOUNCE]
+            for game, (whom, line) in contacts.items() if page or "%(page)s" not in line]
 
 
 def day_total(recent, games):
@@ -5204,7 +5399,7 @@ def get_page(web, request):
         rows = list_rows(look, servers[:PAGE_ROWS], recent, web.epoch, wall)
         day = day_total(recent, [game] if game else counts) if wanted == ListFilter(game) else ()
         contacts = contact_lines(web.core.listeners, web.settings["server.public_address"]
-                                 or "THIS-HOST", web.settings["games"])
+                                 or "THIS-HOST", web.settings)
         return list_page(look, wanted, servers, rows, counts, contacts, sparkline(day))
     return web.list_answer(request, wanted, HTML_TYPE, make)
 
@@ -5260,10 +5455,19 @@ ANNOUNCED_FIELDS = "action name mode map version description players max_players
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 
 
+def luanti_text(request):
+    """What a form of Luanti's has in its field json, by multipart/form-data (RFC 7578) or not; b"":
+    it is none."""
+    if request.body.startswith(b"json="):
+        return urllib.parse.unquote_to_bytes(request.body[5:].replace(b"+", b" "))
+    return request.body.partition(b'name="json"')[2].partition(b"\r\n\r\n")[2].partition(
+        b"\r\n--")[0]
+
+
 def announced_fields(request):
     """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
     type = (request.header("Content-Type") or FORM_TYPE).partition(";")[0].strip().lower()
-    body = request.body
+    body = luanti_text(request) or request.body
     if type == "application/json" or body[:1] == b"{":      # by `curl -d`, which says it is a form
         try:
             fields = json.loads(body).items()
@@ -5314,8 +5518,11 @@ def post_announce(web, request):
     game, port = "announce", 0
     try:
         sent = announced_fields(request)
-        game = announced_game(web, sent.get("game", ""))
+        luanti = luanti_text(request)
+        game = announced_game(web, "luanti" if luanti else sent.get("game", ""))
         port = announced_value("port", sent.get("port"))
+        if luanti:
+            return take_luanti(web, request, port, sent)
         fields = {name: announced_value(name, sent[name])
                   for name in ANNOUNCED_FIELDS if name in sent}
         return take_announcement(web, request, game, port, **fields)
@@ -5334,7 +5541,7 @@ def take_announcement(web, request, game, port, action="", **fields):
         queried = polled and polled.stopped(source, port)
         if server and server.source == source:
             registry.remove(server)
-        elif not queried:
+        elif not queried and game != "luanti":
             raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
                 source, port, game))
         registry.note(source, game, port, "stopped", now)
@@ -5357,6 +5564,19 @@ def take_announcement(web, request, game, port, action="", **fields):
     return Answer(to_json(answer), JSON_TYPE)
 
 
+def take_luanti(web, request, port, told):
+    """Luanti's own announcement, answered in words that its game server logs; raises Refused."""
+    if told.get("action") == "delete":
+        take_announcement(web, request, "luanti", port, "stop")
+        return Answer(b"Removed from the list.\n")
+    *_, before = web.registry.heard.get((request.address, "luanti", port), ("",))
+    web.core.announcers["luanti"].announced(request.address, port, told, request.now)
+    if before:
+        raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
+                             "/check tells what to do." % before)
+    return Answer(b"Request has been filed.\n", status=202)
+
+
 # --- Is my server listed? ------------------------------------------------------------------------
 
 # What became of a packet: a title, and what to do, with the detail noted then
@@ -5373,6 +5593,9 @@ bad packet: A packet that cannot be read
     or fix what announces it.
 silent: It does not answer queries
     There was %s. Open that UDP port in the firewall and forward it in the router.
+address: Another address
+    Players would be sent elsewhere: %s. Leave server_address in minetest.conf empty, or set it to
+    a name of the machine that the game server runs on.
 banned: Banned
     The operator of this master has excluded this address: %s. If that is a mistake, ask its
     operator.
@@ -5541,6 +5764,8 @@ ROUTES = {
     "/healthz": get_healthz,
     "/servers.xml": get_servers_xml,
     "/announce": post_announce,
+    "/list": get_list,
+    "/geoip": text_route('{"continent":null}', JSON_TYPE),
 }
 
 # ================================================================================================
@@ -5566,6 +5791,7 @@ PROTOCOLS = (
     Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
     Row("aio", "tcp", "aio.port", 0, Aio),
     Row("http", "tcp", "http.ports", 0, Web),
+    Row("luanti", "", "", 0, Luanti),
     # Last: in a tick it asks those that the others have just named
     Row("poll", "udp", "", 0, lambda core: core.poller),
 )
@@ -5576,7 +5802,7 @@ PROTOCOLS = (
 # Sockets, threads and the clock, and what carries settings and list between files and registry. One
 # thread serves every listener and connection, with one time for all that a wake-up brings;
 # everything is made there, so nothing needs a lock. One more thread has the disk, and one looks up
-# host names if the ini has any; the log's stands in section 12.
+# host names if there are any; the log's stands in section 12.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -6121,9 +6347,10 @@ def addresses(host):
     return list(filter(own_address, known)) or known
 
 
-def resolved(host):
-    """The first of its addresses()."""
-    return addresses(host)[0]
+def resolved(host, like=""):
+    """Of its addresses() `like`, or the first of its family, or the first."""
+    return min(addresses(host), key=lambda address: (
+        address != like, (":" in address) != (":" in like)))
 
 
 def bound_socket(family, transport, address, port):
@@ -6163,11 +6390,12 @@ RESTORE_WITHIN_S = HOUR     # who was last seen before that is not worth showing
 STORED: Dict[str, type] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int,
     "playing": int, "description": str, "flavor": int, "verified": str, "responding": bool,
-    "details": dict, "source": str, "pinned": bool}
+    "details": dict, "source": str, "pinned": bool, "announced": dict}
 
-CLEANERS: Dict[type, Callable[[Any], Any]] = {
+CLEANERS: Dict[Union[str, type], Callable[[Any], Any]] = {
     str: lambda text: clean(text, TEXT_CHARACTERS), int: clamp, bool: bool,
-    dict: lambda details: {clean(name): clean(str(text)) for name, text in details.items()}}
+    dict: lambda details: {clean(name): clean(str(text)) for name, text in details.items()},
+    "announced": lambda told: told and luanti_fields(told)}
 
 
 def stored_row(server, epoch):
@@ -6178,9 +6406,10 @@ def stored_row(server, epoch):
 
 
 def restored_server(row, now, wall):
-    """The server of a saved row, unconfirmed; None if it is too old or cannot be read."""
+    """The server of a saved row, unconfirmed; None if it is too old or cannot be read. Raises
+    Refused."""
     game, address, port, expires, first_seen, last_seen, text = row
-    told = {name: CLEANERS[kind](value)
+    told = {name: CLEANERS.get(name, CLEANERS[kind])(value)
             for (name, kind), value in zip(STORED.items(), stored_fields(text))
             if type(value) is kind}
     source, pinned = told.pop("source", address), told.pop("pinned", False)
@@ -6219,9 +6448,9 @@ class SavedList:
         registry.deaf_until = now
         for row in rows:
             registry.altered.add(row[:3])           # who is not listed again is to go
-            server = restored_server(row, now, wall)
-            if server is not None and server.responding:        # else the ini names it anyway
-                with contextlib.suppress(Refused):
+            with contextlib.suppress(Refused):
+                server = restored_server(row, now, wall)
+                if server is not None and server.responding:    # else the ini names it anyway
                     registry.admit(*server.key, server.source, server.name)
                     registry.insert(server)
         log.info("restored as before the restart, unconfirmed: %s",
@@ -6507,11 +6736,11 @@ class MasterServer:
             if isinstance(protocol, Web):
                 protocol.epoch = time.time() - time.monotonic()
 
-    def resolve(self, host, done):
+    def resolve(self, host, done, like=""):
         """Look a host name up in a thread of its own, which can take half a minute."""
         def found(result, now):
             done(result if isinstance(result, str) else "", now)
-        self.names.submit(functools.partial(resolved, host), found)
+        self.names.submit(functools.partial(resolved, host, like), found)
 
     # Sockets
 
@@ -7245,6 +7474,13 @@ def ping_aio(host, port):
     return dict(zip(names, found), ping_ms=ping_ms)
 
 
+def ping_luanti(host, port):
+    with udp_socket(host, port) as sock:
+        goodbye, ping_ms = udp_ask(sock, LUANTI_ID + b"\0\0\0\1", Luanti.goodbye)
+        sock.send(goodbye)
+    return {"ping_ms": ping_ms}
+
+
 class ZoneListLink(SubSpaceLink):
     """The player's end of SubSpaceList's exchange: the list in `zones`, of `total` bytes."""
 
@@ -7342,21 +7578,28 @@ def list_from_json(host, port, path, read):
         raise Malformed("%s: %r" % (path, error)) from None
 
 
-def list_iceball(host, port):
+def list_json(path, key, players, max_players, host, port):
+    """A list of Iceball's or of Luanti's, and what those three fields are called in it."""
     def rows(found):
         return [dict({name: clean(str(entry.get(name, "")))
                       for name in ("address", "name", "mode", "map", "version")},
-                     port=int(entry["port"]), players=int(entry["players_current"]),
-                     max_players=int(entry["players_max"])) for entry in found["servers"]]
-    return list_from_json(host, port, "/master.json", rows)
+                     port=int(entry["port"]), players=int(entry[players]),
+                     max_players=int(entry[max_players]))
+                for entry in found[key]]
+    return list_from_json(host, port, path, rows)
 
 
-PINGS = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio}
-LISTS = {                               # with the default port
+list_iceball = functools.partial(list_json, "/master.json", "servers", "players_current",
+                                 "players_max")
+list_luanti = functools.partial(list_json, "/list", "list", "clients", "clients_max")
+PINGS = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio,
+         "luanti": ping_luanti}
+LISTS: Any = {                          # with the default port
     "iceball": (list_iceball, 27790),
     "subspace": (list_subspace, 4990),
     "hyperbol": (list_hyperbol, 20203),
     "aio": (list_aio, 27011),
+    "luanti": (list_luanti, 27790),
 }
 
 
@@ -7514,7 +7757,7 @@ def first_contact(server):
     host = server.settings["server.public_address"] or own_address() or "localhost"
     places = ["%s on %s %d" % (protocol, transport.upper(), port)
               for protocol, transport, _, port in server.listeners]
-    contacts = contact_lines(server.listeners, host, server.settings["games"])
+    contacts = contact_lines(server.listeners, host, server.settings)
     pages = [listener.port for listener in server.listeners if listener.protocol == "http"]
     # Each place once, however many addresses it has
     return ["; ".join(dict.fromkeys(places)), *("%s: %s" % line[1:] for line in contacts),

@@ -92,7 +92,7 @@ def make_core(**settings: str) -> ms.Core:
     chosen = settings_of(settings)
     registry = ms.Registry(ms.Rules(chosen))
     poller = ms.Poller(chosen)
-    return ms.Core(chosen, registry, poller, lambda host, done: done(host, 0.0), {})
+    return ms.Core(chosen, registry, poller, lambda host, done, like="": done(host, 0.0), {})
 
 
 def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
@@ -278,7 +278,8 @@ class SettingsTest(unittest.TestCase):
                          (("0.0.0.0", "::"), 8421413, {}))
         self.assertEqual(" ".join(row.name for row in ms.SETTINGS if not row.live),
                          "server.bind server.database server.log_file http.ports iceball.port "
-                         "iceball.timeout hyperbol.port subspace.port aio.port")
+                         "iceball.timeout hyperbol.port subspace.port aio.port "
+                         "luanti.enabled")
 
     def test_values(self):
         for name, text, value in (
@@ -4004,7 +4005,8 @@ class BrowserTest(BrowserCase):
         names, link = self.names(), self.js("location.pathname + location.search")
         self.assertEqual(names, sorted(names, key=str.lower))
         self.assertEqual(link, "/?game=subspace&name=e&hide=empty&sort=name")
-        self.assertIn("name=e&hide=empty&sort=name&game=aio", self.of("#tabs a:last-child", "href"))
+        self.assertIn("name=e&hide=empty&sort=name&game=" + [*ms.GAME_TITLES][-1],
+                      self.of("#tabs a:last-child", "href"))
         self.open("/check")
         self.open(link)
         self.assertEqual(self.names(), names)
@@ -4228,6 +4230,48 @@ class LayoutTest(BrowserCase):
             roles = [node["role"]["value"] for node in nodes if not node["ignored"]]
             self.assertEqual([roles.count(role) for role in (
                 "table", "row", "meter", "search", "columnheader")], [1, 61, 0, 1, columns])
+
+
+# --- Luanti, whose tests stand with those of the web ---------------------------------------------
+
+# Captured from minetestserver 5.6.1: curl's head and body, what a server says at its start, 300 s
+# later (but for its name, and who plays) and at its end, the master's probe and its answer
+LUANTI_HEAD = (b"POST /announce HTTP/1.1\r\nHost: 127.0.0.1:27901\r\n"
+               b"User-Agent: Minetest/5.6.1 (Linux/6.18.44-fc-v669 x86_64)\r\nAccept: */*\r\n"
+               b"Accept-Encoding: gzip\r\nContent-Length: %d\r\nContent-Type: multipart/form-data; "
+               b"boundary=------------------------17ae9aef32ac335a\r\n\r\n")
+LUANTI_START = (
+    b'{"action":"start","address":"","can_see_far_names":true,"clients":0,"clients_list":[],'
+    b'"clients_max":15,"creative":false,"damage":true,"dedicated":true,"description":'
+    b'"A description","game_time":21,"gameid":"minetest","mapgen":"v7","mods":["weather","sfinv",'
+    b'"mtg_craftguide","sethome","screwdriver","player_api","default","walls","stairs","keys",'
+    b'"give_initial_stuff","flowers","butterflies","fire","tnt","env_sounds","dungeon_loot",'
+    b'"vessels","fireflies","carts","bucket","doors","xpanes","creative","bones","boats",'
+    b'"binoculars","game_commands","dye","wool","farming","beds","spawn","map"],'
+    b'"name":"Test \\"world\\" <b> \\u00fcn\\u00ef","password":false,"port":36302,'
+    b'"privs":"interact, shout","proto_max":41,"proto_min":37,"pvp":true,"rollback":false,'
+    b'"uptime":0,"url":"","version":"5.6.1"}')
+LUANTI_UPDATE = (
+    b'{"action":"update","address":"","clients":3,"clients_list":["ann","bob","ann"],'
+    b'"clients_max":15,"creative":false,"damage":true,"description":"A description",'
+    b'"game_time":300,"gameid":"minetest","lag":0.090900003910064697,"name":"Test",'
+    b'"password":false,"port":36302,"proto_max":41,"proto_min":37,"pvp":true,"uptime":300,'
+    b'"url":"https://example.org","version":"5.6.1"}')
+LUANTI_DELETE = b'{"action":"delete","address":"","port":36302}'
+LUANTI_PROBE, LUANTI_PROBED = hexa("4f457403 0000 0001"), hexa("4f457403 0001 0003 ffdc 0001 0002")
+LUANTI_STORED = LUANTI_START[:-1] + b',"clients_top":9,"updates":2,"pop_v":4.5}'
+
+
+def luanti_body(text):
+    return (b'--------------------------17ae9aef32ac335a\r\nContent-Disposition: form-data; '
+            b'name="json"\r\n\r\n%s\r\n--------------------------17ae9aef32ac335a--\r\n' % text)
+
+
+def luanti_request(text):
+    body = luanti_body(text)
+    return LUANTI_HEAD % len(body) + body
+
+
 # --- It holds against noise ----------------------------------------------------------------------
 
 NASTY_BYTES = b"\0\1\x7f\x80\xff\r\n #%&=:;/[]{}\"'<>0-"
@@ -4247,6 +4291,8 @@ def game_server_answers(packet):
         return [b"HSHK" + packet[4:]]
     if packet == b"\0":
         return [zlib.compress(AIO_ANSWER)]
+    if packet == LUANTI_PROBE:
+        return [LUANTI_PROBED]
     if packet[:1] == b"\2" and len(packet) > 5:
         return [b"\3" + identity + b"\1My server\0", b"\4" + identity + b"\1\5\0\0\0",
                 b"\5" + identity]
@@ -4286,14 +4332,18 @@ class FuzzTest(unittest.TestCase):
         "application/json": (
             b'{"game":"hyperbol","port":27888,"name":"\\ud83d\\u0000","version":1.5e3}',
             b'{"game":"subspace","port":5000,"name":"Z\\ud800","description":"d"}'),
+        "multipart/form-data": (luanti_body(LUANTI_START), luanti_body(LUANTI_DELETE)),
         "a stored row": (
+            b'["S","m","map","1",1,9,null,"d",0,"query",true,{},"203.0.113.9",false,%s]'
+            % LUANTI_STORED,
             b'["S\\ud800","m","map","1",70000,9,-3,"d",999,"x",false,{"skill":[1]},"nowhere",true]',
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games watchers lists titles requests".split(),
-                "claims", "heard", "altered"}
-    DECODERS = ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info
+                "claims", "waiting", "heard", "altered"}
+    DECODERS = (ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info,
+                ms.Luanti.goodbye)
 
     def setUp(self):
         self.chance = random.Random(20)
@@ -4382,12 +4432,12 @@ class FuzzTest(unittest.TestCase):
 
     def lists(self):
         """Whatever got in, every list can be made of it."""
-        for path in ("/master.json", "/servers.json", "/servers.xml", "/", "/metrics",
+        for path in ("/master.json", "/servers.json", "/servers.xml", "/", "/metrics", "/list",
                      "/check?address=203.0.113.9"):
             session = self.protocols["Web"].session("192.0.2.1", self.now)
             status, _, body, _ = split_response(feed(session, http_request(path), now=self.now))
             self.assertEqual(status, 200, path)
-            if path.endswith("json"):
+            if path.endswith(("json", "list")):
                 json.loads(body.decode("utf-8"))
             elif path.endswith("xml"):
                 xml.dom.minidom.parseString(body)
@@ -4397,7 +4447,7 @@ class FuzzTest(unittest.TestCase):
             self.connection("Aio", request)
 
     def test_noise(self):
-        self.assertLessEqual({*self.protocols}, {*self.SAMPLES})
+        self.assertLessEqual({*self.protocols} - {"Luanti"}, {*self.SAMPLES})   # it has no socket
         games = set()
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -4409,7 +4459,7 @@ class FuzzTest(unittest.TestCase):
             data = self.mutated(self.chance.choice(self.SAMPLES[name]))
             if name == "a stored row":
                 self.stored_row(data)
-            elif name.startswith("application/"):
+            elif "/" in name:
                 self.connection("Web", http_request(
                     "/announce", "Content-Type: " + name, "Content-Length: %d" % len(data),
                     method="POST", body=data))
@@ -4642,7 +4692,7 @@ class HttpTest(WebCase):
         (b"POST / HTTP/1.0\r\n\r\n", 411, "Content-Length"),
         (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411, "chunks"),
         (b"GET / HTTP/1.0\r\nContent-Length: 5\r\nTransfer-Encoding: x\r\n\r\n", 411, "chunks"),
-        (b"POST / HTTP/1.0\r\nContent-Length: 16385\r\n\r\n", 413, "16384"),
+        (b"POST / HTTP/1.0\r\nContent-Length: 65537\r\n\r\n", 413, "65536"),
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n", 414, "4096"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 17000, 431, "16384"),
         (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
@@ -5162,13 +5212,16 @@ flavor="3" ping_milliseconds="41"/>
             self.web.tick(0.0)
             page = html.unescape(self.get("/")[2].decode())
             for words in ('[["%s", 1]]', "Server1 = %s, port 3", "server %s, port 4",
-                          "announce --game hyperbol --port PORT %s:6",
+                          "announce --game hyperbol --port PORT %s:6", "_url = http://%s:6",
                           "announce --game mygame --port PORT %s:6"):
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
-        self.assertEqual(ms.contact_lines(listeners[3:4], "host", {"mygame": "My Game"}),
+        self.assertEqual(ms.contact_lines(listeners[3:4], "host", self.core.settings),
                          [("aio", "AIO servers", "master server host, port 4")])
+        self.core.settings.values["luanti.enabled"] = False
+        self.assertEqual({line[0] for line in ms.contact_lines(
+            listeners[3:], "host", self.core.settings)}, {"aio", "hyperbol", "mygame"})
 
     # One server
 
@@ -5513,7 +5566,8 @@ class AnnounceTest(WebCase):
 
     def test_a_game_that_is_not_in_the_ini(self):
         allow = "the operator of this master can allow it with a line `%s = %s` under [games]"
-        for game, hint in (("luanti", allow % ("luanti", "Luanti")), ("iceball", ""), ("", ""),
+        for game, hint in (("teeworlds", allow % ("teeworlds", "Teeworlds")),
+                           ("iceball", ""), ("luanti", ""), ("", ""),
                            ("My Game", ""), ("x" * 40, "")):
             status, answer = self.post({"game": game, "port": 30000})
             self.assertEqual(status, 400)
@@ -5544,6 +5598,377 @@ class AnnounceTest(WebCase):
             found, answer = self.post(form, line)
             self.assertEqual((found, "page" in answer.get("reason", "")), (status, status == 403))
             self.assertEqual(len(self.registry.servers()), status == 200)
+
+
+class LuantiTest(WebCase):
+    settings = {"limits__requests": "1000000"}
+    HERE = "203.0.113.9"
+
+    def setUp(self):
+        super().setUp()
+        self.looked_up = {}
+        self.core = self.core._replace(resolve=lambda host, done, like: done(
+            self.looked_up.get(host, ""), 0.0))
+        self.luanti = ms.Luanti(self.core)
+
+    def send(self, request, address=HERE, now=0.0, size=1 << 30):
+        """Status and words."""
+        status, headers, body, _ = split_response(
+            feed(self.session(address, now), request, size, now))
+        self.assertEqual((headers["Content-Type"], body[-1:]), (ms.TEXT_TYPE, b"\n"))
+        return status, body.decode()
+
+    def say(self, text=LUANTI_START, source=HERE, now=0.0, without="", **fields):
+        told = {**json.loads(text), **fields}
+        told.pop(without, None)
+        return self.send(luanti_request(json.dumps(told).encode()), source, now)
+
+    def poll(self, now, answers=True):
+        """The queries of this second; who was asked."""
+        queries = self.core.poller.tick(now)
+        for data, peer in queries:
+            self.assertEqual(data, LUANTI_PROBE)
+            if answers:
+                self.assertEqual(self.core.poller.datagram(LUANTI_PROBED, peer, now + 0.25),
+                                 [(hexa("4f457403 0002 0000 03"), peer)])
+        return [peer for _, peer in queries]
+
+    def found(self, now=0.0):
+        self.web.forget_answers()
+        return json.loads(self.get("/list?proto_version_min=37", now=now)[2].decode("utf-8"))
+
+    def names(self):
+        return [entry["name"] for entry in self.found()["list"]]
+
+    def outcome(self, port=36302):
+        return self.registry.heard[self.HERE, "luanti", port][1:]
+
+    def test_the_captured_exchange(self):
+        """Whole and in pieces."""
+        filed = (202, "Request has been filed.\n")
+        for size in (1, 2, 7, 100, 1 << 30):
+            self.setUp()
+            self.assertEqual(self.send(luanti_request(LUANTI_START), size=size), filed)
+            self.assertEqual((self.found()["list"], self.outcome()[0]), ([], "announced"))
+            self.assertEqual(self.poll(1.0), [(self.HERE, 36302)])
+            told = json.loads(LUANTI_START)
+            entry, = self.found()["list"]
+            del told["action"], told["url"]
+            self.assertEqual(entry, {**told, "address": self.HERE, "ping": 0.25, "clients_top": 0,
+                                     "pop_v": 0.0, "updates": 1})
+            self.assertEqual(self.send(luanti_request(LUANTI_UPDATE), now=300.0, size=size), filed)
+            entry, = self.found()["list"]
+            told.update(json.loads(LUANTI_UPDATE), clients=2, clients_list=["ann", "bob"],
+                        ping=0.25, address=self.HERE, clients_top=2, pop_v=1.0, updates=2)
+            del told["action"]
+            self.assertEqual((entry, self.outcome()[0]), (told, "listed"))
+            for _ in range(2):
+                self.assertEqual(self.send(luanti_request(LUANTI_DELETE), now=301.0, size=size),
+                                 (200, "Removed from the list.\n"))
+                self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
+        self.assertEqual(self.get("/geoip")[2], b'{"continent":null}')
+
+    def test_forms_and_texts(self):
+        """As newer servers send it, and as old ones did; an update is a start."""
+        told = {name: str(value) if isinstance(value, int) else value
+                for name, value in json.loads(LUANTI_UPDATE).items()}
+        told["clients_top"] = 99                        # the master's to say
+        form = urllib.parse.urlencode({"json": json.dumps(told)}).encode()
+        for kind in "application/x-www-form-urlencoded", "":
+            self.assertEqual(self.send(http_request(
+                "/announce", "Content-Type: " + kind, "Content-Length: %d" % len(form),
+                method="POST", body=form))[0], 202)
+        self.poll(1.0)
+        entry, = self.found()["list"]
+        self.assertEqual([entry[name] for name in (
+            "creative", "pvp", "clients_max", "uptime", "clients_top")], [False, True, 15, 300, 2])
+
+    def test_the_page(self):
+        self.say(LUANTI_UPDATE, password=True, mapgen="v7")
+        self.poll(1.0)
+        server, = self.registry.servers()
+        page = html.unescape(self.get(html.unescape(ms.server_link(server)))[2].decode())
+        for words in ("Test", "minetest", "v7", "5.6.1", "2 of 15", "250 ms", "A description",
+                      "damage, pvp, password", "ann, bob"):
+            self.assertIn(words, page)
+        page = self.get("/")[2].decode()
+        self.assertEqual(("Test" in page, "Luanti" in page, "bob" in page), (True, True, False))
+        self.assertEqual(self.servers()[0]["flags"], "damage, pvp, password")
+
+    def test_refusals_in_words(self):
+        for words, fields in (
+                ("action: expected start, update or delete", {"action": "stop"}),
+                ("action", {"action": ["start"]}), ("port: expected", {"port": 0}),
+                ("port", {"without": "port"}), ("clients: expected a number", {"clients": -1}),
+                ("uptime: expected a number", {"uptime": "soon"}),
+                ("game_time: expected a number", {"game_time": [[]]}),
+                ("clients_max: expected a number", {"clients_max": 1e300}),
+                ("clients_max: expected a number", {"clients_max": True}),
+                ("lag: expected a number", {"lag": math.nan}),
+                ("pvp: expected true or false", {"pvp": "perhaps"}),
+                ("mods: expected a list of texts", {"mods": [5]}),
+                ("mods: expected a list of texts", {"mods": 5}),
+                ("description: expected a text", {"description": {}}),
+                ("proto_min is above proto_max", {"proto_min": 42}),
+                *[(name + ": expected", {"without": name}) for name in (
+                    "clients", "clients_max", "uptime", "game_time", "version", "proto_min",
+                    "proto_max", "gameid", "name", "description")],
+                *[("address: expected a name with a dot in it", {"address": address})
+                  for address in ("localhost", "example.org:30000", "192.0.2.1:30000", "a b.org",
+                                  "b\u00fccher.example", "x" * 300 + ".example", ":" * 300, [5])]):
+            status, answer = self.say(**fields)
+            self.assertEqual((status, words in answer), (400, True), (fields, answer))
+        for text in (b"[]", b"5", b"{", b'{"action":"start",\xff}', b"[" * 60000):
+            self.assertIn(self.send(luanti_request(text))[0], (400, 415), text[:9])
+        self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
+
+    def test_a_thousand_mutations(self):
+        chance, refused = random.Random(39), 0
+        for number in range(1000):
+            body = bytearray(luanti_body(LUANTI_START if number % 9 else LUANTI_DELETE))
+            for _ in range(chance.choice((1, 2, 5))):
+                at = chance.randrange(len(body))
+                body[at:at + chance.choice((0, 1, 30))] = bytes(
+                    chance.choices(NASTY_BYTES, k=chance.choice((0, 1, 5))))
+            status, _, answer, _ = split_response(feed(
+                self.session(self.HERE), LUANTI_HEAD % len(body) + body))
+            self.assertIn(status, (200, 202, 400, 409, 415), (body, answer))
+            self.assertGreater(len(answer), 20)
+            refused += status in (400, 415)
+        self.assertGreater(refused, 300)
+
+    def test_how_long_it_stays(self):
+        """Answers to polls alone do not keep it, nor announcements without them."""
+        for now, answers, stays in ((300.0, True, 630), (0.0, True, 330), (0.0, False, 100)):
+            self.setUp()
+            self.say()
+            self.poll(0.0)
+            if now:
+                self.say(LUANTI_UPDATE, now=now)
+            gone = None
+            for second in range(1, 700):
+                self.registry.expire(float(second))
+                if not self.registry.total:
+                    gone = gone or second
+                self.poll(float(second), answers)
+            self.assertTrue(stays - 40 <= gone <= stays + 1, (gone, stays))
+            self.assertEqual(self.core.poller.targets, {})
+            if not answers:
+                self.assertEqual(self.outcome(), ("silent", "no answer from UDP port 36302"))
+
+    def test_a_probe_that_fails_is_told_at_the_next_announcement(self):
+        for now in range(8):
+            self.say() if not now else self.poll(float(now), answers=False)
+        self.assertIn("Open that UDP port", self.get("/check?address=" + self.HERE)[2].decode())
+        status, answer = self.say(LUANTI_UPDATE, now=300.0)
+        self.assertEqual(status, 409)
+        self.assertRegex(answer, "has been filed.*no answer from UDP port 36302.*/check")
+        for now in range(300, 340):
+            self.poll(float(now))
+        self.assertEqual(self.names(), ["Test"])
+        for uptime, status in ((400, 202), (-1, 400), (500, 409), (600, 202)):
+            self.assertEqual(self.say(LUANTI_UPDATE, now=400.0, uptime=uptime)[0], status)
+
+    def test_what_is_no_answer_to_a_probe(self):
+        self.say()
+        _, peer = self.core.poller.tick(0.0)[0]
+        for bad in (b"", LUANTI_PROBE, LUANTI_PROBED[:-1], LUANTI_PROBED + b"\0",
+                    hexa("4f457403 0001 0003 ffdc 0002 0002"), hexa("4f457402") + LUANTI_PROBED[4:],
+                    hexa("4f457403 0002 0003 ffdc 0001 0002")):
+            self.assertRaises(ms.Malformed, self.core.poller.datagram, bad, peer, 0.1)
+        self.assertEqual(self.registry.total, 0)
+        # The numbers in between may differ
+        answer = hexa("4f457403 0001 09 0a0b0c 0d 01 beef")
+        self.assertEqual(self.core.poller.datagram(answer, peer, 0.1),
+                         [(hexa("4f457403 beef 0000 03"), peer)])
+        self.assertEqual(self.registry.total, 1)
+
+    def test_the_address_for_players(self):
+        self.looked_up = {"here.example": self.HERE, "six.example": "2001:db8::1",
+                          "far.example": "198.51.100.1", "mapped.example": "203.0.113.7"}
+        self.core.registry.rules.address_map["192.168.1.5"] = "203.0.113.7"
+        for source, address, shown, why in (
+                (self.HERE, "here.example", "here.example", ""),
+                (self.HERE, "six.example", "six.example", ""),      # no IPv4 to compare
+                ("2001:db8::2", "here.example", "here.example", ""),
+                (self.HERE, "far.example", None, "far.example leads to 198.51.100.1, not to 203."),
+                ("2001:db8::2", "six.example", None, "leads to 2001:db8::1, not to 2001:db8::2"),
+                (self.HERE, "none.example", None, "none.example leads to no address, not to 203."),
+                ("192.168.1.5", "mapped.example", "mapped.example", ""),
+                ("192.168.1.6", "far.example", "far.example", "")):     # as a local one may say
+            self.assertEqual(self.say(source=source, address=address)[0], 202)
+            self.poll(1.0)
+            self.assertEqual([entry["address"] for entry in self.found()["list"]],
+                             [shown] * bool(shown), address)
+            if not shown:
+                status, answer = self.say(LUANTI_UPDATE, source)
+                self.assertEqual((status, why in answer), (409, True), answer)
+            self.say(LUANTI_DELETE, source)
+            self.assertEqual(self.registry.total, 0)
+
+    def test_the_nearest_of_a_name_s_addresses(self):
+        found = ["192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8::2"]
+        with mock.patch.object(ms, "addresses", return_value=found):
+            for like, nearest in (("", 0), ("192.0.2.2", 1), ("192.0.2.9", 0), ("2001:db8::2", 3),
+                                  ("2001:db8::9", 2)):
+                self.assertEqual(ms.resolved("a.example", like), found[nearest])
+
+    def test_another_address_is_looked_up_before_it_is_shown(self):
+        self.say()
+        self.poll(0.0)
+        host = "a.example"
+        for begin, leads, shown in ((10, "", self.HERE), (50, self.HERE, host)):
+            self.looked_up[host] = leads
+            self.say(LUANTI_UPDATE, address=host)
+            for now in range(begin, begin + 40):
+                self.poll(float(now))
+            self.assertEqual(self.found()["list"][0]["address"], shown)
+        self.looked_up.clear()                          # it is known by now
+        self.say(LUANTI_UPDATE, address=host, name="New")
+        self.assertEqual(self.names(), ["New"])
+
+    def test_who_may_not(self):
+        network = ms.read_network("198.51.100.0/24")
+        rules = self.registry.rules
+        rules.bans, rules.servers_per_source = ms.Networks([network], {network: "fakes"}), 1
+        rules.refuse_names = (ms.read_pattern("casino"),)
+        self.assertEqual(self.say(source="198.51.100.1"), (403, "403 Forbidden\nfakes\n"))
+        self.assertEqual(self.say(name="Casino")[0], 403)
+        self.say()
+        self.poll(0.0)
+        self.assertEqual(self.say(port=1)[0], 429)
+        self.say(LUANTI_DELETE, source="203.0.113.8")
+        rules.address_map["203.0.113.8"] = self.HERE
+        self.say(LUANTI_DELETE, source="203.0.113.8")
+        self.assertEqual(self.registry.total, 1)
+        form = http_request("/announce", "Content-Length: 23", method="POST",
+                            body=b"game=luanti&port=30000&")
+        status, _, body, _ = split_response(self.exchange(form, self.HERE))
+        self.assertEqual((status, b"announce themselves" in body, b"{" in body), (400, True, True))
+        core = make_core(luanti__enabled="no")
+        self.assertEqual((ms.Luanti(core).game, core.announcers), ("luanti", {}))
+
+    def test_what_waits_is_bounded(self):
+        with mock.patch.object(ms, "LUANTI_WAITING", 2):
+            for port in (1, 2, 3):
+                self.say(port=port)
+        self.poll(0.0)
+        self.assertEqual(sorted(server.port for server in self.registry.servers()), [2, 3])
+        self.assertEqual(len(self.core.poller.targets), 2)
+
+    def test_the_order_and_the_totals(self):
+        """By the operator's priority, then the score: 12 players, 9 of them counted, and so on."""
+        self.core.registry.rules.priority[self.HERE, 1] = 1
+        month = 31 * 86400
+        for port, fields in enumerate((
+                {"name": "first", "clients": 0},
+                {"name": "9 + 4", "clients": 12, "clients_max": 12},
+                {"name": "10 + 4", "clients": 10},
+                {"name": "8", "clients": 0, "game_time": 9 * month},
+                {"name": "7.2", "clients": 8, "proto_min": 32},
+                {"name": "6 + 3 - 8", "clients": 6, "clients_max": 201},
+                {"name": "0", "clients": 0}), 1):
+            fields = {"clients_list": [], "game_time": 0, **fields}
+            fields["clients_list"] = ["p%d" % each for each in range(fields["clients"])]
+            self.say(port=port, **fields)
+        self.poll(0.0)
+        self.assertEqual(self.names(), "first|10 + 4|9 + 4|8|7.2|6 + 3 - 8|0".split("|"))
+        self.assertEqual(self.found()["total"], {"clients": 36, "servers": 7})
+        slow = self.registry.get("luanti", self.HERE, 2)
+        self.registry.update(slow, {"ping_ms": 1200})                   # -6.4
+        self.assertEqual(self.names()[:5], ["first", "10 + 4", "8", "7.2", "9 + 4"])
+        self.registry.remove(slow)
+        found = self.found()
+        self.assertEqual((found["total"]["servers"], found["total_max"]),
+                         (6, {"clients": 36, "servers": 7}))
+        self.say(port=9)
+        self.poll(1.0)
+        self.assertIn("<b> \u00fcn\u00ef".encode(),
+                      (self.found(), self.get("/list")[2])[1])
+
+    def test_a_restart_keeps_the_whole_entry(self):
+        self.say()
+        self.poll(0.0)
+        self.say(LUANTI_UPDATE, now=1.0)
+        server, = self.registry.servers()
+        before = self.found()["list"]
+        row = ms.stored_row(server, 1000.0)
+        self.registry.remove(server)
+        for damage, kept in ((b'"uptime":300', True), (b'"uptime":-1', False)):
+            text = ms.ENCODER.encode(row[6]).replace('"uptime":300', damage.decode())
+            with contextlib.suppress(ms.Refused):
+                self.registry.insert(ms.restored_server((*row[:6], text), 5.0, 1005.0))
+            self.assertEqual(self.registry.total, kept)
+            if kept:
+                self.assertFalse(self.registry.servers()[0].confirmed)
+                self.poll(6.0)
+                self.assertTrue(self.registry.servers()[0].confirmed)
+                self.assertEqual(self.found()["list"], before)
+                self.say(LUANTI_UPDATE, now=7.0)
+                entry, = self.found()["list"]
+                self.assertEqual((entry["mapgen"], entry["updates"], entry["clients_top"]),
+                                 ("v7", 3, 2))
+                self.registry.remove(self.registry.servers()[0])
+
+
+MINETEST = shutil.which("minetestserver", path=os.environ.get("PATH", "") + ":/usr/games")
+
+
+@unittest.skipUnless(MINETEST, "no minetestserver here")
+class LuantiOnTheWire(unittest.TestCase):
+    def test_a_real_server(self):
+        """Listed, kept by a restart of the master, gone when stopped, gone when killed."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        config, database = (os.path.join(folder.name, name) for name in ("minetest.conf", "db"))
+        hurry = mock.patch.multiple(ms, TICK_S=0.1, POLL_TIMEOUT_S=0.2)
+        hurry.start()
+        self.addCleanup(hurry.stop)
+
+        def start_master(port):
+            server = master(http__ports=port, server__database=database)
+            server.start()
+            self.addCleanup(server.stop)
+            server.poller.interval = 0.5
+            return server
+
+        def start_game():
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            game = subprocess.Popen(
+                [MINETEST, "--world", os.path.join(folder.name, "world"), "--gameid", "minetest",
+                 "--config", config, "--port", str(port), "--quiet"],
+                env={**os.environ, "HOME": folder.name}, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL)
+            self.addCleanup(game.wait)
+            self.addCleanup(game.kill)
+            return game
+
+        def listed(server, count):
+            return eventually(lambda: server.registry.total == count)
+
+        server = start_master("0")
+        port = port_of(server, "http")
+        with open(config, "w") as file:
+            file.write("server_announce = true\nserverlist_url = http://127.0.0.1:%d\n"
+                       "bind_address = 127.0.0.1\nserver_name = A real one\n" % port)
+        game = start_game()
+        listed(server, 1)
+        server.stop()
+        server = start_master(str(port))
+        self.assertEqual(server.registry.total, 1)
+        eventually(lambda: server.registry.servers()[0].confirmed)
+        entry, = json.loads(fetch(port, "/list")[2])["list"]
+        self.assertEqual((entry["name"], entry["mapgen"], entry["address"]),
+                         ("A real one", "v7", "127.0.0.1"))
+        game.send_signal(signal.SIGINT)
+        listed(server, 0)
+        self.assertEqual(server.registry.heard["127.0.0.1", "luanti", entry["port"]][1], "stopped")
+        game = start_game()
+        listed(server, 1)
+        game.kill()
+        listed(server, 0)
 
 
 # --- Event loop ----------------------------------------------------------------------------------
@@ -7333,6 +7758,14 @@ class ClientTools(unittest.TestCase):
                 words = command("ping", place, "--game", game)[1]
             self.assertRegex(words, r"(?m)^players +%d$" % facts["players"])
 
+    def test_ping_of_luanti(self) -> None:
+        heard: List[bytes] = []
+        with FakeServer(lambda data: heard.append(data) or [LUANTI_PROBED] * (
+                data == LUANTI_PROBE)) as server:
+            self.assertEqual(self.ask("ping", server.place, "--game", "luanti"), {
+                "game": "luanti", "address": "127.0.0.1", "port": server.port})
+            eventually(lambda: heard == [LUANTI_PROBE, hexa("4f457403 0002 0000 03")])
+
     def test_nothing_that_can_be_used(self) -> None:
         """Each question is asked three times."""
         answer, questions = zlib.compress(bytes(15)), []
@@ -7379,7 +7812,12 @@ class ClientTools(unittest.TestCase):
             ("iceball", b"", b"GET /master.json HTTP/1.0\r\nHost: 127.0.0.1:",
              b"HTTP/1.1 200 OK\r\nLength: %d\r\n\r\n" % len(http_list) + http_list,
              [{"address": "203.0.113.9", "port": 5, "name": "I", "mode": "ctf", "map": "m",
-               "players": 3, "max_players": 9, "version": "0.2.1"}])]
+               "players": 3, "max_players": 9, "version": "0.2.1"}]),
+            ("luanti", b"", b"GET /list HTTP/1.0\r\nHost: 127.0.0.1:",
+             b'HTTP/1.1 200 OK\r\n\r\n{"list":[{"address":"a.example","port":30000,"clients":3,'
+             b'"clients_max":9,"name":"L\\u001b[1m"}],"total":{}}',
+             [{"address": "a.example", "port": 30000, "name": "L", "mode": "", "map": "",
+               "players": 3, "max_players": 9, "version": ""}])]
         for answer, servers in (
                 (b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
                 (b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
@@ -7642,6 +8080,8 @@ class ServingTest(unittest.TestCase):
             with mock.patch.object(ms, "own_address", return_value=own):
                 self.assertEqual(ms.first_contact(server), [
                     "http on TCP 27790; http on TCP 27795",
+                    "Luanti servers, in minetest.conf: server_announce = true, "
+                    "and serverlist_url = http://%s:27790" % told,
                     "Players and browsers: http://%s:27790/" % told])
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
@@ -8321,7 +8761,8 @@ class ProjectTest(unittest.TestCase):
         for row in ms.PROTOCOLS:
             game = getattr(row.make(make_core()), "game", None)
             if game is not None:
-                self.assertEqual((row.name, row.setting.partition(".")[0]), (game, game))
+                self.assertEqual(row.name, game)
+                self.assertIn(row.setting.partition(".")[0], (game, ""))
                 self.assertIn(game, ms.GAME_TITLES)
                 self.assertRaises(ValueError, ms.read_own_game_id, game)
 
@@ -8675,12 +9116,12 @@ def load_handshake(port, addresses):
     return handshake
 
 
-def load_lists(port, connection, changes=None):
+def load_lists(port, connection, changes=None, path="/master.json", accepts="identity"):
     """Lists, 16 at a time, an operation is one list: of Hyperbol, or with a `connection` of HTTP,
     `keep-alive` or `close`. `changes`: the port where a server announces other players now and
     then."""
-    request = (b"GET /master.json HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n"
-               b"Connection: %s\r\n\r\n" % connection.encode())
+    request = ("GET %s HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\nAccept-Encoding: %s\r\n"
+               "Connection: %s\r\n\r\n" % (path, accepts, connection)).encode()
     length_field = re.compile(rb"\nContent-Length: (\d+)\r\n", re.IGNORECASE)
     buffer = bytearray(1 << 20)
     table = {}          # descriptor: [socket, bytes read, bytes in all if they tell the end]
@@ -9018,8 +9459,9 @@ class Bench(contextlib.ExitStack):
         echo = self.part("serve_echo")
         return self.flood(echo.pid, echo.said["port"], 10000, 4)._replace(answers=answers)
 
-    def lists(self, pid, port, connection="", changes=None):
-        return Side(pid, self.part("load_lists", port=port, connection=connection, changes=changes))
+    def lists(self, pid, port, connection="", changes=None, **more):
+        return Side(pid, self.part("load_lists", port=port, connection=connection, changes=changes,
+                                   **more))
 
 
 # --- The benchmarks; their numbers are the bars
@@ -9062,6 +9504,36 @@ def bench_json(bench, connection, yardsticks):
     ours, *theirs = race(*sides)
     for (yardstick, _, bar), result in zip(yardsticks, theirs):
         yield compared(yardstick, bar, ours, result)
+
+
+def bench_luanti(bench, accepts):
+    """Beside nginx with the same bytes, as Luanti's client asks and as a script does."""
+    directory = bench.enter_context(tempfile.TemporaryDirectory())
+    path, wall = os.path.join(directory, "db"), time.time()
+    chance, told, rows = random.Random(39), json.loads(LUANTI_STORED), []
+    for number in range(1000):
+        name = "%s's server %d" % (chance.choice(HOSTILE), number)
+        mods = ["mod_%d" % chance.randrange(500) for _ in range(chance.randrange(20))]
+        row = ms.stored_row(ms.Server(
+            "luanti", "127.0.%d.1" % (number % 100), 1024 + number, "127.0.0.1", 0.0, 1e6,
+            **ms.luanti_server({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
+            wall)
+        rows.append((*row[:6], json.dumps(row[6])))
+    database = ms.Database(path)
+    database.save(rows, [])
+    database.close()
+    server = bench.server(server__database=path, poll__interval="3600")
+    await_listed(server, 1000, "/list")
+    with open(os.path.join(directory, "list"), "wb") as file:
+        file.write(fetch(server.port("http"), "/list", "Accept-Encoding: " + accepts)[2])
+    if not NGINX:
+        yield table_row(note="nginx is not installed: left out")
+        return
+    nginx = bench.part("serve_nginx", directory=directory)
+    eventually(lambda: listening(nginx.said["port"]))
+    yield compared("nginx", 1.0, *race(*(
+        bench.lists(pid, port, "keep-alive", path="/list", accepts=accepts) for pid, port in (
+            (server.process.pid, server.port("http")), (nginx.pid, nginx.said["port"])))))
 
 
 def bench_hyperbol(bench):
@@ -9179,6 +9651,9 @@ BENCHMARKS = {
     "json-connect": (
         "GET /master.json: 200 servers, one changing; a connection a request",
         bench_json, "close", [("nginx", "serve_nginx", 0.85)]),
+    "luanti": ("GET /list: 1,000 Luanti servers, compressed as its client asks for; 16 connections "
+               "kept alive", bench_luanti, "gzip"),
+    "luanti-plain": ("the same, not compressed", bench_luanti, "identity"),
     "hyperbol": ("a Hyperbol list of 200 servers, a connection each", bench_hyperbol),
     "busy": (
         "the delay of 99 % of the announcements of 10,000 servers that change, while all pages and "
