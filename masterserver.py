@@ -85,6 +85,10 @@ try:
 except ImportError:                 # Windows has no such limits
     pass
 try:
+    import ssl                      # for EngineLink; http.client has loaded it anyway
+except ImportError:
+    pass
+try:
     import ctypes                   # for MessageVector alone
 except (ImportError, MemoryError):  # under MemoryDenyWriteExecute, or a Python without it
     pass
@@ -301,6 +305,30 @@ def read_own_game_id(text):
     return read_game_id(text)
 
 
+WORD = re.compile("[A-Za-z0-9._-]{1,64}")
+
+
+def read_word(text):
+    """A name that keys, metrics and JSON carry as it is; or nothing."""
+    if text and not WORD.fullmatch(text):
+        raise ValueError("expected at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+    return text
+
+
+ENGINE_URL = re.compile(r"redis(s?)://(?:([^:@/]*):([^@/]*)@)?([^][:@/]+|\[[^]]+\])(?::(\d{1,5}))?"
+                        r"(?:/(\d*))?|unix://(/.+)")
+
+
+def read_engine(text):
+    """A URL, or nothing; gives its parts, as EngineLink takes them. It has a password, so that the
+    error does not repeat it."""
+    match = ENGINE_URL.fullmatch(text.strip())
+    if text.strip() and not match:
+        raise ValueError("expected redis://[[user]:password@]host[:port][/db], rediss://... for TLS"
+                         " or unix:///path; in a password write %40 for @ and %2F for /")
+    return match and match.groups("")
+
+
 def read_rate(text):
     """`100/400`: 100 a second, 400 at once."""
     rate, _, burst = text.partition("/")
@@ -390,6 +418,13 @@ SETTINGS = (
             "Seconds without an announcement after which one is removed; they come every 300."),
     Setting("games", "mygame = My Game", read_line,
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
+    Setting("cluster.redis", "", read_engine,
+            "Redis or Valkey through which masters share their lists, as redis://:password@host/0.",
+            live=False),
+    Setting("cluster.name", "", read_word,
+            "This master's name among them; empty: the host's, and a random part.", live=False),
+    Setting("cluster.prefix", "masterserver", read_word,
+            "What their keys there begin with; masters with another one are not seen.", live=False),
     Setting("poll.interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server (Hyperbol, SubSpace, AIO)."),
     Setting("poll.rate", "500", read_number(1, 100000),
@@ -475,7 +510,8 @@ class Settings:
             else:
                 self.values[section][row.read_key(key)] = row.read(text)
         except (ValueError, re.error) as error:
-            raise SettingsError("%s = %s: %s" % (shown, " ".join(text.split()), error)) from None
+            said = "..." if name == "cluster.redis" else " ".join(text.split())
+            raise SettingsError("%s = %s: %s" % (shown, said, error)) from None
 
     @classmethod
     def load(cls, path, overrides=(), missing_ok=False):
@@ -512,9 +548,10 @@ def read_ini(path, missing_ok):
     try:
         read = parser.read(path, encoding="utf-8-sig")
     except (configparser.Error, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())     # the line, which may have a password
         raise SettingsError(
             "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
-            "continues the one above" % (path, " ".join(str(error).split()))) from None
+            "continues the one above" % (path, re.sub("//.*@", "//...@", said))) from None
     # The parser does not say what kept it from reading
     if not read and (not missing_ok or os.path.lexists(path)):
         raise SettingsError("%s: cannot be read; is the name right, and may this user read it?"
@@ -943,6 +980,7 @@ class Server:
     official, priority   the operator's marks
     confirmed    heard from since this program started
     pinned       named by the ini: it stays, as not responding, however long it is silent
+    master       the master that has heard it; "": this one
     rank         as ranking() made it; None after a change
     parts        its part of each list, as made last
     """
@@ -951,7 +989,7 @@ class Server:
         "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
-        "lifetime", "rank", "parts", "packet", "announced")
+        "lifetime", "rank", "parts", "packet", "announced", "master")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
@@ -963,7 +1001,7 @@ class Server:
         self.version, self.players, self.max_players = version, players, max_players
         self.verified, self.description, self.playing = verified, description, playing
         self.flavor, self.responding, self.ping_ms = flavor, responding, ping_ms
-        self.details, self.packet, self.announced = details, packet, announced
+        self.details, self.packet, self.announced, self.master = details, packet, announced, ""
         self.official, self.priority, self.confirmed, self.pinned = False, 0, True, False
         self.rank = self.parts = None
 
@@ -1000,7 +1038,12 @@ def census_of(servers):
 
 
 class Registry:
-    """The servers by identity, their expiry, and a generation that moves when a list changes."""
+    """The servers by identity, their expiry, and a generation that moves when a list changes.
+
+    Own ones are those that this master has heard itself. Another master's are in all lists; they
+    are no protocol's business: only Cluster lists, changes and removes them."""
+
+    master = ""                         # this master's name, among several
 
     def __init__(self, rules):
         self.rules = rules
@@ -1008,8 +1051,8 @@ class Registry:
         self.sources = collections.defaultdict(int)         # how many, by source_keys()
         self.total = 0
         self.generation = 0
-        self.watchers = []                  # whom to tell: call, game ("": all), events
-        self.altered = set()                # listed, changed or gone since the disk was told
+        self.watchers = []                  # whom to tell: call, game ("": all), events, whose
+        self.altered = set()                # own, listed, changed or gone since the disk was told
         self.deaf_until = -math.inf         # nobody could be heard before: no silence counts
         # What became of the last packets, for /check: (source, protocol, announced port, 0 if it
         # could not be read) -> (time, a key of OUTCOMES, detail)
@@ -1017,9 +1060,10 @@ class Registry:
         self.notes, self.notes_end = 0, 0.0                 # in this second, and when it ends
         self.counted = RenderedList(self, "", census_of)
 
-    def watch(self, call, game="", events=("listed", "changed", "gone")):
-        """Have `call(event, server)` called for a game, or for all."""
-        self.watchers.append((call, game, events))
+    def watch(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
+        """Have `call(event, server)` called for a game, or for all: for own servers, or for all.
+        """
+        self.watchers.append((call, game, events, every_master))
 
     def get(self, game, address, port):
         return self.games.get(game, {}).get((address, port))
@@ -1065,8 +1109,9 @@ class Registry:
 
         `fields`: attributes of Server."""
         server = self.get(game, address, port)
-        if server is None:
+        if server is None or server.master:
             self.admit(game, address, port, source, fields.get("name"), pinned)
+            self.drop(server)           # another master's: now it is an own one
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
             self.insert(server)
@@ -1107,7 +1152,12 @@ class Registry:
             self.changed("changed", server)
 
     def remove(self, server):
-        """None, and one that has left already, change nothing."""
+        """An own server goes; None, or another master's, changes nothing."""
+        if server is not None and not server.master:
+            self.drop(server)
+
+    def drop(self, server):
+        """The same, whoever has heard it; one that has left already changes nothing."""
         if server is None or self.get(*server.key) is not server:
             return
         del self.games[server.game][server.address, server.port]
@@ -1116,7 +1166,7 @@ class Registry:
         self.changed("gone", server)
 
     def count_source(self, server, by):
-        for key in source_keys(server.source):
+        for key in source_keys(server.source) if not server.master else ():
             self.sources[key] += by
             if not self.sources[key]:
                 del self.sources[key]
@@ -1128,11 +1178,12 @@ class Registry:
                 server.playing = clamp(server.playing, server.players)
         self.generation += 1
         server.rank = server.parts = None
-        if len(self.altered) < ALTERED_SERVERS:
+        if len(self.altered) < ALTERED_SERVERS and not server.master:
             self.altered.add(server.key)
-        for call, game, events in self.watchers:
+        for call, game, events, every_master in self.watchers:
             if event in events and game in ("", server.game):
-                call(event, server)
+                if every_master or not server.master:
+                    call(event, server)
 
     def apply_rules(self, settings):
         """After a reload: marks as the settings now have them. Servers that are now banned, whose
@@ -1150,7 +1201,7 @@ class Registry:
             except Refused:
                 leaves = True
             if leaves:
-                self.remove(server)
+                self.drop(server)
             else:
                 official, priority = rules.marks((server.address, server.port))
                 self.update(server, {"official": official, "priority": priority})
@@ -1388,6 +1439,14 @@ class Database:
                 " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL AND id = "
                 + SERVER_ID, (game, address, port)).fetchone()
             return row and Remembered(row[0], row[1], stored_fields(row[2])[0])
+        return self._run(work)
+
+    def number(self, chosen):
+        """A number that is kept with the file: the first that was chosen."""
+        def work(db):
+            db.execute("INSERT INTO server (game, address, port) SELECT '', '', ?"
+                       " WHERE NOT EXISTS (SELECT * FROM server WHERE game = '')", (chosen,))
+            return db.execute("SELECT port FROM server WHERE game = ''").fetchone()[0]
         return self._run(work)
 
     # -- history
@@ -1651,6 +1710,7 @@ class Core(NamedTuple):
     gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
     # The last day's hourly player counts
     recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
+    cluster: Mapping[str, Any] = {}         # how the link to other masters does, if there is one
 
 
 # --- Poller --------------------------------------------------------------------------------------
@@ -1907,7 +1967,7 @@ class PolledGame(Querier):
     def missed(self, target, now):
         server = self.registry.get(self.game, *self.place(target))
         gone = target.missed >= POLL_MISSED
-        if server is not None and server.source != target.address:
+        if server is not None and (server.master or server.source != target.address):
             return gone and not target.pinned       # it answers another way, from behind a router
         if gone or server is None:
             self.note_silence(target, now)
@@ -2007,7 +2067,7 @@ class Iceball(UdpProtocol):
         self.known = {}
         self.prove_at = -math.inf
         self.reproaches = Limiter(ICEBALL_REPROACHES)
-        self.registry.watch(self.forget, "iceball", ["gone"])
+        self.registry.watch(self.forget, "iceball", ["changed", "gone"])
         self.read(core.settings)
 
     def read(self, settings):
@@ -2252,7 +2312,8 @@ class Hyperbol(TcpProtocol, PolledGame):
         self.flavors = {(self.rules.listed_address(address), port): flavor
                         for (address, port), flavor in self.pinned.items()}
         for place, server in self.registry.games[self.game].items():
-            self.registry.update(server, {"flavor": self.flavors.get(place, 0)})
+            if not server.master:
+                self.registry.update(server, {"flavor": self.flavors.get(place, 0)})
 
     def session(self, address, now):
         return HyperbolSession(self, address, now)
@@ -5281,8 +5342,9 @@ def server_json(server):
 def get_servers_json(web, request):
     """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
     def make(servers, wall):
-        rows = [b'%s,"first_seen":%d,"last_seen":%d}' % (
-            part, server.first_seen + web.epoch, server.last_seen + web.epoch)
+        rows = [b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
+            part, (server.master or web.registry.master).encode(),
+            server.first_seen + web.epoch, server.last_seen + web.epoch)
             for server, part in zip(servers, parts(servers, "servers.json", server_json))]
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(rows))
@@ -5539,7 +5601,7 @@ def take_announcement(web, request, game, port, action="", **fields):
     answer: Dict[str, Any] = {"listed": True, "ttl": ANNOUNCED_TTL_S}
     if action == "stop":                # only from the address that it is announced from
         queried = polled and polled.stopped(source, port)
-        if server and server.source == source:
+        if server and server.source == source and not server.master:
             registry.remove(server)
         elif not queried and game != "luanti":
             raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
@@ -5699,6 +5761,11 @@ loop_delay_max_seconds  The longest round of the event loop in the last minutes.
 connections             Open connections.
 http_requests_total     HTTP requests by route and status.
 generation              How often a list has changed: a number that grows.
+cluster_connected       1 while the link to the other masters works.
+cluster_lag_seconds     How old what is known of their servers may be.
+cluster_pending         Own servers of which they are to be told.
+cluster_reconnects_total  How often the link was made anew.
+cluster_servers         Listed servers by the master that has heard them.
 trouble                 1 while something does not work.
 info                    The program.
 """
@@ -5720,6 +5787,10 @@ def get_metrics(web, request):
         values["trouble"]['{where="%s"}' % where] = 1
     for name, value in {**core.gauges, "generation": web.registry.generation}.items():
         values[name][""] = value
+    for name, value in core.cluster.items():
+        values["cluster_" + name] = (
+            {'{master="%s"}' % master: count for master, count in value.items()}
+            if isinstance(value, dict) else {"": float(value)})
     values["info"]['{version="%s"}' % __version__] = 1
     text = ""
     for name, help in re.findall("(.+?) +(.+)", METRICS):
@@ -5732,10 +5803,11 @@ def get_metrics(web, request):
 
 def get_healthz(web, request):
     """200 as long as it serves; `trouble` says what does not work."""
-    health = web.core.health
+    health, cluster = web.core.health, web.core.cluster
     return Answer(to_json({
         "status": "trouble" if health else "ok", "trouble": dict(health),
-        "servers": web.registry.total, "version": __version__}) + b"\n", JSON_TYPE)
+        "servers": web.registry.total, "version": __version__,
+        **({"cluster": cluster} if cluster else {})}) + b"\n", JSON_TYPE)
 
 
 def allowed_methods(route):
@@ -5801,8 +5873,9 @@ PROTOCOLS = (
 #
 # Sockets, threads and the clock, and what carries settings and list between files and registry. One
 # thread serves every listener and connection, with one time for all that a wake-up brings;
-# everything is made there, so nothing needs a lock. One more thread has the disk, and one looks up
-# host names if there are any; the log's stands in section 12.
+# everything is made there, so nothing needs a lock. One more thread has the disk, one looks up host
+# names if there are any, and one talks to other masters, if there are some; the log's stands in
+# section 12.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -6401,19 +6474,18 @@ CLEANERS: Dict[Union[str, type], Callable[[Any], Any]] = {
 def stored_row(server, epoch):
     """A LISTED_ROW, the fields not yet encoded. `epoch`: wall clock minus monotonic clock."""
     seen = server.last_seen + epoch
-    return (*server.key, seen + server.lifetime, server.first_seen + epoch, seen,
+    return (*server.key, seen + min(server.lifetime, DAY), server.first_seen + epoch, seen,
             [getattr(server, name) for name in STORED])
 
 
 def restored_server(row, now, wall):
-    """The server of a saved row, unconfirmed; None if it is too old or cannot be read. Raises
-    Refused."""
+    """The server of a saved row, unconfirmed; None if it cannot be read. Raises Refused."""
     game, address, port, expires, first_seen, last_seen, text = row
     told = {name: CLEANERS.get(name, CLEANERS[kind])(value)
             for (name, kind), value in zip(STORED.items(), stored_fields(text))
             if type(value) is kind}
     source, pinned = told.pop("source", address), told.pop("pinned", False)
-    if (wall - last_seen > RESTORE_WITHIN_S or not is_unicast(address) or not is_unicast(source)
+    if (not is_unicast(address) or not is_unicast(source)
             or told.get("verified") not in VERIFIED or told.get("flavor", 0) > 255):
         return None
     server = Server(game, address, port, source, now, expires - last_seen, **told)
@@ -6450,7 +6522,8 @@ class SavedList:
             registry.altered.add(row[:3])           # who is not listed again is to go
             with contextlib.suppress(Refused):
                 server = restored_server(row, now, wall)
-                if server is not None and server.responding:    # else the ini names it anyway
+                late = wall - row[5] > RESTORE_WITHIN_S
+                if server and server.responding and not late:   # else the ini names it anyway
                     registry.admit(*server.key, server.source, server.name)
                     registry.insert(server)
         log.info("restored as before the restart, unconfirmed: %s",
@@ -6471,7 +6544,8 @@ class SavedList:
                 here = [server for server in listed.values() if server.responding]
                 sample += [(*server.key, server.players) for server in here]
                 sample.append((game, "", 0, sum(server.players for server in here)))
-                registry.altered.update((game, *place) for place in listed)
+                registry.altered.update((game, *place) for place, server in listed.items()
+                                        if not server.master)
         if sample or registry.altered:
             self.save(now, wall, sample)
 
@@ -6479,7 +6553,8 @@ class SavedList:
         """Have the disk thread write what has changed."""
         keys, self.registry.altered = self.registry.altered, set()
         servers = [self.registry.get(*key) for key in keys]
-        rows = [stored_row(server, wall - now) for server in servers if server]
+        rows = [stored_row(server, wall - now) for server in servers
+                if server and not server.master]
         gone = keys.difference(row[:3] for row in rows)
         self.began = now
 
@@ -6500,6 +6575,286 @@ class SavedList:
                 self.registry.altered |= keys           # … and who has gone
             report(self.health, "database", error_text(result))
         self.disk.submit(write, written)
+
+
+# --- Several masters, one list -------------------------------------------------------------------
+
+REPLY_BYTES = 64 << 20      # twenty thousand records of 3 kB, where 400 bytes are usual
+CLUSTER_BATCH = 1000        # records written at once: 400 kB as a rule
+CLUSTER_READ = 20_000       # read from one log at once; in the loop 15 ms for each thousand
+CLUSTER_PACE_S = 0.3        # between two exchanges; news takes two of them at most
+CLUSTER_LEASE_S = 10        # a master that was silent for so long is gone, and its log as well
+CLUSTER_LOG = 4             # a log has so many records for each listed server, and for …
+CLUSTER_LOG_SERVERS = 1000  # … so many more; then a new one is begun
+CLUSTER_MASTERS = 16        # others that are read; people run two or three
+ENGINE_ANSWER_S = 3.0       # it takes a millisecond; one that forks or saves may take a second
+
+
+class EngineLink:
+    """A connection to Redis or Valkey. It blocks; only a thread of its own and --check use it.
+
+        > *2 $4 LLEN $1 x                                       each part ended by CRLF
+        < +OK   -ERR unknown command   :1000   $5 hello   $-1   *2 $3 foo :7
+
+    RESP2, https://redis.io/docs/latest/develop/reference/protocol-spec/. Raises OSError; Malformed
+    or ValueError for an error and for what is no reply."""
+
+    def __init__(self, engine):
+        """`engine`: as read_engine() gives it."""
+        tls, user, self.password, host, port, database, path = map(urllib.parse.unquote, engine)
+        host = host.strip("[]")
+        self.sock = socket.socket(socket.AF_UNIX) if path else socket.create_connection(
+            (host, int(port or 6379)), ENGINE_ANSWER_S)
+        try:
+            self.sock.settimeout(ENGINE_ANSWER_S)
+            if path:
+                self.sock.connect(path)
+            if tls:
+                self.sock = ssl.create_default_context().wrap_socket(
+                    self.sock, server_hostname=host)
+            self.file = self.sock.makefile("rb")
+            if self.password:
+                self.ask("AUTH", *filter(None, (user, self.password)))
+            self.ask("SELECT", database or "0")
+        except BaseException:
+            self.sock.close()
+            raise
+
+    def close(self):
+        self.file.close()
+        self.sock.close()
+
+    def ask(self, *words):
+        """The reply to a command: bytes, of an array a list of them; of none ($-1) b""."""
+        parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        self.sock.sendall(b"*%d\r\n" % len(parts) + b"".join(
+            [b"$%d\r\n%s\r\n" % (len(part), part) for part in parts]))
+        self.room = REPLY_BYTES
+        return self.reply()
+
+    def reply(self):
+        line = self.file.readline(REPLY_BYTES)
+        kind, value = line[:1], line[1:].rstrip()
+        if kind == b"-":
+            # It may repeat what it does not understand
+            raise Malformed(decode_utf8(value).replace(self.password or "\0", "..."))
+        self.room -= len(line)
+        if kind in (b"+", b":"):
+            return value
+        if kind not in (b"$", b"*"):
+            raise Malformed("it has closed the connection, or is not Redis")
+        length = int(value)
+        if length < 0:
+            return b""
+        self.room -= length
+        if self.room < 0:
+            raise Malformed("a reply that is too long")
+        if kind == b"*":
+            return [self.reply() for _ in range(length)]
+        return self.file.read(length + 2)[:-2]
+
+
+class Cluster:
+    """Several masters with one list, through Redis or Valkey.
+
+    A master writes the servers that it has heard itself to a log, a list of its own, as JSON: all
+    of them at first, then those that have changed; one without fields has gone. Its lease is a key
+    that expires and names the log, which expires as well.
+
+        > GET masterserver:a                                    5e1f…, or all begins anew
+        > RPUSH masterserver:5e1f… ["iceball","203.0.113.7",20737,…]
+        > EXPIRE masterserver:5e1f… 10
+        > SET masterserver:a 5e1f… EX 10
+        > SADD masterserver a
+        > SMEMBERS masterserver                                 a, b
+        > GET masterserver:b                                    77aa…
+        > LRANGE masterserver:77aa… 200 699                     what is new in its log
+
+    Each connection begins a log of its own, and so does a log that has grown long. What an old
+    connection delivers late goes where nobody reads any more, and nobody is told of a log before it
+    is complete.
+
+    A thread makes the exchanges, one at a time, as they can block; everything else is done in the
+    loop. Without a link each master serves what it knows; what it has to tell is a mark a server,
+    in `pending`."""
+
+    link: Optional[EngineLink] = None           # the thread's while it makes an exchange
+    publication, length = b"", 0                # the log, and its records
+    linked_at = 0.0                             # 0: it is not
+    known_at = 0.0                              # when all was known that others had told
+
+    def __init__(self, server):
+        self.server, self.registry, settings = server, server.registry, server.settings
+        self.engine, self.prefix = settings["cluster.redis"], settings["cluster.prefix"]
+        number = CHANCE.getrandbits(32)
+        with contextlib.suppress(AttributeError, *DISK_ERRORS):
+            number = server.database.number(number)
+        host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())[:50]
+        self.name = self.registry.master = settings["cluster.name"] or "%s-%08x" % (host, number)
+        self.tally = server.tallies.setdefault("cluster", Tally())
+        self.words = collections.defaultdict(dict)      # servers by master and key
+        self.heard_at = {}                              # by master
+        self.thread = WorkerThread("cluster", server.post)
+        self.registry.watch(self.mark)
+        server.protocols.append(self)
+        self.proceed(time.monotonic())
+
+    def close(self):
+        if self.thread.stop(ENGINE_ANSWER_S) and self.link:
+            self.link.close()
+
+    # In the thread
+
+    def exchange(self, rows):
+        """Tell what is new here; half a second later, what is new elsewhere."""
+        if self.link is None:
+            time.sleep(CLUSTER_PACE_S)
+            self.link, self.read_until = EngineLink(self.engine), {}
+        ask, key = self.link.ask, self.prefix.encode() + b":%s"
+        lease, own_log = key % self.name.encode(), key % self.publication
+        if self.length and ask("GET", lease) != self.publication:
+            raise Malformed("what was written there has gone, or another master is called %s as"
+                            " well" % self.name)
+        for at in range(0, len(rows), CLUSTER_BATCH):
+            ask("RPUSH", own_log, *[to_json((*row[:6], ENCODER.encode(row[6])))
+                                    for row in rows[at:at + CLUSTER_BATCH]])
+        self.length += len(rows)
+        ask("EXPIRE", own_log, CLUSTER_LEASE_S)
+        ask("SET", lease, self.publication, "EX", CLUSTER_LEASE_S)
+        ask("SADD", self.prefix, self.name)
+        time.sleep(CLUSTER_PACE_S)
+        return self.news(ask, key)
+
+    def news(self, ask, key):
+        """Of each other master: its name, whether its log is a new one, and what is new in it."""
+        news, read = [], {}
+        for master in ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
+            name, publication = master.decode("ascii", "replace"), ask("GET", key % master)
+            if not publication:
+                ask("SREM", self.prefix, master)
+            elif name != self.name and WORD.fullmatch(name):
+                at = self.read_until.get(publication, 0)
+                records = ask("LRANGE", key % publication, at, at + CLUSTER_READ - 1)
+                read[publication] = at + len(records)
+                news.append((name, publication not in self.read_until,
+                             [self.hear(name, record) for record in records]))
+        self.read_until = read
+        return news
+
+    def hear(self, name, record):
+        """What another master says of one of its servers: its key, and the server or None."""
+        try:
+            row = list(json.loads(record))[:7]
+            if tuple(map(type, row)) != LISTED_ROW or not math.isfinite(sum(row[3:6])):
+                raise ValueError("values of another type")
+            row[:2] = read_game_id(row[0]), read_address(row[1])
+            word = restored_server(row, time.monotonic(), time.time())
+        except (ValueError, TypeError, RecursionError, Refused) as error:
+            failed(Malformed(error), self.tally, name, "cluster", record)
+            return ("", "", 0), None
+        if word:
+            word.master, word.confirmed = name, True
+            if word.lifetime == math.inf:
+                word.lifetime = RESTORED_S
+        return tuple(row[:3]), word
+
+    # In the loop
+
+    def proceed(self, now):
+        """Begin an exchange."""
+        most = CLUSTER_LOG * (self.registry.total + CLUSTER_LOG_SERVERS)
+        if not self.linked_at or self.length > most:
+            self.publication, self.length = b"%016x" % CHANCE.getrandbits(64), 0
+            self.pending = {server.key: server for server in self.registry.servers()
+                            if not server.master}
+        rows = [stored_row(server, time.time() - now) if server else (*key, 0.0, 0.0, 0.0, [])
+                for key, server in self.pending.items()]
+        self.pending = {}
+        self.thread.submit(functools.partial(self.exchange, rows), self.exchanged)
+
+    def exchanged(self, result, now):
+        """Take what an exchange has brought; the next one follows."""
+        if isinstance(result, Exception):
+            if self.link:
+                self.link.close()
+            self.link, self.linked_at = None, 0.0
+            report(self.server.health, "cluster", ascii(error_text(result)))
+            result = []
+        else:
+            self.known_at = now
+            if not self.linked_at:
+                self.linked_at = now
+                self.tally.connections += 1
+                self.server.health.pop("cluster", None)
+                log.info("linked to the other masters as %s", self.name)
+        for name, fresh, words in result:
+            self.heard_at[name] = now
+            known, changed = self.words[name], dict(words)
+            if fresh:
+                changed.update(known)
+                known.clear()
+            for key, word in words:
+                known.pop(key, None)
+                if word and len(known) < self.registry.rules.servers:
+                    known[key] = word
+            for key in changed:
+                self.show(key)
+        self.proceed(now)
+
+    def mark(self, event, server):
+        self.pending[server.key] = None if event == "gone" else server
+        if event == "gone":
+            self.show(server.key)
+
+    def show(self, key):
+        """List a server as the latest word has it. One that this master has heard itself, and
+        later, stands, as does what it knows by a connection or a poll."""
+        registry, server = self.registry, self.registry.get(*key)
+        said = [words[key] for words in self.words.values() if key in words]
+        word = max(said, key=lambda word: word.last_seen, default=None)
+        with contextlib.suppress(Refused):
+            if word:
+                registry.admit(*key, word.source, word.name, pinned=True)
+                if server is None and registry.total < registry.rules.servers:
+                    registry.insert(copy.copy(word))
+                elif server and (server.master or server.last_seen < word.last_seen
+                                 and server.lifetime < math.inf):
+                    fields = {name: getattr(word, name) for name in STORED.keys() - {"source"}}
+                    registry.update(server, {**fields, "master": server.master and word.master})
+                return
+        if server and server.master:
+            registry.drop(server)
+
+    # As a protocol
+
+    def read(self, settings):
+        for words in self.words.values():
+            for key in words:
+                self.show(key)
+
+    def tick(self, now):
+        """Once a second: who leaves, who is still there, how it stands."""
+        for name, words in list(self.words.items()):
+            # Without a link nobody can be heard
+            vouched = max(self.heard_at[name], self.linked_at, self.registry.deaf_until) + (
+                ENGINE_ANSWER_S if self.linked_at else HOUR)
+            for key, word in list(words.items()):
+                if vouched + word.lifetime <= now:
+                    del words[key]
+                    self.show(key)
+            if not words:
+                del self.words[name], self.heard_at[name]
+        counts = collections.Counter({self.name: 0})
+        for listed in self.registry.games.values():
+            for server in listed.values():
+                counts[server.master or self.name] += 1
+                if server.master and self.linked_at:
+                    server.last_seen = now
+        self.server.cluster.update(
+            connected=self.linked_at > 0, servers=dict(counts),
+            lag_seconds=round(now - self.known_at, 1),
+            pending=len(self.pending) if self.linked_at else counts[self.name],
+            reconnects_total=max(0, self.tally.connections - 1))
 
 
 # --- The running program -------------------------------------------------------------------------
@@ -6525,6 +6880,7 @@ class MasterServer:
     selector: Any = None                            # made by bind(), as the wake pair
     wake_in: Any = None
     wake_out: Any = None
+    link: Optional[Cluster] = None
     next_look = next_tick = 0.0
     busy_s = 0.0                                    # the longest that one round took, fading
     logged = 0                                      # servers that came or went in this second
@@ -6540,7 +6896,7 @@ class MasterServer:
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        self.health, self.gauges, self.tallies = {}, {}, {}     # as in Core
+        self.health, self.gauges, self.tallies, self.cluster = {}, {}, {}, {}   # as in Core
         self.listeners: List[Listener] = []
         self.protocols, self.udp, self.tcp = [], [], []
         self.ways = {}              # the first socket of a protocol and a family (True: IPv6)
@@ -6554,7 +6910,7 @@ class MasterServer:
         self.saved = None if self.database is None else SavedList(
             self.database, self.registry, self.disk, self.health)
         if on_event is not None:
-            self.registry.watch(functools.partial(self.guarded, on_event))
+            self.registry.watch(functools.partial(self.guarded, on_event), every_master=True)
 
     def __enter__(self) -> MasterServer:
         self.start()
@@ -6577,6 +6933,9 @@ class MasterServer:
         self.vector, self.descriptors = MessageVector.make(), descriptor_limit()
         try:
             self.open()
+            self.registry.watch(self.log_event, events=("listed", "gone"), every_master=True)
+            if self.settings["cluster.redis"]:
+                self.link = Cluster(self)
         except BaseException:
             self.close()
             raise
@@ -6639,6 +6998,8 @@ class MasterServer:
         elif self.database:
             self.database.close()
         self.names.stop(0.0)
+        if self.link:
+            self.link.close()
         self.deliver(now)
         for place in (*self.udp, *self.tcp, *self.connections):
             place.sock.close()
@@ -6747,7 +7108,7 @@ class MasterServer:
     def open(self):
         core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.database,
                     self.tallies, self.health, self.listeners, self.gauges,
-                    functools.partial(getattr, self.saved, "recent", {}))
+                    functools.partial(getattr, self.saved, "recent", {}), self.cluster)
         problems = []               # all of them, as another program often holds several ports
         hosts = self.settings["server.bind"]
         for row in PROTOCOLS:
@@ -6776,7 +7137,6 @@ class MasterServer:
         self.tell_epoch()
         if self.saved:
             self.saved.restore(time.monotonic(), time.time())
-        self.registry.watch(self.log_event, events=("listed", "gone"))
 
     def serve(self, row, protocol, host, port):
         """Serve a protocol on a socket of its own. Raises OSError."""
@@ -7832,11 +8192,26 @@ def reach_warnings(settings):
     return [text for wrong, text in rows if wrong]
 
 
+def check_engine(engine):
+    """Say what is wrong with Redis or Valkey, if masters are to meet there. Raises ToolError."""
+    with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError):
+        if engine:
+            with contextlib.closing(EngineLink(engine)) as link:
+                told = link.ask("INFO")
+            if not re.search(rb"redis_version:([6-9]|\d\d)", told):
+                raise Malformed("it is too old; masters need Redis 6 or Valkey")
+            if re.search(b"maxmemory:[1-9]", told) and b"policy:noeviction" not in told:
+                say("warning: [cluster] redis: its maxmemory-policy may drop what the masters have"
+                    " written; set noeviction.")
+
+
 def check(settings):
     """Say what is probably wrong, and try to listen everywhere. Raises StartError."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
-    settings.values["server.database"] = ""         # the trial leaves it alone
+    check_engine(settings["cluster.redis"])
+    # The trial leaves both alone
+    settings.values.update({"server.database": "", "cluster.redis": None})
     server = MasterServer(settings)
     try:
         server.bind()

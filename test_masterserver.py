@@ -279,7 +279,7 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual(" ".join(row.name for row in ms.SETTINGS if not row.live),
                          "server.bind server.database server.log_file http.ports iceball.port "
                          "iceball.timeout hyperbol.port subspace.port aio.port "
-                         "luanti.enabled")
+                         "luanti.enabled cluster.redis cluster.name cluster.prefix")
 
     def test_values(self):
         for name, text, value in (
@@ -5071,11 +5071,12 @@ class ListsTest(WebCase):
 "port":1,"name":"S","mode":"ctf","map":"m","version":"1","players":3,"max_players":8,"playing":2,\
 "description":"D","official":true,"priority":7,"flavor":4,"verified":"query","responding":true,\
 "unconfirmed":false,"ping_ms":41.3,"arenas":"a","factions":"","skill":"9","flags":"",\
-"first_seen":1700000000,"last_seen":1700000060},
+"master":"","first_seen":1700000000,"last_seen":1700000060},
 {"game":"iceball","address":"203.0.113.9","port":2,"name":"S","mode":"","map":"","version":"",\
 "players":0,"max_players":0,"playing":null,"description":"","official":false,"priority":0,\
 "flavor":0,"verified":"self-reported","responding":false,"unconfirmed":true,"ping_ms":null,\
-"arenas":"","factions":"","skill":"","flags":"","first_seen":1700000000,"last_seen":1700000000}]}
+"arenas":"","factions":"","skill":"","flags":"","master":"","first_seen":1700000000,\
+"last_seen":1700000000}]}
 ''' % self.registry.generation)
 
     def test_lists_are_made_once_between_two_ticks(self):
@@ -5526,6 +5527,11 @@ class AnnounceTest(WebCase):
                              (200, {"listed": False, "ttl": 120, "reason": "stopped"}))
             self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
             self.assertEqual(self.registry.heard[source, game, 4000][1], "stopped")
+
+    def test_stop_of_one_that_another_master_lists(self):
+        self.list(4000, game="mygame").master = "b"
+        stop = {"game": "mygame", "port": 4000, "action": "stop"}
+        self.assertEqual((self.post(stop)[0], self.registry.total), (404, 1))
 
     def test_stop_of_one_that_is_queried(self):
         """It leaves; one that the ini names is back with its next answer."""
@@ -7026,6 +7032,577 @@ class DiskOfTheProgramTest(unittest.TestCase):
         self.assertEqual((health["status"], list(health["trouble"])), ("trouble", ["database"]))
         self.assertIn(b'masterserver_trouble{where="database"} 1', metrics)
         self.assertIn("trouble with the database: ", logged.output[0])
+
+
+# --- Several masters, one list -------------------------------------------------------------------
+
+REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class EngineInMemory:
+    """The commands that masters use, on a clock that the test moves; each answers as Redis does."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock, self.here = clock, True
+        self.flush()
+
+    def flush(self) -> None:
+        self.texts: Dict[bytes, Tuple[bytes, float]] = {}
+        self.logs: Dict[bytes, List[bytes]] = collections.defaultdict(list)
+        self.log_ends: Dict[bytes, float] = {}
+        self.names: Dict[bytes, None] = {}
+
+    def close(self) -> None:
+        pass
+
+    def ask(self, command: str, *parts: Any) -> Any:
+        if not self.here:
+            raise ConnectionRefusedError("refused")
+        key, *words = [part.encode() if isinstance(part, str) else part for part in parts]
+        now = self.clock.monotonic()
+        for log in [log for log, end in self.log_ends.items() if end <= now]:
+            del self.log_ends[log], self.logs[log]
+        if command == "GET":
+            text, end = self.texts.get(key, (b"", 0.0))
+            return text if end > now else b""
+        if command == "SET":
+            self.texts[key] = words[0], now + words[2]
+        elif command == "RPUSH":
+            self.logs[key] += words
+        elif command == "EXPIRE" and key in self.logs:
+            self.log_ends[key] = now + words[0]
+        elif command == "SADD":
+            self.names[words[0]] = None
+        elif command == "SREM":
+            self.names.pop(words[0], None)
+        elif command == "SMEMBERS":
+            return list(self.names)
+        elif command == "LRANGE":
+            return self.logs.get(key, [])[words[0]:words[1] + 1]
+        return b"1"
+
+
+class ClusterCase(unittest.TestCase):
+    """Masters that share an engine, without sockets, threads or the time."""
+
+    def setUp(self) -> None:
+        self.now, self.masters = 1000.0, {}
+        self.clock = SimpleNamespace(time=lambda: T0 + self.now, sleep=lambda seconds: None,
+                                     monotonic=lambda: self.now)
+        self.engine = EngineInMemory(self.clock)
+        for patch in (mock.patch.object(ms, "time", self.clock),
+                      mock.patch.object(ms, "EngineLink", self.connect),
+                      mock.patch.object(ms, "WorkerThread", lambda name, post: DiskThread()),
+                      mock.patch.object(ms, "log")):
+            self.log = patch.start()
+            self.addCleanup(patch.stop)
+
+    def connect(self, parts: Any) -> EngineInMemory:
+        self.engine.ask("GET", "")
+        return self.engine
+
+    def start(self, name: str, **settings: str) -> Any:
+        chosen = settings_of({"cluster__redis": "redis://x", "cluster__name": name,
+                              "games__mygame": "My Game", **settings})
+        registry = ms.Registry(ms.Rules(chosen))
+        server = SimpleNamespace(settings=chosen, registry=registry, tallies={}, cluster={},
+                                 health={}, database=None, protocols=[], post=None)
+        with mock.patch.object(DiskThread, "work"):
+            server.link = ms.Cluster(server)
+        server.link.thread.at_once = False
+        self.masters[name] = server
+        return server
+
+    def run_for(self, seconds: float, every: Callable[[], Any] = lambda: None) -> None:
+        for step in range(int(seconds * 2)):
+            self.now += 0.5
+            for server in list(self.masters.values()):
+                job, done = server.link.thread.jobs.pop()
+                try:
+                    result = job()
+                except Exception as error:
+                    result = error
+                done(result, self.now)
+                if step % 2:
+                    server.registry.expire(self.now)
+                    server.link.tick(self.now)
+            every()
+
+    def hear(self, server: Any, port: int = 1, lifetime: float = 120.0, game: str = "iceball",
+             **fields: Any) -> ms.Server:
+        return server.registry.hear(game, "203.0.113.9", port, "203.0.113.9", self.now, lifetime, {
+            "name": "S%d" % port, "verified": "handshake", **fields})
+
+    def shown(self, server: Any) -> Dict[int, Tuple[str, str, int]]:
+        """By port: the master that has heard it, its name and players."""
+        return {one.port: (one.master, one.name, one.players) for one in server.registry.servers()}
+
+
+class ClusterTest(ClusterCase):
+    def test_listed_changed_and_gone(self) -> None:
+        a, b, c = map(self.start, "abc")
+        told = {"mode": "ctf", "map": "m", "version": "1", "players": 3, "max_players": 8,
+                "playing": 2, "description": "D", "flavor": 0, "verified": "query",
+                "responding": True, "details": {"arenas": "x"}}
+        server = self.hear(a, **told)
+        self.run_for(2)
+        for other in b, c:
+            found = other.registry.get("iceball", "203.0.113.9", 1)
+            self.assertEqual({name: getattr(found, name) for name in told}, told)
+            self.assertEqual((found.master, found.confirmed, found.first_seen), ("a", True, 1000.0))
+        logged = sum(map(len, self.engine.logs.values()))
+        for _ in range(9):
+            self.now += 40
+            a.registry.confirm(server, self.now)            # heartbeats alone are not told
+            self.run_for(1)
+        self.assertEqual(sum(map(len, self.engine.logs.values())), logged)
+        self.assertGreaterEqual(found.last_seen, self.now - 1)
+        self.hear(a, players=5)
+        self.run_for(1)
+        self.assertEqual(self.shown(c), {1: ("a", "S1", 5)})
+        a.registry.remove(server)
+        self.run_for(1)
+        self.assertEqual(self.shown(b), {})
+
+    def test_both_know_a_server(self) -> None:
+        """The later word counts; who has heard it keeps it when the other loses it."""
+        a, b, c = map(self.start, "abc")
+        events: List[Any] = []
+        b.registry.watch(lambda event, one: events.append((event, one.master)))
+        self.hear(a, name="first")
+        self.run_for(2)
+        self.assertEqual((self.shown(b), events, b.registry.sources), (
+            {1: ("a", "first", 0)}, [], {}))
+        self.hear(b, name="second")
+        self.assertEqual((events, b.registry.sources), ([("listed", "")], {"203.0.113.9": 1}))
+        self.run_for(2)
+        for server, master in (a, ""), (b, ""), (c, "b"):
+            self.assertEqual(self.shown(server), {1: (master, "second", 0)})
+        own = a.registry.get("iceball", "203.0.113.9", 1)
+        a.registry.remove(own)
+        self.assertEqual(self.shown(a), {1: ("b", "second", 0)}, "no moment without it")
+        self.run_for(2)
+        self.assertEqual(self.shown(b), {1: ("", "second", 0)})
+        a.registry.remove(a.registry.get("iceball", "203.0.113.9", 1))      # not its own
+        self.assertEqual(len(self.shown(a)), 1)
+        connected = self.hear(a, name="third", lifetime=math.inf)
+        self.now += 1
+        self.hear(b, name="fourth")
+        self.run_for(2)
+        self.assertEqual((connected.name, self.shown(c)[1][1]), ("third", "fourth"))
+
+    def test_a_master_that_has_gone(self) -> None:
+        a, b = map(self.start, "ab")
+        for port, lifetime in (1, 120.0), (2, math.inf), (3, 120.0):
+            self.hear(a, port, lifetime, verified="query")
+        self.hear(b, 3)
+        self.run_for(2)
+        died, self.masters = self.now, {"b": b}
+        gone: Dict[int, float] = {}
+
+        def look() -> None:
+            self.hear(b, 3)
+            for port in {1, 2, 3} - self.shown(b).keys():
+                gone.setdefault(port, self.now - died)
+        self.run_for(150, look)
+        self.assertEqual(gone.keys(), {1, 2})
+        for port, lifetime in (1, 120), (2, 60):
+            self.assertTrue(lifetime <= gone[port] <= lifetime + 14, gone)
+        self.assertNotIn("a", b.cluster["servers"])
+        self.assertEqual(list(self.engine.names), [b"b"])
+        again = self.start("a")
+        self.hear(again, 1)
+        self.run_for(3)
+        self.assertEqual(self.shown(again), {1: ("", "S1", 0), 3: ("b", "S3", 0)})
+        self.assertEqual(self.shown(b), {1: ("a", "S1", 0), 3: ("", "S3", 0)})
+
+    def test_the_engine_goes_and_comes_back_empty(self) -> None:
+        a, b = map(self.start, "ab")
+        self.hear(a, 1, math.inf)
+        self.hear(b, 2, math.inf)
+        self.run_for(2)
+        self.engine.here = False
+        self.engine.flush()
+        self.run_for(300, lambda: self.assertEqual(
+            self.shown(a).keys() & self.shown(b).keys(), {1, 2}))
+        self.assertEqual((a.cluster["connected"], a.cluster["pending"], a.cluster["lag_seconds"]),
+                         (False, 1, 300.0))
+        self.assertEqual(a.health, {"cluster": "'refused'"})
+        for port in range(10, 500):                         # who comes and goes leaves no mark
+            a.registry.remove(self.hear(a, port))
+        self.hear(a, 3, math.inf)
+        self.run_for(1)
+        self.assertLess(len(a.link.pending), 10)
+        self.assertEqual(sorted(self.shown(b)), [1, 2])
+        a.registry.remove(self.hear(a, 1))
+        self.hear(a, 1, math.inf)
+        self.hear(b, 5, math.inf)
+        self.engine.here = True
+        self.run_for(3, lambda: self.assertEqual({1, 2} - self.shown(b).keys(), set()))
+        self.assertEqual(sorted(self.shown(a)), [1, 2, 3, 5])
+        self.engine.here = False
+        self.run_for(1)
+        b.registry.remove(b.registry.get("iceball", "203.0.113.9", 5))
+        self.run_for(1)                                     # its next log does not have it
+        self.engine.here = True
+        self.run_for(3)
+        self.assertEqual((sorted(self.shown(a)), sorted(self.shown(b)), a.health),
+                         ([1, 2, 3], [1, 2, 3], {}))
+        self.assertEqual((a.cluster["reconnects_total"], a.cluster["servers"]),
+                         (2, {"a": 2, "b": 1}))
+        self.engine.flush()                                 # while they are linked
+        self.run_for(4, lambda: self.assertEqual(len(self.shown(b)), 3))
+        self.assertEqual(a.cluster["reconnects_total"], 3)
+        self.hear(a, 4)
+        self.run_for(1)
+        self.assertEqual(len(self.shown(b)), 4)
+        self.engine.here = False
+        self.run_for(3600 + 130)
+        self.assertEqual(sorted(self.shown(b)), [2], "nobody knows of the others any more")
+
+    def test_two_of_one_name(self) -> None:
+        one = self.start("a")
+        self.hear(one)
+        two = self.start("a")
+        self.hear(two, 2)
+        self.masters = {"one": one, "two": two}
+        self.run_for(5)
+        self.assertIn("another master is called a", "".join(one.health.values()) +
+                      "".join(two.health.values()))
+
+    def test_a_master_that_was_held_up(self) -> None:
+        """Its log has expired, and the others have given it up."""
+        a, b = map(self.start, "ab")
+        self.hear(a, 1, math.inf)
+        self.run_for(2)
+        self.masters.pop("a")
+        self.run_for(100)
+        self.assertEqual(self.shown(b), {})
+        self.masters["a"] = a
+        self.run_for(4)
+        self.assertEqual(self.shown(b), {1: ("a", "S1", 0)})
+        b.registry.deaf_until = self.now = self.now + 500      # as MasterServer.round tells
+        b.link.tick(self.now)
+        self.assertEqual(len(self.shown(b)), 1)
+
+    def test_a_long_log_is_begun_anew(self) -> None:
+        with mock.patch.object(ms, "CLUSTER_LOG_SERVERS", 5):
+            a, b = map(self.start, "ab")
+            for players in range(50):
+                self.hear(a, 1, players=players)
+                self.hear(a, 2)
+                self.run_for(1, lambda: self.assertLess(
+                    max(map(len, self.engine.logs.values()), default=0), 30))
+        self.assertEqual(self.shown(b), {1: ("a", "S1", 49), 2: ("a", "S2", 0)})
+        self.assertEqual(a.cluster["reconnects_total"], 0)
+
+    def test_the_rules_of_each_master(self) -> None:
+        a, b = self.start("a", games__other="Other"), self.start("b", limits__servers="3")
+        for port, fields in (1, {}), (2, {"name": "bad"}), (3, {"game": "mygame"}), (
+                4, {"game": "other"}):
+            self.hear(a, port, **fields)
+        self.run_for(2)
+        self.assertEqual(sorted(self.shown(b)), [1, 2, 3])
+        for settings, ports in (({"server__refuse_names": "bad"}, [1, 3]),
+                                ({"bans__203.0.113.0/24": ""}, []), ({}, [1, 2, 3])):
+            b.registry.apply_rules(settings_of({"games__mygame": "My Game", **settings}))
+            b.link.read(None)
+            self.assertEqual(sorted(self.shown(b)), ports, settings)
+            self.run_for(1)
+            self.assertEqual(sorted(self.shown(b)), ports, settings)
+        b.registry.rules.servers = 3
+        self.hear(self.start("c"), 5)
+        self.run_for(2)
+        self.assertEqual(len(self.shown(b)), 3)
+        with self.assertRaises(ms.Refused):
+            self.hear(b, 6)
+
+    def test_others_servers_are_no_business_of_protocols_and_disk(self) -> None:
+        a, b = map(self.start, "ab")
+        core = make_core()._replace(registry=b.registry)
+        hyperbol = ms.Hyperbol(core)
+        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {})
+        for port in range(1, 60):                       # more than one source may have
+            a.registry.rules.servers_per_source = 100
+            self.hear(a, port, math.inf, "hyperbol", flavor=3)
+        self.hear(b, 99)
+        self.run_for(2)
+        hyperbol.tick(self.now)
+        self.assertEqual((core.poller.targets, b.registry.sources), ({}, {"203.0.113.9": 1}))
+        self.assertEqual(b.registry.get("hyperbol", "203.0.113.9", 7).flavor, 3)
+        saved.tick(self.now, T0 + self.now)
+        write = saved.disk.submit.call_args[0][0]
+        write()
+        (rows, gone), _ = saved.database.save.call_args
+        self.assertEqual(([row[2] for row in rows], gone), ([99], set()))
+        self.assertEqual(len(saved.database.sample.call_args[0][1]), 60 + 2)
+        own = self.hear(b, 7, math.inf, "hyperbol")
+        self.assertEqual(len(core.poller.targets), 1)
+        b.registry.remove(own)                          # as others have it, it is shown
+        saved.began = None
+        saved.tick(self.now, T0 + self.now)
+        saved.disk.submit.call_args[0][0]()
+        (rows, gone), _ = saved.database.save.call_args
+        self.assertEqual((rows, {key[2] for key in gone}), ([], {7}))
+        target = core.poller.add(hyperbol, "203.0.113.9", 8)    # named by the ini, does not answer
+        target.pinned, target.missed = True, ms.POLL_MISSED
+        hyperbol.missed(target, self.now)
+        self.assertTrue(b.registry.get("hyperbol", "203.0.113.9", 8).responding)
+
+    def test_iceball_says_again_what_another_master_has_changed(self) -> None:
+        """A server that was elsewhere, and says here what it said here before."""
+        a, b = map(self.start, "ab")
+        iceball = ms.Iceball(make_core()._replace(registry=a.registry))
+        peer, packet = ("203.0.113.9", 1), announcement(1, players=3)
+
+        def announce() -> None:
+            [(answer, _)] = iceball.datagram(packet, peer, self.now)
+            iceball.datagram(b"HSHK" + answer[4:], peer, self.now)
+        announce()
+        self.now += 1
+        self.assertEqual(iceball.repeated([packet], [peer], self.now), [ms.ICEBALL_SAME])
+        self.now += 1
+        self.hear(b, players=9, max_players=64)
+        self.run_for(2)
+        self.assertEqual(self.shown(a)[1][2], 9)
+        self.assertEqual(iceball.repeated([packet], [peer], self.now), [None])
+        announce()
+        self.run_for(2)
+        self.assertEqual((self.shown(a)[1][2], self.shown(b)[1][2]), (3, 3))
+
+    def test_records_of_other_versions_and_broken_ones(self) -> None:
+        b = self.start("b")
+        good = ["iceball", "203.0.113.9", 1, 9e9, T0 - 0.0, T0 - 0.0,
+                '["S","","","",3,8,null,"",0,"query"']
+        rows = (
+            ({}, "]", 3), ({6: '["S","","","",3,8,null,"",0,"query",true,{},"203.0.113.9",false'},
+                           ',"later",{"more":5}]', 3),
+            ({4: T0 - 1e9, 5: 9e11}, "]", 3), ({1: "::ffff:203.0.113.9"}, "]", 3),
+            ({3: math.nan}, "]", None), ({3: -math.inf}, "]", None), ({3: 5}, "]", None),
+            ({1: "203.0.113"}, "]", None), ({1: "239.0.0.1"}, "]", None), ({1: None}, "]", None),
+            ({2: 65536}, "]", None), ({2: -1}, "]", None), ({2: True}, "]", None),
+            ({0: "no such"}, "]", None), ({0: ""}, "]", None), ({6: 5}, "", None),
+            ({}, "", None), ({6: '["S","","","",3,8,null,"",256,"query"'}, "]", None),
+            ({6: "{}"}, "", None), ({6: "5"}, "", None), ({6: "[" * 9999}, "", None))
+        for changed, end, players in rows:
+            row = {**dict(enumerate(good)), **changed}
+            row[6] = row[6] + end if isinstance(row[6], str) else row[6]
+            self.say(b, json.dumps(list(row.values())).encode())
+            found = b.registry.get("iceball", "203.0.113.9", 1)
+            self.assertEqual(found and found.players, players, row)
+            self.say(b, json.dumps([*good[:3], 0.0, 0.0, 0.0, "[]"]).encode())
+            self.assertEqual(self.shown(b), {})
+        later = json.dumps([*good[:6], good[6] + "]", "later", {}]).encode()
+        self.say(b, later)
+        self.assertEqual(len(self.shown(b)), 1)
+        for noise in b"", b"[]", b"{}", b"5", b'"x"', b"\xff", b"[" * 9999, b"9" * 9999, later[:-9]:
+            self.say(b, noise)
+        self.assertEqual(len(self.shown(b)), 1)
+        self.assertGreater(b.tallies["cluster"].malformed, 15)
+        seeded, others = random.Random(41), set()
+        for _ in range(2000):
+            noise = bytearray(later)
+            for _ in range(seeded.randrange(1, 5)):
+                noise[seeded.randrange(len(noise))] = seeded.choice(NASTY_BYTES)
+            self.say(b, bytes(noise))
+            others.update(one.key for one in b.registry.servers())
+        self.run_for(1)
+        for one in b.registry.servers():
+            self.assertEqual(one.name, ms.clean(one.name))
+
+    def say(self, server: Any, record: bytes) -> None:
+        """What another master has written."""
+        word = server.link.hear("a", record)
+        server.link.exchanged([("a", False, [word])], self.now)
+        del server.link.thread.jobs[1:]
+
+    def test_names_and_masters_of_no_sense(self) -> None:
+        b = self.start("b")
+        for name in (b"\xff\n", b'a"', b"x" * 65, b""):
+            self.engine.names[name] = None
+            self.engine.texts[b"masterserver:" + name] = b"p", math.inf
+            self.engine.logs[b"masterserver:p"] = [json.dumps([
+                "iceball", "203.0.113.9", 1, 9e9, T0 - 0.0, T0 - 0.0,
+                '["S","","","",3,8,null,"",0,"query"]']).encode()]
+        self.engine.names.update((b"n%d" % number, None) for number in range(500))
+        self.run_for(60)
+        self.assertEqual((b.cluster["servers"], b.health), ({"b": 0}, {}))
+
+
+class RedisCase(unittest.TestCase):
+    """With a real engine."""
+
+    def setUp(self) -> None:
+        if not REDIS:
+            self.skipTest("no redis-server here")
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.path = os.path.join(self.folder, "redis.sock")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+
+    def engine(self, *options: str) -> subprocess.Popen[bytes]:
+        engine = subprocess.Popen(
+            [REDIS, "--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.path,
+             "--save", "", "--appendonly", "no", "--dir", self.folder, *options],
+            stdout=subprocess.DEVNULL)
+        self.addCleanup(engine.wait)
+        self.addCleanup(engine.kill)
+        eventually(lambda: os.path.exists(self.path))
+        return engine
+
+
+class RedisTest(RedisCase):
+    def test_three_masters(self) -> None:
+        urls = ("redis://:p%%40ss@127.0.0.1:%d/3" % self.port,
+                "redis://default:p%%40ss@localhost:%d/3" % self.port)
+        engine = self.engine("--requirepass", "p@ss")
+        masters = [master(cluster__redis=url, cluster__name=name, http__ports="0")
+                   for name, url in zip("abc", (urls * 2))]
+        patch = mock.patch.object(ms.log, "error")
+        trouble = patch.start()
+        self.addCleanup(patch.stop)
+        for one in masters:
+            one.start()
+            self.addCleanup(one.stop)
+        seen = functools.partial(self.everybody_shows, masters)
+
+        def hear(one: ms.MasterServer, port: int, **fields: Any) -> None:
+            one.post(lambda now: one.registry.hear("iceball", "203.0.113.9", port, "203.0.113.9",
+                                                   now, 120, {"name": "S", **fields}))
+        hear(masters[0], 1)
+        eventually(lambda: seen({1: 0}))
+        for players in 1, 2, 3:
+            hear(masters[1], 2, players=players, max_players=9)
+            eventually(lambda: seen({1: 0, 2: players}), 2.0)
+        told = json.loads(fetch(port_of(masters[2], "http"), "/servers.json")[2])["servers"]
+        self.assertEqual({one["port"]: one["master"] for one in told}, {1: "a", 2: "b"})
+        engine.kill()
+        engine.wait()
+        os.unlink(self.path)
+        eventually(lambda: "cluster" in masters[2].health)
+        hear(masters[0], 3)
+        self.engine("--requirepass", "p@ss")
+        eventually(lambda: self.assertTrue(all(len(one.registry.servers()) >= 2 for one in masters))
+                   or seen({1: 0, 2: 3, 3: 0}), 5.0)
+        eventually(lambda: b'"servers":{"c":0,"a":2,"b":1}'
+                   in fetch(port_of(masters[2], "http"), "/healthz")[2])
+        self.assertIn(b'\nmasterserver_cluster_servers{master="a"} 2\n',
+                      fetch(port_of(masters[2], "http"), "/metrics")[2])
+        self.assertEqual((trouble.call_count, masters[2].health), (3, {}))
+
+    def everybody_shows(self, masters: List[ms.MasterServer], expected: Dict[int, int]) -> bool:
+        return all({server.port: server.players for server in one.registry.servers()} == expected
+                   for one in masters)
+
+    def test_what_check_says(self) -> None:
+        self.engine("--requirepass", "secret", "--maxmemory", "99mb",
+                    "--maxmemory-policy", "allkeys-lru")
+        answers = {"is not Redis": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+                   "too old": b"+OK\r\n+OK\r\n$20\r\nredis_version:5.0.14\r\n",
+                   "with '...'": b"-ERR unknown command 'AUTH' with 'secret'\r\n"}
+        place = "127.0.0.1:%d"
+        for url, status, words in (
+                ("redis://:secret@" + place % self.port, 0, "may drop what"),
+                ("unix://" + self.path, 1, "NOAUTH"),
+                ("redis://:secrets@" + place % self.port, 1, "WRONGPASS"),
+                ("redis://127.0.0.1:1", 1, "refused"),
+                *(("redis://:secret@%s", 1, words) for words in answers)):
+            with contextlib.ExitStack() as stack:
+                if "%s" in url:
+                    url %= place % stack.enter_context(self.answering(answers[words]))
+                status_found, told, errors = command("--check", *itertools.chain.from_iterable(
+                    ("--set", "%s=%s" % setting) for setting in {
+                        **NO_PORTS, "http.ports": "0", "cluster.redis": url}.items()))
+            self.assertEqual(status_found, status, (url, told, errors))
+            self.assertIn(words, told + errors, url)
+            self.assertNotIn("secret", told + errors)
+
+    @contextlib.contextmanager
+    def answering(self, data: bytes) -> Any:
+        """A port where everybody gets these bytes."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            def serve() -> None:
+                client = listener.accept()[0]
+                with client:
+                    client.sendall(data)
+                    read_all(client)
+            thread = threading.Thread(target=serve)
+            thread.start()
+            yield listener.getsockname()[1]
+            thread.join()
+
+
+class EngineLinkTest(unittest.TestCase):
+    # https://redis.io/docs/latest/develop/reference/protocol-spec/
+    REPLIES = (
+        (b"+OK\r\n", b"OK"), (b":1000\r\n", b"1000"), (b"$5\r\nhello\r\n", b"hello"),
+        (b"$0\r\n\r\n", b""), (b"$-1\r\n", b""), (b"*0\r\n", []), (b"*-1\r\n", b""),
+        (b"*2\r\n$5\r\nhello\r\n$5\r\nworld\r\n", [b"hello", b"world"]),
+        (b"*3\r\n$5\r\nhello\r\n$-1\r\n$5\r\nworld\r\n", [b"hello", b"", b"world"]),
+        (b"*2\r\n*2\r\n:1\r\n+a\r\n$4\r\n\r\n\r\n\r\n", [[b"1", b"a"], b"\r\n\r\n"]),
+        (b"-ERR unknown command 'asdf'\r\n", "unknown command"), (b"", "closed the connection"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "is not Redis"), (b"$99999999999\r\n", "too long"),
+        (b"*99999999\r\n", "too long"), (b"*2\r\n:1\r\n", "closed"), (b"$x\r\n", "invalid"))
+
+    def link(self, data: bytes, size: int) -> Any:
+        ours, theirs = socket.socketpair()
+        self.addCleanup(ours.close)
+        with theirs:
+            for at in range(0, len(data), size):
+                theirs.send(data[at:at + size])
+        link: Any = ms.EngineLink.__new__(ms.EngineLink)
+        link.sock, link.file, link.password = mock.Mock(), ours.makefile("rb", size), ""
+        self.addCleanup(link.file.close)
+        return link
+
+    def test_replies(self) -> None:
+        for data, expected in self.REPLIES:
+            for size in 1, 1 << 16:
+                link = self.link(data, size)
+                if isinstance(expected, str):
+                    with self.assertRaisesRegex((ms.Malformed, ValueError), expected):
+                        link.ask("PING")
+                else:
+                    self.assertEqual(link.ask("PING"), expected)
+
+    def test_commands(self) -> None:
+        link = self.link(b":0\r\n", 9)
+        link.ask("LLEN", "mylist")
+        link.sock.sendall.assert_called_with(b"*2\r\n$4\r\nLLEN\r\n$6\r\nmylist\r\n")
+
+    def test_urls(self) -> None:
+        for url, parts in (
+                ("redis://h", ("", "", "", "h", "", "", "")),
+                (" redis://:p%40@h:7/3", ("", "", "p%40", "h", "7", "3", "")),
+                ("rediss://u:p@[::1]", ("s", "u", "p", "[::1]", "", "", "")),
+                ("unix:///run/r.sock", ("", "", "", "", "", "", "/run/r.sock")), ("", None)):
+            self.assertEqual(ms.read_engine(url), parts)
+        for url in ("redis:/:secret@h", "redis://:secret@h:x", "redis://:sec/ret@h", "unix://",
+                    "redis://:secret@", "http://secret", "redis://:secret@h/x", "secret"):
+            with self.assertRaises(ms.SettingsError) as raised:
+                ms.Settings({"cluster.redis": url})
+            self.assertNotRegex(str(raised.exception), "secret|sec/")
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "x.ini")
+            with open(path, "w") as file:
+                file.write("[cluster]\nredis redis://:secret@h\n")
+            with self.assertRaisesRegex(ms.SettingsError, "line.*2(?!.*secret)"):
+                ms.Settings.load(path)
+        for name in "a b", "\xe4", "x" * 65, "a:b":
+            self.assertRaises(ms.SettingsError, ms.Settings, {"cluster.name": name})
+
+    def test_the_name_stays_with_the_database(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            names = set()
+            for path in "one", "one", "two":
+                database = ms.Database(os.path.join(folder, path))
+                names.add(database.number(len(names) + 7))
+                self.assertEqual(database.load(T0), [])
+                database.close()
+        self.assertEqual(names, {7, 8})
 
 
 # --- announce ------------------------------------------------------------------------------------
@@ -8865,7 +9442,7 @@ class ReadmeTest(unittest.TestCase):
             elif language in ("sh", "python", "systemd"):
                 self.assertIsNotNone(re.fullmatch(self.TREATMENT, how), (how, block))
             else:
-                self.assertIn(language, "text nginx dockerfile powershell".split())
+                self.assertIn(language, "text nginx dockerfile powershell yaml".split())
         self.assertIn(("runs: these tests", "sh", "python3 test_masterserver.py\n"), self.blocks)
 
     @unittest.skipUnless(shutil.which("systemd-analyze") and os.path.exists("/usr/bin/python3"),
