@@ -25,6 +25,8 @@ only what stands above it:
     Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
     any other game           HTTP POST /announce                      post_announce in section 9
 
+    news to webhooks         HTTP POST to them                        class News in section 11
+
 Sections 3 to 10 have no socket, no thread and no clock, and but for the ini and the database no
 file: a protocol takes bytes and the time and gives bytes back, so every one of them is tested with
 recorded packets and a clock that the test moves. To add a game, see PROTOCOLS in section 10.
@@ -73,6 +75,7 @@ import sys
 import threading
 import time
 import urllib.parse
+import urllib.request
 import zlib
 from datetime import datetime, timezone
 from typing import (Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional,
@@ -293,10 +296,21 @@ def read_pattern(text):
     return re.compile(text, re.IGNORECASE)
 
 
-def read_game_id(text):
-    if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
-        raise ValueError("a game's id is 1 to 32 characters: a-z, 0-9, - and _")
-    return text
+def read_form(pattern, expected):
+    """A text of this form; the error does not repeat it."""
+    def read(text):
+        if not re.fullmatch(pattern, text.strip()):
+            raise ValueError("expected " + expected)
+        return text.strip()
+    return read
+
+
+read_game_id = read_form("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
+read_page_url = read_form("(https?://[!-~]*[!-.0-~])?", "https://HOST, with no / at its end")
+# No user and no password: urllib would take them for the host
+read_webhook = read_form(
+    r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
+    "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
 
 
 def read_own_game_id(text):
@@ -385,6 +399,8 @@ SETTINGS = (
     Setting("http.ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both.", live=False),
     Setting("http.title", "Game servers", read_line, "The page's title."),
+    Setting("http.url", "", read_page_url,
+            "Where the page is reached from outside, such as https://games.example; for links."),
     Setting("http.intro", "", read_text, "A sentence or two at the top of the page."),
     Setting("http.template", "", read_line,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
@@ -429,6 +445,18 @@ SETTINGS = (
             "Seconds between two queries to one game server (Hyperbol, SubSpace, AIO)."),
     Setting("poll.rate", "500", read_number(1, 100000),
             "Queries per second at most, to all servers together."),
+    Setting("notify.players", "2", read_number(1, PLAYERS_MAX),
+            "It is news when the players of a server become so many, after they were fewer."),
+    Setting("notify.again_after", "10800", read_number(0, 86400),
+            "Seconds for which the same server is not news again."),
+    Setting("notify.official_only", "no", read_flag, "News of official servers alone."),
+    Setting("notify.games", "", read_list(read_game_id),
+            "News of these games alone, by their ids such as iceball; empty: of all."),
+    Setting("notify.text", "$players of $max_players are playing on $name ($game, map $map) $url",
+            read_text, "What is told; there are no other placeholders than these."),
+    Setting("webhooks", "ours = discord https://discord.com/api/webhooks/ID/TOKEN", read_webhook,
+            "Who is told: NAME = FORMAT URL. FORMAT is discord, slack, text or json.",
+            read_key=read_game_id),
     Setting("official", "203.0.113.7:20737 = yes", read_flag,
             "Servers marked as official.", read_key=read_numeric_endpoint),
     Setting("priority", "203.0.113.7:20737 = 10", read_number(-1000, 1000),
@@ -510,8 +538,10 @@ class Settings:
             else:
                 self.values[section][row.read_key(key)] = row.read(text)
         except (ValueError, re.error) as error:
-            said = "..." if name == "cluster.redis" else " ".join(text.split())
-            raise SettingsError("%s = %s: %s" % (shown, said, error)) from None
+            shown = "%s = %s" % (shown, " ".join(text.split()))
+            # A URL there is a secret; it is in the key where NAME = is missing
+            shown = re.sub(r"(: \[(?:webhooks|cluster)\] [\w-]*).*", r"\1 = …", shown)
+            raise SettingsError("%s: %s" % (shown, error)) from None
 
     @classmethod
     def load(cls, path, overrides=(), missing_ok=False):
@@ -526,7 +556,7 @@ class Settings:
         for item in overrides:
             name, equals, text = item.partition("=")
             if not equals:
-                raise SettingsError("--set %s: expected section.key=value" % item)
+                raise SettingsError("--set %.16s: expected section.key=value" % item)
             self.put(name.strip(), text.strip(), "--set")
         return self
 
@@ -548,10 +578,11 @@ def read_ini(path, missing_ok):
     try:
         read = parser.read(path, encoding="utf-8-sig")
     except (configparser.Error, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())     # the line, which may have a password
+        # Of a line its number will do: there may be a secret in it
+        words = re.sub(r"""(?m)(^|(line +\d+\]): )(['"]).*\3$""", r"\2", str(error)).split()
         raise SettingsError(
             "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
-            "continues the one above" % (path, re.sub("//.*@", "//...@", said))) from None
+            "continues the one above" % (path, " ".join(words))) from None
     # The parser does not say what kept it from reading
     if not read and (not missing_ok or os.path.lexists(path)):
         raise SettingsError("%s: cannot be read; is the name right, and may this user read it?"
@@ -1054,6 +1085,8 @@ class Registry:
         self.watchers = []                  # whom to tell: call, game ("": all), events, whose
         self.altered = set()                # own, listed, changed or gone since the disk was told
         self.deaf_until = -math.inf         # nobody could be heard before: no silence counts
+        # Of several masters that have heard a server one tells webhooks of it: is it this one?
+        self.tells_of = lambda key: True
         # What became of the last packets, for /check: (source, protocol, announced port, 0 if it
         # could not be read) -> (time, a key of OUTCOMES, detail)
         self.heard = collections.OrderedDict()
@@ -1707,7 +1740,7 @@ class Core(NamedTuple):
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
     listeners: Sequence[Any] = ()           # with .protocol, .transport, .host and .port
-    gauges: Mapping[str, float] = {}        # what the event loop measures of itself, for /metrics
+    gauges: Mapping[str, float] = {}        # what is measured beside the tallies, for /metrics
     # The last day's hourly player counts
     recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
     cluster: Mapping[str, Any] = {}         # how the link to other masters does, if there is one
@@ -3545,6 +3578,7 @@ def luanti_server(told):
 
 SPARK_CROWD = 4             # players that fill a sparkline's height, at least: one is no crowd
 CHART_POINTS = 366          # one per day in a year: about one per pixel on a phone
+PREVIEW_NAMES = 5           # more than a chat shows of a link
 CHART_GRIDLINES = 4         # at most, above zero: few enough to be read, not counted
 
 # The list page, and what the operator's own `[http] template` may hold instead. Placeholders,
@@ -3591,9 +3625,17 @@ HEAD = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>$title</title>
-<link rel="icon" href="/icon.svg" type="image/svg+xml">
+<meta name="description" content="$about">
+<meta property="og:title" content="$title">
+<meta property="og:description" content="$about">
+<meta property="og:site_name" content="$site">
+$link<link rel="icon" href="/icon.svg" type="image/svg+xml">
 <link rel="stylesheet" href="/style.css">
 <script src="/app.js" defer></script>
+"""
+
+HEAD_LINK = """\
+<meta property="og:url" content="$url">
 """
 
 FOOT = """\
@@ -3688,6 +3730,51 @@ $history<section>
 <dl id="facts" data-live>
 $facts</dl>
 </section>
+<section>
+<h2>Banner</h2>
+<p><img src="$image" alt="" width="560" height="95"></p>
+<p>For other pages, in HTML:</p>
+<pre><code>&lt;a href="$base$link"&gt;&lt;img src="$base$image"
+alt="$address" width="560" height="95"&gt;&lt;/a&gt;</code></pre>
+<p>In BBCode, for forums:</p>
+<pre><code>[url=$base$link][img]$base$image[/img][/url]</code></pre>
+<p>In Markdown:</p>
+<pre><code>[![$address]($base$image)]($base$link)</code></pre>
+</section>
+"""
+
+# What is too long for its place fades out there: nobody knows how wide a font draws a name
+BANNER = """\
+<svg xmlns="http://www.w3.org/2000/svg" width="560" height="95" viewBox="0 0 560 95" role="img">
+<title>$name $players</title>
+<style>
+svg { --ground: #fcfbf8; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6; --accent: #8a5700; }
+@media (prefers-color-scheme: dark) {
+  svg { --ground: #131210; --ink: #ece8df; --soft: #a8a195; --line: #2d2a26; --accent: #f2b23a; }
+}
+.card { fill: var(--ground); stroke: var(--line); }
+text {
+  fill: var(--soft);
+  font: 400 13px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
+}
+tspan { fill: var(--ink); }
+.name { fill: var(--ink); font-size: 18px; font-weight: 650; }
+.address { font: 12px ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
+.players { fill: var(--accent); font-size: 20px; font-weight: 650; text-anchor: end; }
+path { fill: var(--accent); opacity: .75; }
+</style>
+<linearGradient id="fade"><stop offset=".92" stop-color="#fff"/><stop offset="1"/></linearGradient>
+<mask id="end" maskUnits="userSpaceOnUse" x="0" y="0" width="400" height="95">
+<rect width="400" height="95" fill="url(#fade)"/></mask>
+<rect class="card" x=".5" y=".5" width="559" height="94" rx="6"/>
+<g mask="url(#end)">
+<text class="name" x="16" y="33">$name</text>
+<text x="16" y="56"><tspan>$game</tspan> $state</text>
+<text class="address" x="16" y="79">$address</text>
+</g>
+<text class="players" x="544" y="34">$players</text>
+<svg x="424" y="42" width="120" height="45">$spark</svg>
+</svg>
 """
 
 GONE = """\
@@ -3957,7 +4044,7 @@ td a:hover { text-decoration: underline; }
 }
 section.empty { margin: 3rem 0; max-width: 42rem; }
 .empty p + p { margin-top: 1rem; }
-.empty pre {
+pre {
   margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent);
   background: var(--raised); white-space: pre-wrap;
 }
@@ -4031,6 +4118,7 @@ dl {
 }
 dl div { min-width: 0; padding-top: .5rem; border-top: 1px solid var(--line); }
 dl .Description { grid-column: 1 / -1; max-width: 48rem; }
+img { max-width: 100%; height: auto; }
 dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 .findings, .servers { margin: 0; padding: 0; list-style: none; }
 .findings { max-width: 48rem; }
@@ -4465,6 +4553,7 @@ class Look(NamedTuple):
     intro: str
     template: str                   # LIST_PAGE or his own
     games: Dict[str, str]           # their titles
+    url: str                        # where the pages are reached from outside, or ""
 
     def game_title(self, game):
         return self.games.get(game, game)
@@ -4505,8 +4594,8 @@ def time_tag(then, wall):
 
 def server_link(server, path="/server"):
     quote = urllib.parse.quote
-    return Html("%s?game=%s&amp;address=%s&amp;port=%d"
-                % (path, quote(server.game), quote(server.address), server.port))
+    return "%s?game=%s&address=%s&port=%d" % (
+        path, quote(server.game), quote(server.address), server.port)
 
 
 def badges(server):
@@ -4521,11 +4610,13 @@ def plural(number, word):
     return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
 
 
-def page(look, title, template=PAGE, **values):
-    """A whole page as UTF-8; `title`: what it is about, "": everything."""
+def page(look, title, template=PAGE, about="", path="", **values):
+    """A whole page as UTF-8; `title`: what it is of, "": everything; `about`: a sentence that a
+    chat shows beside a link to it, at `path`."""
     title = " · ".join(filter(None, (title, look.title)))
-    return fill(template, title=look.title, head=fill(HEAD, title=title), foot=Html(FOOT),
-                **values).encode()
+    head = fill(HEAD, title=title, about=about or title, site=look.title,
+                link=look.url and path and fill(HEAD_LINK, url=look.url + path))
+    return fill(template, title=look.title, head=head, foot=Html(FOOT), **values).encode()
 
 
 def tab(link, text, current, count=""):
@@ -4616,8 +4707,13 @@ def list_page(look, wanted, servers, rows, counts, contacts, spark):
             fill(HINT, whom=whom, what=what) for id, whom, what in contacts if game in ("", id)])
     players = plural(sum([server.players for server in servers]), "player")
     totals = re.sub("[0-9,]+", r"<b>\g<0></b>", players + " on " + plural(total, "server"))
+    crowded = [server for server in servers if server.players]
+    about = "%s on %d of %s: %s" % (players, len(crowded), plural(total, "server"), ", ".join([
+        "%s %d" % (server.name or endpoint(server.address, server.port), server.players)
+        for server in crowded[:PREVIEW_NAMES]]))
     return page(
-        look, look.games.get(game), look.template, intro=fill("<p>$text</p>\n", text=look.intro),
+        look, look.games.get(game), look.template, about.rstrip(": "),
+        "/?game=" + game if game else "/", intro=fill("<p>$text</p>\n", text=look.intro),
         totals=fill(TOTALS, spark=spark, totals=Html(totals)), tabs=game_tabs(look, counts, game),
         search=fill(SEARCH, game=game, name=wanted.name, players_min=wanted.players_min or ""),
         table=fill(TABLE, status=status, total=total, rows=rows, state=Html(state), empty=empty))
@@ -4651,28 +4747,36 @@ def server_facts(server):
         *[(key.replace("_", " ").capitalize(), value) for key, value in server.details.items()]]
 
 
-def server_page(look, server, listed, series, span, wall):
+def server_lead(server, game, listed, wall):
+    """What stands below its name; game: its title."""
+    if not listed:
+        return fill(GONE, seen=time_tag(server.last_seen, wall), link=server_link(server, "/check"))
+    return Html(" · ".join([fill("<bdi>$part</bdi>", part=part)
+                            for part in (game, server.mode, server.map) if part]))
+
+
+def server_page(look, server, listed, series, span, wall, base):
     """One server, its times the wall clock's. Of one that is not `listed` the name and the times
-    are known. series: of the span, see chart(); None where no history is kept."""
+    are known. series: of the span, see chart(); None where no history is kept. base: where other
+    pages reach this one."""
     address, game = endpoint(server.address, server.port), look.game_title(server.game)
     name, marks, play, history = server.name or address, "", "", ""
-    lead = fill(GONE, seen=time_tag(server.last_seen, wall), link=server_link(server, "/check"))
+    link, lead = server_link(server), server_lead(server, game, listed, wall)
+    about = plural(server.players, "player") + " · " + re.sub("<.+?>", "", lead)
     facts = [("Address", fill("<code>$address</code>", address=address)), ("Game", game)]
     if listed:
         marks = badges(server)
-        lead = Html(" · ".join([fill("<bdi>$part</bdi>", part=part)
-                                for part in (game, server.mode, server.map) if part]))
         facts += server_facts(server)
         play = fill(PLAY, address=address) if server.game == "iceball" else ""
     if series:
-        link = server_link(server) + "&amp;span="
         history = fill(HISTORY, chart=chart(series, wall), tabs=[
-            tab(Html(link + key), key.capitalize(), key == span) for key in SPANS])
+            tab(link + "&span=" + key, key.capitalize(), key == span) for key in SPANS])
         facts.append(("Uptime, past " + span, uptime(series, server.first_seen)))
     facts += [("First seen", time_tag(server.first_seen, wall)),
               ("Last seen", time_tag(server.last_seen, wall))]
-    return page(look, name, main=fill(
-        SERVER_PAGE, name=name, badges=marks, lead=lead, play=play, history=history,
+    return page(look, name, about=Html(about), path=link, main=fill(
+        SERVER_PAGE, name=name, badges=marks, lead=lead, play=play, history=history, link=link,
+        image=server_link(server, "/banner.svg"), base=base, address=address,
         facts=[fill(FACT, key=key, value=value) for key, value in facts if value]))
 
 
@@ -4839,12 +4943,16 @@ TEXT_TYPE = "text/plain; charset=utf-8"
 
 NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
-FIELDS = {                          # of every response
+FIELDS = {                          # of every response that has none of its own
     "Content-Security-Policy":
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+}
+BANNER_FIELDS = {       # its style stands in it: a picture on another page can load none
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Cache-Control": "public, max-age=60", "Vary": "Accept-Encoding",
 }
 METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()      # others: 501
 
@@ -4981,7 +5089,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     def response(self, answer):
         """The whole response; for HEAD and 304 without the body, whose length the head tells."""
-        body, fields = answer.body, {**answer.fields, **FIELDS}
+        body, fields = answer.body, {**FIELDS, **answer.fields}
         if len(body) >= GZIP_MIN_BYTES and "gzip" in self.header("Accept-Encoding").lower():
             body, fields["Content-Encoding"] = answer.gzipped, "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
@@ -5126,7 +5234,7 @@ class Web(TcpProtocol):
         self.trusted = Networks(settings["http.trusted_proxies"])
         self.look = Look(settings["http.title"], settings["http.intro"],
                          settings.texts.get("http.template") or LIST_PAGE,
-                         {**GAME_TITLES, **settings["games"]})
+                         {**GAME_TITLES, **settings["games"]}, settings["http.url"])
         self.registry.forget_parts()    # titles stand in them
         self.forget_answers()
 
@@ -5339,13 +5447,17 @@ def server_json(server):
     return to_json(fields)[:-1]
 
 
+def with_times(part, server, epoch, own):
+    """A whole server in /servers.json; `own`: this master's name, if there are others."""
+    return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
+        part, (server.master or own).encode(), server.first_seen + epoch, server.last_seen + epoch)
+
+
 def get_servers_json(web, request):
     """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
     def make(servers, wall):
-        rows = [b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
-            part, (server.master or web.registry.master).encode(),
-            server.first_seen + web.epoch, server.last_seen + web.epoch)
-            for server, part in zip(servers, parts(servers, "servers.json", server_json))]
+        rows = [with_times(part, server, web.epoch, web.registry.master)
+                for server, part in zip(servers, parts(servers, "servers.json", server_json))]
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(rows))
     return web.list_answer(request, list_filter(web, request), JSON_TYPE, make)
@@ -5490,7 +5602,26 @@ def get_server(web, request):
         raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
     if known:                           # it may have been here before it was listed this time
         shown.first_seen = min(shown.first_seen, known.first_seen)
-    return Answer(server_page(web.look, shown, listed, series, span, wall), HTML_TYPE)
+    base = web.look.url or "http://" + request.header("Host")
+    return Answer(server_page(web.look, shown, listed, series, span, wall, base), HTML_TYPE)
+
+
+def get_banner(web, request):
+    """A picture of one server for other pages, 560 × 95."""
+    key, _ = asked_server(request)
+    found, database = web.registry.get(*key), web.core.database
+    state, players, address = "is not known here", "", endpoint(*key[1:])
+    if found:
+        state = found.map if found.responding else "not responding"
+        players = "%d/%s" % (found.players, found.max_players or "?")
+    elif database:
+        found, = from_disk(request, lambda: [database.known(*key)])
+        if found:
+            state = "not listed since %s UTC" % minute(found.last_seen)
+    svg = fill(BANNER, name=found and clean(found.name) or address, state=state, players=players,
+               game=web.look.game_title(clean(key[0])), address=address,
+               spark=sparkline(web.recent.get(key, ())))
+    return Answer(svg.encode(), "image/svg+xml", 200 if found else 404, BANNER_FIELDS)
 
 
 def get_history_json(web, request):
@@ -5760,6 +5891,7 @@ playing                 Players in the game rather than watching.
 loop_delay_max_seconds  The longest round of the event loop in the last minutes.
 connections             Open connections.
 http_requests_total     HTTP requests by route and status.
+news_dropped_total      News that was not told, as there was too much in that minute.
 generation              How often a list has changed: a number that grows.
 cluster_connected       1 while the link to the other masters works.
 cluster_lag_seconds     How old what is known of their servers may be.
@@ -5824,6 +5956,7 @@ ROUTES = {
     "/": get_page,
     "/index.html": get_page,
     "/server": get_server,
+    "/banner.svg": get_banner,
     "/check": get_check,
     "/style.css": text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet"),
     "/app.js": text_route(APP_JS, "text/javascript; charset=utf-8"),
@@ -5839,6 +5972,35 @@ ROUTES = {
     "/list": get_list,
     "/geoip": text_route('{"continent":null}', JSON_TYPE),
 }
+
+
+# --- News ----------------------------------------------------------------------------------------
+
+# By format: which marks in a name mean something, what is put there so that it reads as it is
+# written and makes no mention and no link, and the body. Slack's format, which others take for
+# Markdown, has no backslash; a zero-width space parts a mark from what it is about.
+NEWS_FORMATS = {
+    "discord": ("[!-/:-@[-`{-~]", r"\\\g<0>",
+                b'{"content":%(text)s,"allowed_mentions":{"parse":[]}}'),
+    "slack": (r"([!-/:-@[-`{-~])\1*", "\\g<0>\u200b", b'{"text":%(escaped)s}'),
+    "text": ("", "", b"%(plain)s"),
+    "json": ("", "", b'{"event":"players","text":%(text)s,"server":%(server)s}'),
+}
+
+
+def news_message(format, server, settings, epoch, own=""):
+    """The type and the body of a message about this server; `own`: as in with_times()."""
+    marks, instead, body = NEWS_FORMATS[format]
+    names = {"name": server.name or endpoint(server.address, server.port),
+             "game": {**GAME_TITLES, **settings["games"]}.get(server.game, server.game),
+             "map": server.map or "?"}
+    url = settings["http.url"] and settings["http.url"] + server_link(server)
+    text = string.Template(settings["notify.text"]).safe_substitute(
+        {key: re.sub(marks, instead, name) for key, name in names.items()}, url=url,
+        players=server.players, max_players=server.max_players or "?").strip()
+    return TEXT_TYPE if format == "text" else JSON_TYPE, body % {
+        b"text": to_json(text), b"escaped": to_json(html.escape(text, quote=False)),
+        b"plain": text.encode(), b"server": with_times(server_json(server), server, epoch, own)}
 
 # ================================================================================================
 # 10  The table of protocols
@@ -5874,8 +6036,8 @@ PROTOCOLS = (
 # Sockets, threads and the clock, and what carries settings and list between files and registry. One
 # thread serves every listener and connection, with one time for all that a wake-up brings;
 # everything is made there, so nothing needs a lock. One more thread has the disk, one looks up host
-# names if there are any, and one talks to other masters, if there are some; the log's stands in
-# section 12.
+# names if there are any, one talks to other masters if there are some, and each webhook that was
+# told something has one; the log's stands in section 12.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -6219,6 +6381,21 @@ class TcpConnection:
         self.server.guarded(self.session.closed, now)
 
 
+def bound_output(connections, now):
+    """What waits for slow readers is bounded in all: the longest wait is closed first."""
+    waiting = [connection for connection in connections if connection.out]
+    waiting.sort(key=lambda connection: -connection.deadline)
+    total, seen = 0, set()              # many may wait for the same answer
+    for connection in waiting:
+        answer = connection.out.obj
+        if id(answer) not in seen:
+            seen.add(id(answer))
+            total += len(answer)
+        if total > OUTPUT_BYTES:
+            connection.tally.limited += 1
+            connection.close(now)
+
+
 class TcpListener:
     """A listening socket and its protocol."""
 
@@ -6329,6 +6506,117 @@ class WorkerThread:
         self.jobs.put(None)
         self.thread.join(timeout)
         return not self.thread.is_alive()
+
+
+# --- Webhooks ------------------------------------------------------------------------------------
+
+WEBHOOK_S = 10.0                    # for each try
+WEBHOOK_TRIES = 3                   # of one message
+WEBHOOK_RETRY_S = 5.0               # later, unless the answer names a time
+NEWS_PER_MINUTE = 10                # more is no news, and receivers have limits
+# Remembered: all of the longest `again_after`
+NEWS_SERVERS = NEWS_PER_MINUTE * DAY // MINUTE
+
+
+class AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Every answer is one: no redirect is followed, as news must go nowhere else."""
+
+    def http_response(self, request, response):
+        return response
+
+    https_response = http_response
+
+
+def post_url(url, type, body):
+    """POST once: the status, or what kept it from coming; and its Retry-After.
+
+    The text of an exception may have the URL in it, which is a secret; its type has not."""
+    try:
+        request = urllib.request.Request(url, body, {
+            "Content-Type": type, "User-Agent": "masterserver/" + __version__})
+        with urllib.request.build_opener(AnyStatus).open(request, timeout=WEBHOOK_S) as answer:
+            return str(answer.status), answer.headers.get("Retry-After", "")
+    except Exception as error:
+        return getattr(error, "reason", error).__class__.__name__, ""
+
+
+class Webhook(WorkerThread):
+    """A receiver of news, told in a thread of its own: one that hangs keeps nobody else waiting."""
+
+    failing, wanted = False, True
+
+    def __init__(self, name, place):
+        super().__init__("webhook " + name, lambda *result: None)
+        self.format, self.url = place.split()
+
+    def tell(self, type, body):
+        """Tell it one message; at a 429 until it takes it."""
+        tries = 0
+        while self.wanted and tries < WEBHOOK_TRIES:
+            status, pause = post_url(self.url, type, body)
+            good = status.startswith("2")
+            if good == self.failing:        # once, and when it works again
+                self.failing = not good
+                log.warning("%s answers: %s", self.name, status)
+            if good:
+                return
+            tries += status != "429"
+            time.sleep(int(pause) if re.fullmatch("[0-9]{1,4}", pause) else WEBHOOK_RETRY_S)
+
+
+class News:
+    """Tells webhooks when a listed server's players become as many as the ini says. Those that it
+    has when it is listed, or heard again after a restart, are no news.
+
+    Used as a protocol is: told the time, the settings, and `epoch` as Web."""
+
+    now = epoch = 0.0                               # now: of the last tick
+
+    def __init__(self, settings, registry, gauges):
+        self.registry, self.gauges, self.hooks = registry, gauges, []
+        self.few = set()                            # servers that told of fewer players
+        self.told = collections.OrderedDict()       # when it was told, by server
+        self.latest = collections.deque([-math.inf] * NEWS_PER_MINUTE, NEWS_PER_MINUTE)
+        gauges["news_dropped_total"] = 0
+        registry.watch(self.watch)
+        self.read(settings)
+
+    def read(self, settings):
+        self.stop()
+        self.settings = settings
+        self.hooks = [Webhook(*hook) for hook in settings["webhooks"].items()]
+
+    def stop(self):
+        for hook in self.hooks:
+            hook.wanted = False
+            hook.stop(0.0)
+
+    def tick(self, now):
+        self.now = now
+
+    def watch(self, event, server):
+        settings, now, had_few = self.settings, self.now, server in self.few
+        self.few.discard(server)
+        # From the server itself, and by this master; AIO's framed ones are listed before they tell
+        if event == "gone" or not server.confirmed or not server.responding or not (
+                server.packet or server.version or server.game != "aio"):
+            return
+        if server.players < settings["notify.players"]:
+            self.few.add(server)
+        elif (not had_few or not self.hooks or not self.registry.tells_of(server.key)
+              or server.game not in (settings["notify.games"] or [server.game])
+              or settings["notify.official_only"] > server.official
+              or now - self.told.get(server.key, -math.inf) < settings["notify.again_after"]):
+            return
+        elif now - self.latest[0] < MINUTE:
+            self.gauges["news_dropped_total"] += 1
+        else:
+            self.latest.append(now)
+            keep_latest(self.told, server.key, now, NEWS_SERVERS)
+            for hook in self.hooks:
+                message = news_message(hook.format, server, settings, self.epoch,
+                                       self.registry.master)
+                hook.submit(functools.partial(hook.tell, *message), None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
@@ -6696,6 +6984,7 @@ class Cluster:
         self.heard_at = {}                              # by master
         self.thread = WorkerThread("cluster", server.post)
         self.registry.watch(self.mark)
+        self.registry.tells_of = self.tells_of
         server.protocols.append(self)
         self.proceed(time.monotonic())
 
@@ -6801,6 +7090,10 @@ class Cluster:
                 self.show(key)
         self.proceed(now)
 
+    def tells_of(self, key):
+        """The first by its name."""
+        return all(self.name < name or key not in words for name, words in self.words.items())
+
     def mark(self, event, server):
         self.pending[server.key] = None if event == "gone" else server
         if event == "gone":
@@ -6898,7 +7191,8 @@ class MasterServer:
         self.poller = Poller(self.settings)
         self.health, self.gauges, self.tallies, self.cluster = {}, {}, {}, {}   # as in Core
         self.listeners: List[Listener] = []
-        self.protocols, self.udp, self.tcp = [], [], []
+        self.news = News(self.settings, self.registry, self.gauges)
+        self.protocols, self.udp, self.tcp = [self.news], [], []
         self.ways = {}              # the first socket of a protocol and a family (True: IPv6)
         self.connections = collections.OrderedDict()        # the one idle for longest first
         self.by_source = collections.defaultdict(int)       # how many they are
@@ -6909,7 +7203,7 @@ class MasterServer:
         self.database = Database(path) if path else None
         self.saved = None if self.database is None else SavedList(
             self.database, self.registry, self.disk, self.health)
-        if on_event is not None:
+        if on_event:
             self.registry.watch(functools.partial(self.guarded, on_event), every_master=True)
 
     def __enter__(self) -> MasterServer:
@@ -6998,6 +7292,7 @@ class MasterServer:
         elif self.database:
             self.database.close()
         self.names.stop(0.0)
+        self.news.stop()
         if self.link:
             self.link.close()
         self.deliver(now)
@@ -7065,7 +7360,7 @@ class MasterServer:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
             self.guarded(self.tick_protocol, protocol, now)
-        self.guarded(self.bound_output, now)
+        self.guarded(bound_output, self.connections, now)
         if self.saved:
             self.guarded(self.saved.tick, now, time.time())
         else:
@@ -7092,10 +7387,9 @@ class MasterServer:
                      server.name)
 
     def tell_epoch(self):
-        """Tell the pages what the wall clock says."""
+        """Tell the pages and the news what the wall clock says."""
         for protocol in self.protocols:
-            if isinstance(protocol, Web):
-                protocol.epoch = time.time() - time.monotonic()
+            protocol.epoch = time.time() - time.monotonic()
 
     def resolve(self, host, done, like=""):
         """Look a host name up in a thread of its own, which can take half a minute."""
@@ -7153,20 +7447,6 @@ class MasterServer:
             self.udp.append(place)
             self.ways.setdefault((protocol, ":" in host), place)
         self.selector.register(sock, selectors.EVENT_READ, place.ready)
-
-    def bound_output(self, now):
-        """What waits for slow readers is bounded in all: the longest wait is closed first."""
-        waiting = [connection for connection in self.connections if connection.out]
-        waiting.sort(key=lambda connection: -connection.deadline)
-        total, seen = 0, set()              # many may wait for the same answer
-        for connection in waiting:
-            answer = connection.out.obj
-            if id(answer) not in seen:
-                seen.add(id(answer))
-                total += len(answer)
-            if total > OUTPUT_BYTES:
-                connection.tally.limited += 1
-                connection.close(now)
 
     # Settings
 
@@ -8221,6 +8501,21 @@ def check(settings):
     return EXIT_OK
 
 
+# --- A test of the webhooks ----------------------------------------------------------------------
+
+def command_notify(arguments):
+    """Tell of a server that does not exist, and say what each webhook answered."""
+    settings, good = load_settings(arguments), True
+    server = Server("iceball", "203.0.113.7", 20737, "", 0.0, 0.0, "A test of the news")
+    for name in arguments.name or settings["webhooks"] or [""]:
+        with failing_with(EXIT_USAGE, "[webhooks] has no such NAME", KeyError):
+            format, url = settings["webhooks"][name].split()
+        status, _ = post_url(url, *news_message(format, server, settings, time.time()))
+        say("%s: %s" % (name, status))
+        good &= status.startswith("2")
+    return EXIT_OK if good else EXIT_FAILED
+
+
 # --- list and ping ------------------------------------------------------------------------------
 
 def show(arguments, ask, port):
@@ -8370,20 +8665,31 @@ commands, each with a --help of its own:
   announce  announce a game server that cannot do it itself
   ping      query a game server
   list      show a master's list
-  export    write a master's list as XML"""
+  export    write a master's list as XML
+  notify    tell the webhooks in the settings, as a test"""
 ANNOUNCE_HELP = """\
 Announce a game server to one or several masters, in its game's own protocol, until told to stop.
 Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
 AIO), they are answered here if that UDP port is free."""
 
 
-def serve_arguments(parser):
+def settings_arguments(parser):
     parser.epilog = EXIT_STATUSES
     add = parser.add_argument
     add("--config", metavar="FILE",
         help="read the settings from FILE, not from masterserver.ini beside the program")
     add("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
         help="set this, whatever the ini says; repeatable")
+    add("-v", "--verbose", action="store_true", help="log at debug level")
+    return add
+
+
+def notify_arguments(parser):
+    settings_arguments(parser)("name", metavar="NAME", nargs="*", help="of a webhook; none: all")
+
+
+def serve_arguments(parser):
+    add = settings_arguments(parser)
     add("--check", action="store_true",
         help="say what is wrong with the settings, or probably wrong on this machine, and exit")
     add("--print-config", action="store_true",
@@ -8392,7 +8698,6 @@ def serve_arguments(parser):
         help="write what listens where to FILE, as JSON, once everything listens")
     add("--exit-with-stdin", action="store_true",
         help="exit when standard input is closed, as a child process should")
-    add("-v", "--verbose", action="store_true", help="log at debug level")
     add("--version", action="version", version="masterserver.py " + __version__)
 
 
@@ -8458,6 +8763,7 @@ COMMANDS = {
     "ping": (command_ping, ping_arguments, "Query a game server."),
     "list": (command_list, list_arguments, "Show a master's list."),
     "export": (command_export, export_arguments, EXPORT_HELP),
+    "notify": (command_notify, notify_arguments, "Tell the webhooks of a server, as a test."),
 }
 
 

@@ -16,6 +16,7 @@ import errno
 import glob
 import functools
 import gzip
+import html
 import html.parser
 import http.client
 import http.server
@@ -37,6 +38,7 @@ import signal
 import socket
 import socketserver
 import sqlite3
+import ssl
 import statistics
 import struct
 import subprocess
@@ -3612,7 +3614,8 @@ class PagesTest(unittest.TestCase):
                       page_of(gone, link_to(server)), page_of(gone), page_of(gone, "/" + quoted)]
         for page in pages:
             for tag, attributes in Outline(page).tags:
-                self.assertNotIn(tag, ("img", "iframe", "object", "rows"))
+                self.assertTrue(tag != "img" or attributes["src"].startswith("/banner.svg?game="))
+                self.assertNotIn(tag, ("iframe", "object", "rows"))
                 self.assertTrue(tag != "script" or attributes == {"src": "/app.js", "defer": None})
                 for name, value in attributes.items():
                     self.assertFalse(name.startswith("on") or name == "style", attributes)
@@ -4142,6 +4145,17 @@ class BrowserTest(BrowserCase):
         self.js("document.querySelector('[name=address]').value = '203.0.113.5'")
         self.js("document.querySelector('form button').click()")
         eventually(lambda: "Nothing has arrived from 203.0.113.5" in (self.of("main") or ""))
+
+
+class BannerInBrowserTest(BrowserCase):
+    def test_on_its_page_and_alone(self):
+        server = self.site.servers[0]
+        self.open(link_to(server))
+        eventually(lambda: self.js("document.images[0].naturalWidth") == 560)
+        for dark, ground in ((False, "rgb(252, 251, 248)"), (True, "rgb(19, 18, 16)")):
+            self.browser.resize(1280, dark=dark)
+            self.open(ms.server_link(server, "/banner.svg"))
+            self.assertEqual(self.css(".card", "fill"), ground)
 
 
 class LayoutTest(BrowserCase):
@@ -5975,6 +5989,449 @@ class LuantiOnTheWire(unittest.TestCase):
         listed(server, 1)
         game.kill()
         listed(server, 0)
+# --- Banners and previews ------------------------------------------------------------------------
+
+class BannerTest(unittest.TestCase):
+    def banner(self, web, server):
+        """Its status and its texts: the name, what is below it, the address, players."""
+        request = http_request(ms.server_link(server, "/banner.svg"))
+        status, headers, body, _ = split_response(answered(web.session("127.0.0.1", 0.0), request))
+        self.assertEqual(
+            (headers["Content-Type"], headers["Cache-Control"], headers["Vary"],
+             headers["Content-Security-Policy"]),
+            ("image/svg+xml", "public, max-age=60", "Accept-Encoding",
+             "default-src 'none'; style-src 'unsafe-inline'"))
+        document = xml.dom.minidom.parseString(body).documentElement
+        self.assertEqual(document.getAttribute("viewBox"), "0 0 560 95")
+        self.assertNotRegex(body, b"<(script|image|foreignObject|use)|href|on[a-z]+=|url\\([^#]")
+        self.assertEqual(b"<path" in body, server.key in web.recent)
+        return [status] + [
+            "".join(node.data if node.nodeType == node.TEXT_NODE else node.firstChild.data
+                    for node in text.childNodes) for text in document.getElementsByTagName("text")]
+
+    def test_what_it_says(self):
+        place, seen = "192.0.2.1:27790", WALL - 9000
+        for server, *texts in (
+                (make_server(), "Iceball Server", "Iceball mesa", place, "3/32"),
+                (make_server(players=32), "Iceball Server", "Iceball mesa", place, "32/32"),
+                (make_server(players=0, max_players=0, map=""), "Iceball Server", "Iceball ",
+                 place, "0/?"),
+                (make_server(responding=False, name=""), place, "Iceball not responding", place,
+                 "3/32"),
+                (make_server("x", "2001:db8::1", name="日" * 30), "日" * 30, "x mesa",
+                 "[2001:db8::1]:27790", "3/32"),
+                (make_server(name="<b a='&\">"), "<b a='&\">", "Iceball mesa", place, "3/32")):
+            self.assertEqual(self.banner(web_of([server]), server), [200, *texts])
+        server = make_server()
+        self.assertEqual(self.banner(web_of([], ms.Remembered(0.0, seen, "Was\0 here")), server),
+                         [200, "Was here", "Iceball not listed since 2026-11-20 22:30 UTC", place,
+                          ""])
+        self.assertEqual(self.banner(web_of([]), server),
+                         [404, place, "Iceball is not known here", place, ""])
+        self.assertEqual(self.banner(ms.Web(make_core()), make_server("\1<x>"))[0::2],
+                         [404, "<x> is not known here", ""])
+
+    def test_the_lines_to_copy(self):
+        server = make_server("my game", "2001:db8::1")
+        query = "game=my%20game&address=2001%3Adb8%3A%3A1&port=27790"
+        for url, base in (("", "http://x"), ("https://games.example", "https://games.example")):
+            web = web_of([server])
+            web.look = web.look._replace(url=url)
+            outline = Outline(page_of(web, link_to(server)))
+            link, banner = base + "/server?" + query, base + "/banner.svg?" + query
+            for line in ("[url=%s][img]%s[/img][/url]" % (link, banner),
+                         "[![[2001:db8::1]:27790](%s)](%s)" % (banner, link),
+                         '<a href="%s"><img src="%s"\nalt="[2001:db8::1]:27790" width="560" '
+                         'height="95"></a>' % (link, banner)):
+                self.assertIn(line, outline.text)
+            self.assertIn("/banner.svg?" + query,
+                          [attributes.get("src") for _, attributes in outline.tags])
+
+    def test_previews(self):
+        servers = [make_server(name="Castle siege", players=5),
+                   make_server(name="\"><b>", address="192.0.2.2", players=2),
+                   *[make_server(address="192.0.2.%d" % index, players=0)
+                     for index in range(3, 15)]]
+        title, gone = "Open Game Masters", ms.Remembered(0.0, WALL - 9000, "Old")
+        server, own = servers[0], ms.server_link(servers[0])
+        for web, path, og_title, about, link in (
+                (web_of(servers), "/", title, "7 players on 2 of 14 servers: Castle siege 5, "
+                 '"><b> 2', "/"),
+                (web_of([make_server(name="", players=1)]), "/?game=iceball", "Iceball · " + title,
+                 "1 player on 1 of 1 server: 192.0.2.1:27790 1", "/?game=iceball"),
+                (web_of([]), "/", title, "0 players on 0 of 0 servers", "/"),
+                (web_of([make_server(address="192.0.2.%d" % index, players=1)
+                         for index in range(1, 10)]), "/", title,
+                 "9 players on 9 of 9 servers: " + ", ".join(["Iceball Server 1"] * 5), "/"),
+                (web_of(servers), link_to(server), "Castle siege · " + title,
+                 "5 players · Iceball · CTF · mesa", own),
+                (web_of([], gone), link_to(server), "Old · " + title,
+                 "0 players · Not listed now. Last seen 2 h ago. Why?", own),
+                (web_of([]), "/check", "Is my server listed? · " + title,
+                 "Is my server listed? · " + title, "")):
+            for url in "", "https://games.example":
+                web.look = web.look._replace(url=url)
+                web.forget_answers()
+                found = {attributes.get("property") or attributes.get("name"):
+                         attributes["content"] for tag, attributes in
+                         Outline(page_of(web, path)).tags if "content" in attributes}
+                wanted = {"description": about, "og:description": about, "og:title": og_title,
+                          "og:site_name": title}
+                if url and link:
+                    wanted["og:url"] = url + link
+                del found["viewport"], found["color-scheme"]
+                self.assertEqual(found, wanted, path)
+
+
+# --- News ----------------------------------------------------------------------------------------
+
+class NewsTest(unittest.TestCase):
+    """With a clock that the tests move. No thread is started: what webhooks are to be told waits
+    in `jobs`."""
+
+    def news(self, **settings):
+        self.core = make_core(**{"webhooks__ours": "json https://h.example/SECRET", **settings})
+        self.registry, self.now, self.gauges = self.core.registry, 1e6, {}
+        patch = mock.patch.object(threading.Thread, "start")
+        patch.start()
+        self.addCleanup(patch.stop)
+        return ms.News(self.core.settings, self.registry, self.gauges)
+
+    def hear(self, players, port=1, game="mygame", **fields):
+        return self.registry.hear(game, "203.0.113.9", port, "203.0.113.9", self.now, 1e9,
+                                  {"name": "S", "players": players, **fields})
+
+    def messages(self, news, seconds=1.0):
+        """How many messages wait now; then time passes, as the news are told."""
+        waiting = [hook.jobs.get() for hook in news.hooks for _ in range(hook.jobs.qsize())]
+        self.now += seconds
+        news.tick(self.now)
+        return len(waiting)
+
+    def test_who_becomes_many(self):
+        """What is heard one after another, and after which of it there is a message."""
+        for told, *steps in (
+                ("3", 0, 1, 2, 3), ("2", 0, 65535), ("", 2, 2, 3), ("3", 5, 1, 5),
+                ("", 0, 1, 1, 0)):
+            news, found = self.news(), ""
+            for step, players in enumerate(steps, 1):
+                self.hear(players)
+                found += str(step) * self.messages(news)
+            self.assertEqual(found, told, steps)
+
+    def test_not_again_before_its_time(self):
+        news = self.news(notify__again_after="100")
+        news.tick(self.now)
+        for players, seconds, told in ((1, 1, 0), (2, 50, 1), (1, 1, 0), (2, 48, 0), (1, 1, 0),
+                                       (2, 1, 1)):
+            self.hear(players)
+            self.assertEqual(self.messages(news, seconds), told)
+        self.registry.remove(self.registry.get("mygame", "203.0.113.9", 1))     # that forgets none
+        for players in 1, 2:
+            self.hear(players)
+        self.assertEqual(self.messages(news), 0)
+
+    def test_what_was_not_known_before_is_no_news(self):
+        """A restart, a server that answers again, AIO's framed ones before they are asked."""
+        for restored in 0, 5:
+            news = self.news()
+            server = ms.Server("mygame", "203.0.113.9", 1, "203.0.113.9", 0.0, 1e9,
+                               players=restored)
+            server.confirmed = False
+            self.registry.insert(server)
+            self.hear(5)
+            self.assertEqual(self.messages(news), 0)
+        self.hear(0, 2, responding=False)
+        for told, fields in ((0, {"responding": True, "players": 5}), (0, {"players": 1}),
+                             (1, {"players": 2})):
+            self.registry.update(self.registry.get("mygame", "203.0.113.9", 2), fields)
+            self.assertEqual(self.messages(news), told)
+        framed = self.hear(0, 3, "aio")
+        for told, players in ((0, 5), (0, 0), (1, 5)):
+            self.registry.update(framed, {"players": players, "version": "134"})
+            self.assertEqual(self.messages(news), told)
+        self.registry.update(framed, {"players": 0})
+        for server in self.registry.servers():
+            self.registry.remove(server)
+        self.assertEqual(news.few, set())              # nothing is kept of who has gone
+
+    def test_only_what_the_ini_wants(self):
+        for settings, wanted in (
+                ({}, "123"), ({"notify__games": "iceball, b"}, "13"),
+                ({"notify__players": "4"}, ""),
+                ({"notify__official_only": "yes", "official__203.0.113.9:2": "yes"}, "2"),
+                ({"webhooks__two": "text http://b/"}, "123")):
+            news = self.news(**settings)
+            for players in 0, 3:
+                for port, game in ((1, "iceball"), (2, "aio"), (3, "b")):
+                    self.hear(players, port, game, packet="S")
+            found = "".join(sorted(str(port) for _, _, port in news.told))
+            self.assertEqual({hook.jobs.qsize() for hook in news.hooks}, {len(wanted)})
+            self.assertEqual(found, wanted, settings)
+
+    def test_a_flood_is_ten_messages_and_bounded(self):
+        news = self.news(limits__servers_per_source="2000", notify__again_after="60")
+        told = 0
+        for _ in range(3):                              # minutes
+            for players, port in itertools.product((0, 2), range(1, 1001)):
+                self.hear(players, port)
+            told += self.messages(news, 60)
+        self.assertEqual((told, self.gauges["news_dropped_total"]), (30, 2970))
+        self.assertEqual((len(news.told), news.few), (10, set()))
+
+    NAMES = ("@everyone @here", "<@&1> <!channel> &lt; &", "[a](http://b) http://c www.d.e",
+             "**x**", "`x` ``` ~~x~~ _x_ __", '" \\" $name %s', "日本 # 1. > -",
+             "||x|| :smile: <t:1:R> #general")
+
+    def test_the_bodies(self):
+        for name in self.NAMES:
+            server = make_server(name=name, map=name, players=7)
+            settings = ms.Settings({"http.url": "https://games.example"})
+            text = "7 of 32 are playing on %s (Iceball, map %s) https://games.example%s" % (
+                name, name, ms.server_link(server))
+            bodies = {}
+            for format in ms.NEWS_FORMATS:
+                type, body = ms.news_message(format, server, settings, WALL)
+                bodies[format] = body.decode("utf-8")
+                self.assertEqual(type, "text/plain; charset=utf-8" if format == "text" else
+                                 "application/json; charset=utf-8")
+            self.assertEqual(bodies["text"], text)
+            row = json.loads(ms.with_times(ms.server_json(server), server, WALL, ""))
+            self.assertEqual(json.loads(bodies["json"]),
+                             {"event": "players", "text": text, "server": row})
+            self.assertEqual((row["name"], row["last_seen"]), (name, int(WALL) - 12))
+            discord, slack = json.loads(bodies["discord"]), json.loads(bodies["slack"])
+            self.assertEqual(discord["allowed_mentions"], {"parse": []})
+            # Read as CommonMark reads it, every mark is text
+            self.assertEqual(re.sub(r"\\([!-/:-@[-`{-~])", r"\1", discord["content"]), text)
+            names = discord["content"].partition("https")[0]
+            self.assertNotRegex(re.sub(r"\\.", "", names).replace("(Iceball, map ", ""),
+                                r"[!-'*-/:-@[-`{-~]")
+            self.assertEqual(html.unescape(slack["text"]).replace("\u200b", ""), text)
+            self.assertNotRegex(slack["text"].partition("https")[0],
+                                r"[<>]|@\w|\]\(|:[/\w]|\.\w|#\w|\*\u200b\*|&(?!lt;|gt;|amp;)")
+        empty = make_server(name="", map="", max_players=0, game="own")
+        for text, settings in (
+                ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
+                ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
+            self.assertEqual(ms.news_message("text", empty, ms.Settings(settings), 0.0)[1].decode(),
+                             text)
+
+    def test_failures_are_tried_again_and_told_once(self):
+        """Statuses, the pauses after them, and what is logged."""
+        for answers, pauses, lines in (
+                ((("500", ""), ("204", "")), [5], ["500", "204"]),
+                ((("404", ""), ("timeout", ""), ("302", "")), [5, 5, 5], ["404"]),
+                ((("429", "7"), ("429", "2"), ("429", ""), ("429", "x"), ("200", "")),
+                 [7, 2, 5, 5], ["429", "200"]),
+                ((("429", "99999"), ("503", "60"), ("204", "")), [5, 60], ["429", "204"])):
+            hook = ms.Webhook("ours", "json https://h.example/SECRET")
+            with self.assertLogs("masterserver", "WARNING") as logged, \
+                    mock.patch.object(ms, "post_url", side_effect=answers) as posted, \
+                    mock.patch.object(ms.time, "sleep") as slept:
+                hook.tell("text/plain", b"b")
+            self.assertEqual(posted.mock_calls, len(answers) * [
+                mock.call("https://h.example/SECRET", "text/plain", b"b")])
+            self.assertEqual(slept.mock_calls, [mock.call(pause) for pause in pauses])
+            self.assertEqual([line.rpartition(": ")[2] for line in logged.output], lines)
+            self.assertNotIn("SECRET", str(logged.output))
+            self.assertIn("webhook ours", logged.output[0])
+
+    def test_a_full_queue_and_a_reload(self):
+        news = self.news(webhooks__hangs="text http://hangs/", notify__again_after="0")
+        for _ in range(ms.WORKER_JOBS + 9):             # nothing of it is taken
+            self.hear(0)
+            self.hear(2)
+            self.now += 6.0
+            news.tick(self.now)
+        old = news.hooks
+        self.assertEqual([hook.jobs.qsize() for hook in old], [ms.WORKER_JOBS] * 2)
+        with mock.patch.object(threading.Thread, "join"):
+            reload(self.core, news, webhooks__third="text http://third/")
+        with mock.patch.object(ms, "post_url") as posted:
+            for hook in old:
+                hook.work()                             # ends, and tells what waits to nobody
+        posted.assert_not_called()
+        self.assertEqual([hook.name for hook in news.hooks], ["webhook third"])
+        self.hear(0, 99)
+        self.hear(2, 99)
+        self.assertEqual(self.messages(news), 1)
+
+    def test_nobody_to_tell(self):
+        news = self.news()
+        reload(self.core, news)
+        for players in 0, 2:
+            self.hear(players)
+        self.assertEqual((news.hooks, dict(news.told)), ([], {}))
+
+
+class Receiver(http.server.ThreadingHTTPServer):
+    """Takes webhooks; the path says what it answers. `got`: path and body of each."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), ReceiverHandler)
+        self.got, self.works = [], threading.Event()
+        self.url = "http://127.0.0.1:%d" % self.server_address[1]
+        threading.Thread(target=self.serve_forever, args=(.05,), daemon=True).start()
+
+    def close(self):
+        self.works.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request, client_address):
+        pass                            # TLS that fails, a client that has gone
+
+
+class ReceiverHandler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.got.append((self.command + " " + self.path, body.decode("utf-8"),
+                                self.headers["Content-Type"]))
+        what = self.path.split("/")[1]
+        if what == "hang" and not self.server.works.is_set():
+            self.server.works.wait(20)
+            return
+        self.send_response(204 if not what.isdigit() or self.server.works.is_set() else int(what))
+        self.send_header("Location", self.server.url + "/elsewhere")
+        if what == "429":
+            self.send_header("Retry-After", "2")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST
+
+    def log_message(self, *arguments):
+        pass
+
+
+CLOSED = "http://127.0.0.1:1/SECRET"        # nobody listens there
+
+
+class WebhookTest(unittest.TestCase):
+    """Over real sockets, to a receiver of our own."""
+
+    def setUp(self):
+        self.receiver = Receiver()
+        self.addCleanup(self.receiver.close)
+        patch = mock.patch.object(ms, "WEBHOOK_S", 0.6)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def test_what_each_answer_is(self):
+        for path, *answer in (("/ok", "204", ""), ("/302/x", "302", ""), ("/404", "404", ""),
+                              ("/429", "429", "2"), ("/500", "500", "")):
+            found = ms.post_url(self.receiver.url + path, "text/plain", b"b")
+            self.assertEqual(found, tuple(answer))
+        self.assertEqual([got[0] for got in self.receiver.got],
+                         ["POST /ok", "POST /302/x", "POST /404", "POST /429", "POST /500"])
+        self.assertEqual(self.receiver.got[0][1:], ("b", "text/plain"))
+        for url, words in ((self.receiver.url + "/hang", "timeout|TimeoutError"),
+                           (CLOSED, "ConnectionRefusedError"), ("SECRET", "ValueError"),
+                           ("http://no.invalid/", "gaierror"),
+                           ("http://127.0.0.1:1x/", "InvalidURL")):
+            self.assertRegex(ms.post_url(url, "text/plain", b"b")[0], "^(%s)$" % words)
+
+    @unittest.skipUnless(shutil.which("openssl"), "no openssl on PATH")
+    def test_a_bad_certificate(self):
+        with tempfile.TemporaryDirectory() as folder:
+            pem = os.path.join(folder, "both.pem")
+            subprocess.run(
+                ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
+                 "/CN=localhost", "-keyout", pem, "-out", pem + ".crt"], check=True,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(pem + ".crt", pem)
+        self.receiver.socket = context.wrap_socket(self.receiver.socket, server_side=True)
+        url = self.receiver.url.replace("http:", "https:") + "/SECRET"
+        self.assertEqual(ms.post_url(url, "text/plain", b"b"), ("SSLCertVerificationError", ""))
+        self.assertEqual(self.receiver.got, [])
+
+    def test_in_the_program(self):
+        """Hooks of every bad kind: one line of each in the log, announcements as before, the good
+        ones are told at once, and all of them once they work."""
+        hooks = {"ours": "discord %s/ok", "hang": "text %s/hang/SECRET",
+                 "moved": "text %s/302/SECRET", "none": "text %s/404/SECRET",
+                 "busy": "text %s/429/SECRET", "down": "json %s/500/SECRET"}
+        settings = {"webhooks__" + name: hook % self.receiver.url for name, hook in hooks.items()}
+        with mock.patch.object(ms, "WEBHOOK_RETRY_S", 0.1), mock.patch.object(ms, "TICK_S", 0.1), \
+                self.assertLogs("masterserver", "WARNING") as logged, \
+                master(http__ports="0", games__mygame="My Game", limits__requests="1000",
+                       limits__connections_open="999", notify__text="$players on $name",
+                       webhooks__gone="text " + CLOSED, **settings) as server:
+            def announce(players):
+                began = time.monotonic()
+                body = b"game=mygame&port=5&name=A+name&players=%d" % players
+                answer = fetch(port_of(server, "http"), "/announce", method="POST", body=body)
+                self.assertEqual(answer[0], 200)
+                return time.monotonic() - began
+
+            def told(path):
+                return [got for got in self.receiver.got if got[0].startswith("POST " + path)]
+
+            for players in 0, 1, 2:
+                announce(players)
+            eventually(lambda: told("/ok"), 3)
+            self.assertLess(max(announce(3) for _ in range(50)), 0.5)
+            self.assertEqual(json.loads(told("/ok")[0][1])["content"], "2 on A name")
+            self.assertEqual((len(told("/ok")), len(told("/429"))), (1, 1))     # which is obeyed
+            eventually(lambda: len(told("/404")) == 3 and len(told("/hang")) == 3, 10)
+            self.assertEqual(told("/elsewhere") + [got for got in self.receiver.got
+                                                  if got[0].startswith("GET")], [])
+            self.assertEqual(len(logged.output), 6)
+            self.assertIn(b"masterserver_news_dropped_total 0\n",
+                          fetch(port_of(server, "http"), "/metrics")[2])
+            self.receiver.works.set()
+            eventually(lambda: len(told("/429")) == 2, 10)      # works again by itself
+            eventually(lambda: len(logged.output) == 7)
+        eventually(lambda: "masterserver webhook ours" not in
+                   [thread.name for thread in threading.enumerate()])
+        for secret in "SECRET", "127.0.0.1:%d" % self.receiver.server_address[1]:
+            self.assertNotIn(secret, "\n".join(logged.output))
+        found = " ".join(sorted(line.rpartition("webhook ")[2] for line in logged.output))
+        self.assertRegex(found, "^busy answers: 204 busy answers: 429 down answers: 500 gone "
+                                "answers: ConnectionRefusedError hang answers: [Tt]imeout(Error)? "
+                                "moved answers: 302 none answers: 404$")
+
+    def test_the_command(self):
+        good, bad = self.receiver.url + "/ok", self.receiver.url + "/404/SECRET"
+
+        def run(*words):
+            return command("notify", "--config", os.devnull, "--set", "webhooks.good=slack " + good,
+                           "--set", "webhooks.bad=text " + bad, *words)
+        self.assertEqual(run("good"), (0, "good: 204\n", ""))
+        self.assertEqual(json.loads(self.receiver.got[-1][1]),
+                         {"text": "0 of ? are playing on A test of the news (Iceball, map "
+                                  "?\u200b)"})
+        self.assertEqual(run(), (1, "good: 204\nbad: 404\n", ""))
+        for words in (run("other"), command("notify", "--config", os.devnull)):
+            self.assertEqual(words[:2], (2, ""))
+            self.assertIn("[webhooks] has no such NAME", words[2])
+
+    def test_no_error_tells_a_url(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "some.ini")
+            for line, words in (
+                    ("ours = discordd https://h/SECRET", r"\[webhooks\] ours = …: expected FORMAT"),
+                    ("ours = discord h/SECRET", "begins with https://"),
+                    ("ours = text ftp://h/SECRET", "begins with https://"),
+                    ("ours = text https://me:SECRET@h/", "begins with https://"),
+                    ("ours = text https://h/a\n  SECRET", "begins with https://"),
+                    ("my hook = text https://h/SECRET", r"\[webhooks\] my = …: expected 1 to 32"),
+                    ("discord https://h/SECRET?a=b", r"\[webhooks\] discord = …: expected FORMAT"),
+                    ("ours discord https://h/SECRET", r"\[line +2\]")):
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write("[webhooks]\n%s\n" % line)
+                status, out, err = command("--config", path, "--check")
+                self.assertEqual((status, out), (2, ""), line)
+                self.assertRegex(err, "some.ini.*" + words)
+                self.assertNotIn("SECRET", err)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write("ours = text https://h/SECRET")
+            self.assertNotIn("SECRET", command("--config", path, "--check")[2])
+        self.assertNotIn("SECRET", command("--set", "webhooks.ours text https://h/SECRET")[2])
 
 
 # --- Event loop ----------------------------------------------------------------------------------
@@ -6310,7 +6767,7 @@ class ConnectionTest(unittest.TestCase):
             asked.append(connection)
         for limit, left in ((18 << 20, range(3, 12)), (3 << 20, range(8, 12))):
             with mock.patch.object(ms, "OUTPUT_BYTES", limit):
-                server.bound_output(19.0)
+                ms.bound_output(server.connections, 19.0)
             self.assertEqual([number for number in range(12) if not self.closed(asked[number])],
                              list(left))
 
