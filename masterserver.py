@@ -9,7 +9,7 @@
 One file, standard library only, CPython 3.8 or later or PyPy. Read from the top, each section uses
 only what stands above it:
 
-     1  this text                   7  protocols: poller, Iceball, Hyperbol, SubSpace, AIO, Luanti
+     1  this text                   7  protocols: poller, and a class or two a game
      2  limits                      8  pages: HTML, CSS, JavaScript
      3  settings                    9  web: routes, lists as JSON, XML and pages
      4  wire helpers               10  PROTOCOLS, the table that names them all
@@ -22,6 +22,7 @@ only what stands above it:
     Hyperbol                 TCP 20203, servers polled by UDP         class Hyperbol
     SubSpace                 UDP 4991 (announce, ping), 4990 (list)   SubSpacePing, SubSpaceList
     AIO, three dialects      TCP 27011                                class Aio
+    Quake III, its family    UDP 27950                                class Quake3
     Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
     any other game           HTTP POST /announce                      post_announce in section 9
 
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import base64
 import codecs
 import collections
 import concurrent.futures
@@ -349,6 +351,14 @@ def read_rate(text):
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
 
 
+def read_heartbeat_tag(text):
+    """`TAG = GAME`, two words."""
+    match = re.fullmatch(r"(\S+)\s*=\s*(\S+)", text)
+    if not match:
+        raise ValueError("%r is not TAG = GAME" % text)
+    return match.groups()
+
+
 def read_iceball_version(text):
     """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits.
 
@@ -427,6 +437,14 @@ SETTINGS = (
     Setting("aio.news", "", read_text, "What players read under News."),
     Setting("aio.news_file", "", read_line,
             "A text file to read the news from instead; read again when it changes."),
+    Setting("quake3.port", "27950", read_port,
+            "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
+    Setting("quake3.games", "", read_list(str.lower),
+            "Games to list, such as xonotic, openarena; or !nexuiz: all but this; empty: all."),
+    Setting("quake3.tags", "", read_list(read_heartbeat_tag, "\n"),
+            "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
+    Setting("quake3.timeout", "900", read_number(1, 86400, float),
+            "Seconds after its last answer in which a server is removed, unless polls do sooner."),
     Setting("luanti.enabled", "yes", read_flag,
             "List the Luanti servers that announce themselves on the ports of [http].",
             live=False),
@@ -442,7 +460,7 @@ SETTINGS = (
     Setting("cluster.prefix", "masterserver", read_word,
             "What their keys there begin with; masters with another one are not seen.", live=False),
     Setting("poll.interval", "30", read_number(5, 3600, float),
-            "Seconds between two queries to one game server (Hyperbol, SubSpace, AIO)."),
+            "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", read_number(1, 100000),
             "Queries per second at most, to all servers together."),
     Setting("notify.players", "2", read_number(1, PLAYERS_MAX),
@@ -803,14 +821,14 @@ class Cookie:
     `key`: 16 bytes. `make` gives `size` bytes over the message in the window of `now`; `good`
     accepts those of this window and the one before."""
 
-    def __init__(self, key, size=COOKIE_MAC_BYTES):
-        self.key, self.size = key, size
+    def __init__(self, key, size=COOKIE_MAC_BYTES, window_s=COOKIE_WINDOW_S):
+        self.key, self.size, self.window_s = key, size, window_s
         self.turn(0.0)
 
     def turn(self, now):
         """Begin the window of `now`."""
-        window = int(now // COOKIE_WINDOW_S)
-        self.ends = (window + 1.0) * COOKIE_WINDOW_S
+        window = int(now // self.window_s)
+        self.ends = (window + 1.0) * self.window_s
         # BLAKE2's own keyed mode would pad the key to a block and compress a second one each time
         self.previous, self.current = (
             hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
@@ -1006,8 +1024,8 @@ class Server:
     playing      in ships, on the field; None: the protocol is silent
     verified     how it is known to be there: handshake, query, connection, or self-reported
     announced    what Luanti's told, as its list has it
-    packet       what its protocol remembers of it: the hash of what Iceball's has proven, the Claim
-                 of SubSpace's, the name as AIO's has published it
+    packet       what its protocol remembers of it: the hash of what Iceball's has proven or Quake
+                 III's has answered, the Claim of SubSpace's, the name as AIO's has published it
     official, priority   the operator's marks
     confirmed    heard from since this program started
     pinned       named by the ini: it stays, as not responding, however long it is silent
@@ -1079,6 +1097,8 @@ class Registry:
     def __init__(self, rules):
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, address and port
+        # Of games that nobody but their servers names; they go with their last server
+        self.titles = {}
         self.sources = collections.defaultdict(int)         # how many, by source_keys()
         self.total = 0
         self.generation = 0
@@ -1193,7 +1213,10 @@ class Registry:
         """The same, whoever has heard it; one that has left already changes nothing."""
         if server is None or self.get(*server.key) is not server:
             return
-        del self.games[server.game][server.address, server.port]
+        listed = self.games[server.game]
+        del listed[server.address, server.port]
+        if not listed and self.titles.pop(server.game, ""):
+            del self.games[server.game]
         self.count_source(server, -1)
         self.total -= 1
         self.changed("gone", server)
@@ -1774,6 +1797,7 @@ class Target:
         self.querier, self.address, self.server_port = querier, address, server_port
         self.port = server_port + querier.offset
         self.key = querier.game, address, server_port
+        self.game = querier.game            # that its server is listed under
         self.phase = CHANCE.random()        # its place in the interval, from 0 to 1
 
 
@@ -1783,6 +1807,7 @@ class Querier:
     registry: Registry
     game = ""                       # as in the registry
     offset = 0                      # from a server's port to the one that answers queries
+    timeout_s, attempts = POLL_TIMEOUT_S, POLL_ATTEMPTS     # of each query, and how many in a poll
 
     def nonce(self) -> int:
         """What a query carries and its answer must: an unsigned 32-bit integer."""
@@ -1793,7 +1818,8 @@ class Querier:
 
     def answer(self, target: Target, data: bytes, now: float) -> bool:
         """Take an answer. True: the poll is complete. False: the next tick asks a further question.
-        Raises Malformed if it is none, or not to this query (`target.nonce`)."""
+        Raises Malformed if it is none, or not to this query (`target.nonce`); Refused counts as
+        much."""
         raise NotImplementedError
 
     def goodbye(self, data: bytes) -> bytes:
@@ -1860,7 +1886,7 @@ class Poller(UdpProtocol):
             target.ping_ms = (now - target.asked_at) * 1000
             try:
                 complete = querier.answer(target, data, now)
-            except Malformed as error:                  # perhaps another game's
+            except (Malformed, Refused) as error:       # perhaps another game's
                 wrong = target.wrong = str(error)
                 continue
             target.missed = 0
@@ -1882,14 +1908,14 @@ class Poller(UdpProtocol):
             if target.asked_at is not None:
                 target.asked_at = None
                 target.unanswered += 1
-            if target.unanswered == POLL_ATTEMPTS:
+            if target.unanswered == target.querier.attempts:
                 target.missed += 1
                 if target.querier.missed(target, now):
                     self.remove(target)
                 self.rest(target, now)
             elif len(out) < self.rate:
                 target.nonce = target.querier.nonce()
-                target.asked_at, target.due = now, now + POLL_TIMEOUT_S
+                target.asked_at, target.due = now, now + target.querier.timeout_s
                 out.append((target.querier.query(target), (target.address, target.port)))
         return out
 
@@ -1931,6 +1957,7 @@ class PolledGame(Querier):
         """Every listed server is queried, also one that was restored from disk; nobody who left."""
         if event == "listed":
             target = self.poller.add(self, server.source, server.port)
+            target.game = server.game
             target.pinned |= server.pinned
         else:
             self.stopped(server.source, server.port)
@@ -1965,7 +1992,7 @@ class PolledGame(Querier):
                 left = target.querier is self and target.key[1:] not in self.pinned
                 if left and target.pinned:
                     self.poller.remove(target)
-                    self.registry.remove(self.registry.get(self.game, *self.place(target)))
+                    self.registry.remove(self.listed(target))
 
     def resolved(self, host, address, now):
         """Where a host that the ini names leads; "" if nowhere: then the last address counts."""
@@ -1980,13 +2007,26 @@ class PolledGame(Querier):
 
     # What the poller finds
 
+    def listed(self, target):
+        """Its server in the list, or None."""
+        return self.registry.get(target.game, *self.place(target))
+
+    def game_of(self, fields):
+        """The game that a server with this answer is listed under; raises Refused."""
+        return self.game
+
     def take(self, target, fields, now, lifetime=math.inf):
         """List the server with what it answered, or refresh it; None: it is refused."""
         address, port = self.place(target)
-        before = self.registry.get(self.game, address, port)
+        before = self.listed(target)
         was_there = before is not None and before.responding
+        fields = {"responding": True, "verified": "query", **fields}
         try:
-            server = self.registry.hear(self.game, address, port, target.address, now, lifetime,
+            game = self.game_of(fields)
+            if before and before.game != game:
+                self.registry.remove(before)
+            target.game = game
+            server = self.registry.hear(game, address, port, target.address, now, lifetime,
                                         fields, target.pinned)
         except Refused as refused:
             self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
@@ -1998,7 +2038,7 @@ class PolledGame(Querier):
         return server
 
     def missed(self, target, now):
-        server = self.registry.get(self.game, *self.place(target))
+        server = self.listed(target)
         gone = target.missed >= POLL_MISSED
         if server is not None and (server.master or server.source != target.address):
             return gone and not target.pinned       # it answers another way, from behind a router
@@ -2009,8 +2049,7 @@ class PolledGame(Querier):
                 self.registry.remove(server)
             return gone
         if server is None:
-            self.take(target, {"name": endpoint(*self.place(target)), "responding": False,
-                               "verified": "query"}, now)
+            self.take(target, {"name": endpoint(*self.place(target)), "responding": False}, now)
         elif gone:
             # What it told is told anew when it comes back
             self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None,
@@ -2369,8 +2408,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         place = self.place(target)
         fields["name"] = fields["name"] or endpoint(*place)
         # Whole milliseconds: jitter alone makes no new list
-        fields.update(responding=True, verified="query", ping_ms=round(target.ping_ms),
-                      flavor=self.flavors.get(place, 0))
+        fields.update(ping_ms=round(target.ping_ms), flavor=self.flavors.get(place, 0))
         self.take(target, fields, now)
         return True
 
@@ -2691,7 +2729,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         if claim:                               # else it answered twice, or too late
             target = self.poller.add(self, source, port)
             name = claim.fields.get("name") or endpoint(*self.place(target))
-            fields = {**claim.fields, "name": name, "players": clamp(players), "verified": "query"}
+            fields = {**claim.fields, "name": name, "players": clamp(players)}
             server = self.take(target, fields, now, claim.lifetime)
             if server:
                 server.packet = claim
@@ -2718,7 +2756,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def polled(self, target, now):
         """Bring the zone up to date with what it answered to the poll; list it if the ini does."""
         poll, target.scratch = target.scratch, None
-        server = self.registry.get(self.game, *self.place(target))
+        server = self.listed(target)
         fields = {"players": poll.players, "playing": poll.playing, "responding": True,
                   "verified": "query", "ping_ms": round(target.ping_ms)}
         if server is None:
@@ -3398,10 +3436,7 @@ class Aio(TcpProtocol, Querier):
 
     def answer(self, target, data, now):
         name, description, players, max_players, version = aio_info(data)
-        try:
-            self.registry.admit_name(name)
-        except Refused as refused:
-            raise Malformed(str(refused)) from None
+        self.registry.admit_name(name)
         server = target.scratch
         self.registry.update(server, {
             "name": name or server.name, "description": description,
@@ -3412,6 +3447,217 @@ class Aio(TcpProtocol, Querier):
     def missed(self, target, now):
         self.note_silence(target, now)
         return False
+
+
+# --- Quake III -----------------------------------------------------------------------------------
+
+QUAKE3_GETINFO = b"\xff\xff\xff\xffgetinfo "
+QUAKE3_END = b"\\EOT\0\0\0"
+# What stands before the challenge, the challenge, what stands behind it; of another packet nothing
+QUAKE3_INFO = re.compile(
+    rb"\A(?:(\xff{4}infoResponse\n.*)\\challenge\\([\w-]{8})(\\.*|\Z)|.*)", re.S)
+# The game as in getserversExt or as in getservers, the protocol; the filters that there are
+QUAKE3_QUESTION = re.compile(
+    r"\xff{4}getservers(?:Ext (\S+)|(?: (\S+))??) (-?[0-9]{1,9})(?!\S)"
+    r"(?=(?:.*\s(empty)(?!\S))?)(?=(?:.*\s(full)(?!\S))?)"
+    r"(?=(?:.*\s(ipv4)(?!\S))?)(?=(?:.*\s(ipv6)(?!\S))?)"
+    r"(?=(?:.*\s(gametype=\S+|ffa|tourney|team|ctf)(?!\S))?).*", re.S)
+QUAKE3_GAMETYPES = {"0": "ffa", "1": "tourney", "3": "team", "4": "ctf"}
+# Heartbeat tags and the games they stand for; servers of DarkPlaces tell theirs themselves. The
+# Flatlines say that a server shuts down, and like any heartbeat are believed if it is silent then
+QUAKE3_TAGS = {"DarkPlaces": "", "QuakeArena-1": "Quake3Arena", "Wolfenstein-1": "wolfmp",
+               "EnemyTerritory-1": "et", "WolfFlatline-1": "wolfmp", "ETFlatline-1": "et"}
+QUAKE3_TITLES = {                       # by id in the registry; others have their gamename
+    "quake3arena": "Quake III Arena", "openarena": "OpenArena", "xonotic": "Xonotic",
+    "wolfmp": "Return to Castle Wolfenstein", "et": "Wolfenstein: Enemy Territory",
+    "nexuiz": "Nexuiz", "warsow": "Warsow"}
+QUAKE3_GAMES = 64                       # at a time: each is a tab on the page
+# A key and its value, up to 255 bytes each; of a longer pair nothing
+QUAKE3_PAIR = re.compile(
+    rb"\\([^\\]{0,255})\\([^\\]{0,255})(?![^\\])|\\[^\\]*\\[^\\]*")
+# What an infoResponse must have, once the defaults are in it
+QUAKE3_NEEDED = {"protocol": "0|-?[1-9][0-9]{0,8}", "clients": "-?[0-9]{1,9}",
+                 "sv_maxclients": "0*[1-9][0-9]{0,8}", "gamename": r"\S+", "gametype": r"\S+"}
+
+
+def quake3_fields(data, gamename):
+    r"""What the `\key\value` pairs of an infoResponse tell, for the registry; `gamename`: if it is
+    not among them. Raises Malformed."""
+    told: Any = collections.defaultdict(str, gamename=gamename, gametype="0")
+    told.update(map(decode_legacy, pair) for pair in QUAKE3_PAIR.findall(data))
+    for key, form in QUAKE3_NEEDED.items():
+        if not re.fullmatch(form, told[key]):
+            raise Malformed("%s: %a" % (key, told[key]))
+    name = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", told["hostname"])       # without colours
+    return {"name": clean(name), "map": told["mapname"], "mode": told["gametype"],
+            "version": told["protocol"], "players": int(told["clients"]),
+            "max_players": clamp(int(told["sv_maxclients"])),
+            "details": {"gamename": told["gamename"], "people": told["g_humanplayers"]}}
+
+
+def quake3_entry(server):
+    """Under what it is found: name, protocol, gametype. The words that a question must have for it.
+    What the answer has of it."""
+    address, details = ipaddress.ip_address(server.address), server.details
+    names, needs = {details["gamename"]}, {"ipv%d" % address.version}
+    if details.get("tag") != "DarkPlaces":
+        names.add("")
+    if server.players in (0, server.max_players) and details["gamename"] != "et":
+        needs.add("full" if server.players else "empty")
+    gametypes = {"", "gametype=" + server.mode, QUAKE3_GAMETYPES.get(server.mode, "")}
+    kind = b"\\" if address.version == 4 else b"/"
+    return (list(itertools.product(names, [server.version], gametypes)), needs,
+            kind + address.packed + struct.pack(">H", server.port))
+
+
+def quake3_answers(servers):
+    """The function that makes the answers about these servers, by what QUAKE3_QUESTION finds."""
+    index = collections.defaultdict(list)
+    ours = [server for server in servers if "gamename" in server.details]
+    for keys, *entry in parts(ours, "quake3", quake3_entry):
+        for key in keys:
+            index[key].append(entry)
+
+    @functools.lru_cache(256)           # so many different questions
+    def answer(extended, plain, protocol, empty, full, ipv4, ipv6, gametype):
+        head = b"\xff\xff\xff\xffgetservers%sResponse" % (b"Ext" if extended else b"")
+        has = {empty, full, ipv4 or ipv6 or "ipv4", ipv6 or ipv4 or "ipv6"}
+        if not extended:
+            has = {empty, full, "ipv4"}
+        packets, entries = [head], index.get((extended or plain, protocol, gametype), [])
+        for needs, entry in (*entries, (has, QUAKE3_END)):
+            if needs <= has:
+                if len(packets[-1]) + len(entry) > 1400:        # as dpmaster: no network splits it
+                    packets.append(head)
+                packets[-1] += entry
+        return packets
+    return answer
+
+
+class Quake3(UdpProtocol, PolledGame):
+    r"""The protocol of Quake III Arena's master, as dpmaster speaks it for the whole family.
+
+        > ffffffff "heartbeat QuakeArena-1\n"           every 5 minutes, and twice at shutdown
+        < ffffffff "getinfo AbCdEf-_"                   the challenge: a MAC
+        > ffffffff "infoResponse\n" \sv_maxclients\8\clients\0\mapname\oa_dm1\hostname\^1Red
+          \protocol\71\gamename\Quake3Arena\challenge\AbCdEf-_
+        > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
+        < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
+
+    Nothing is kept before an infoResponse with the right challenge. The poller has the servers that
+    are listed, by the address and port that each sends from. A heartbeat of one of them has it
+    polled at once, for the last time if it is silent then, as that may have been its farewell. To
+    the poller's own port its answer comes through, whatever is sent in its name to this one.
+    """
+
+    game = "quake3"                     # for poller and /check; each gamename is a game in the list
+    ipv4_only = False
+    timeout_s, attempts = 1.0, 3        # a server that has left is to go within 5 s
+
+    def __init__(self, core):
+        super().__init__(core)
+        del core.announcers[self.game]          # heartbeats alone announce it
+        self.answers = RenderedList(self.registry, "", quake3_answers)
+        self.registry.watch(self.watch, events=["listed", "gone"], every_master=True)
+        self.read(core.settings)
+
+    def read(self, settings):
+        # With another key each server is judged anew by its next answer, see told(). With a MAC of
+        # 6 bytes getinfo has 20, no more than a heartbeat; 50,000 guesses a second take 180 years.
+        # An answer has 2 s to come back, up to twice that counts
+        self.cookie = Cookie(os.urandom(16), 6, 2.0)
+        self.settings = settings
+        self.tags = {**QUAKE3_TAGS, **dict(settings["quake3.tags"])}
+
+    def watch(self, event, server):
+        """Every listed server is polled, also one that was restored from disk."""
+        gamename, titles = server.details.get("gamename"), self.registry.titles
+        if gamename and not server.master:
+            super().watch(event, server)
+        if gamename and event == "listed" and len({*titles, server.game}) <= QUAKE3_GAMES:
+            titles[server.game] = QUAKE3_TITLES.get(server.game, gamename)
+
+    def datagram(self, data, peer, now):
+        text, packets = data.decode("latin-1"), []
+        heartbeat = re.fullmatch(r"\xff{4}heartbeat (\S+)\s*", text)
+        question = QUAKE3_QUESTION.fullmatch(text)
+        try:
+            if heartbeat:
+                packets = self.heartbeat(heartbeat[1], peer[:2], now)
+            elif not question:
+                self.told(data, peer[:2], now)
+            elif self.rules.udp_requests.allow(     # a source gets 5 at once, then 1 a second
+                    peer[0], now, self.settings["limits.requests"][1] / 5):
+                packets = self.answers.get(now)(*question.groups(""))
+        except Malformed as wrong:
+            self.registry.note(peer[0], self.game, peer[1], "bad packet", now, str(wrong))
+            raise
+        surplus = sum(map(len, packets)) - len(data)
+        allowed = self.rules.allow_surplus("quake3", peer[0], surplus, now)
+        return [(packet, peer) for packet in packets if allowed]
+
+    def heartbeat(self, tag, place, now):
+        target = self.poller.find(self, *place)
+        if tag not in self.tags:
+            raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
+        if target is None:
+            self.registry.note(place[0], self.game, place[1], "announced", now)
+        elif target.missed == POLL_MISSED - 1:      # it is asked once a second, whatever comes
+            return []
+        else:
+            target.missed, target.due = POLL_MISSED - 1, now
+        return [self.getinfo(tag, place, now)]
+
+    def getinfo(self, tag, place, now):
+        mac = self.cookie.make(repr((tag, place)).encode(), now)
+        return QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)
+
+    def told(self, data, place, now):
+        """The server that an infoResponse lists or refreshes; None: refused. Raises Malformed."""
+        before, mac, after = QUAKE3_INFO.findall(data)[0]
+        mac = base64.urlsafe_b64decode(mac)
+        for tag in self.tags:
+            if self.cookie.good(mac, repr((tag, place)).encode(), now):
+                break
+        else:
+            raise Malformed("no infoResponse to a getinfo of the last 2 s")
+        target, packet = self.poller.find(self, *place), hash(self.cookie.key + before + after)
+        server = target and self.listed(target)
+        if server and server.packet == packet:
+            self.registry.confirm(server, now)
+        else:
+            fields = quake3_fields(before + after, self.tags[tag])
+            fields["details"]["tag"] = tag
+            target = self.poller.add(self, *place)
+            server = self.take(target, fields, now, self.settings["quake3.timeout"])
+            if server:
+                server.packet = packet
+        target.missed = 0
+        return server
+
+    def game_of(self, fields):
+        gamename, games = fields["details"]["gamename"], self.settings["quake3.games"]
+        named = self.tags[fields["details"]["tag"]]
+        game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
+        if game == "quake3arena" and fields["version"] == "71":
+            game = "openarena"
+        # Under the id of another protocol's game nothing would be what it seems
+        if (game in SECTIONS or game in self.rules.games or named and named != gamename
+                or "!" + game in games or games and "!" not in games[0] and game not in games):
+            raise Refused("game", "%a is none of those here" % gamename)
+        if len({*self.registry.titles, game}) > QUAKE3_GAMES:
+            raise Refused("limit", "at most %d games of this family" % QUAKE3_GAMES)
+        return game
+
+    def query(self, target):
+        server = self.listed(target)        # None: it has come back from another source, and left
+        return self.getinfo(server and server.details.get("tag"), target.key[1:], target.asked_at)
+
+    def answer(self, target, data, now):
+        server = self.told(data, target.key[1:], now)
+        if server:
+            self.registry.update(server, {"ping_ms": round(target.ping_ms)})
+        return True
 
 
 # --- Luanti --------------------------------------------------------------------------------------
@@ -4552,7 +4798,7 @@ class Look(NamedTuple):
     title: str
     intro: str
     template: str                   # LIST_PAGE or his own
-    games: Dict[str, str]           # their titles
+    games: Mapping[str, str]        # their titles
     url: str                        # where the pages are reached from outside, or ""
 
     def game_title(self, game):
@@ -4933,7 +5179,7 @@ def chart(series, wall):
 # ================================================================================================
 
 GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO",
-               "luanti": "Luanti"}
+               "luanti": "Luanti", "quake3": "Quake III family", **QUAKE3_TITLES}
 
 SEARCH_SERVERS = 1000               # looked through for what one request costs, some 4 ms
 
@@ -5234,7 +5480,9 @@ class Web(TcpProtocol):
         self.trusted = Networks(settings["http.trusted_proxies"])
         self.look = Look(settings["http.title"], settings["http.intro"],
                          settings.texts.get("http.template") or LIST_PAGE,
-                         {**GAME_TITLES, **settings["games"]}, settings["http.url"])
+                         collections.ChainMap(self.registry.titles,
+                                              {**GAME_TITLES, **settings["games"]}),
+                         settings["http.url"])
         self.registry.forget_parts()    # titles stand in them
         self.forget_answers()
 
@@ -5537,6 +5785,8 @@ CONTACTS = {
     "luanti": ("Luanti servers, in minetest.conf",
                "server_announce = true, and serverlist_url = http://%(page)s"),
     "hyperbol": ("Hyperbol servers", ANNOUNCE),
+    "quake3": ("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
+               'set sv_master1 "%(host)s:%(port)d"'),
 }
 
 
@@ -5800,6 +6050,8 @@ flood: Too many packets
     operator for more.
 name: The name is refused
     Not under this name: %s. Give the server another name.
+game: The game is refused
+    It is not listed: %s. Its operator chooses this master's games.
 password: Another password
     It is not accepted: %s. Wait, or set the former password again.
 stopped: Signed off
@@ -5857,12 +6109,11 @@ def get_check(web, request):
 def arrivals(web, address, port, listed, wall):
     """The findings about what came from there, the latest first. The address is the one that was
     asked for: which machine is behind a public one is not told."""
-    well = {(server.game, server.port) for server in listed
-            if server.confirmed and server.responding}
+    well = {server.port for server in listed if server.confirmed and server.responding}
     findings = []
     for (source, protocol, announced), (at, outcome, detail) in web.registry.heard.items():
         ours = address in (source, web.rules.listed_address(source))
-        past = outcome in ("announced", "listed") and (protocol, announced) in well
+        past = outcome in ("announced", "listed") and announced in well
         # Of a ban the page tells what holds now
         if not ours or past or outcome == "banned" or port and announced not in (0, port):
             continue
@@ -6024,6 +6275,7 @@ PROTOCOLS = (
     Row("subspace", "udp", "subspace.port", 0, SubSpaceList),
     Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
     Row("aio", "tcp", "aio.port", 0, Aio),
+    Row("quake3", "udp", "quake3.port", 0, Quake3),
     Row("http", "tcp", "http.ports", 0, Web),
     Row("luanti", "", "", 0, Luanti),
     # Last: in a tick it asks those that the others have just named
@@ -8099,19 +8351,27 @@ def ping_subspace(host, port):
             "ping_ms": ping_ms}
 
 
-def ping_hyperbol(host, port, tries=ASK_TRIES):
-    nonce = CHANCE.getrandbits(32)
+def udp_ping(host, port, question, answer, tries=ASK_TRIES):
+    """What `answer(data)` learns from a game server, and how long that took."""
     with udp_socket(host, port) as sock:
-        found, ping_ms = udp_ask(sock, struct.pack("<BI", 2, nonce),
-                                 functools.partial(hyperbol_info, timestamp=nonce), tries)
+        found, ping_ms = udp_ask(sock, question, answer, tries)
     return dict(found, ping_ms=ping_ms)
 
 
+def ping_hyperbol(host, port, tries=ASK_TRIES):
+    nonce = CHANCE.getrandbits(32)
+    return udp_ping(host, port, struct.pack("<BI", 2, nonce),
+                    functools.partial(hyperbol_info, timestamp=nonce), tries)
+
+
 def ping_aio(host, port):
-    with udp_socket(host, port) as sock:
-        found, ping_ms = udp_ask(sock, b"\0", aio_info)
     names = "name", "description", "players", "max_players", "version"
-    return dict(zip(names, found), ping_ms=ping_ms)
+    return udp_ping(host, port, b"\0", lambda data: zip(names, aio_info(data)))
+
+
+def ping_quake3(host, port):
+    return udp_ping(host, port, QUAKE3_GETINFO + b"challenge",
+                    lambda data: quake3_fields(data, "Quake3Arena"))
 
 
 def ping_luanti(host, port):
@@ -8205,6 +8465,18 @@ def list_aio_framed(host, port):
     return servers
 
 
+def list_quake3(host, port, *wanted):
+    """`wanted`: the gamename, the protocol."""
+    question = ("\xff\xff\xff\xffgetserversExt %s %d empty full" % wanted).encode("latin-1")
+    with udp_socket(host, port) as sock:
+        data, _ = udp_ask(sock, question, bytes)
+        while not data.endswith(QUAKE3_END) and len(data) < FETCH_BYTES:
+            data += sock.recv(MAX_DATAGRAM_BYTES)
+    entries = re.findall(rb"[\\/]((?<=/).{16}|(?<=\\).{4})(..)", data[:-len(QUAKE3_END)], re.S)
+    return [{"address": str(ipaddress.ip_address(packed)), "port": int.from_bytes(port, "big")}
+            for packed, port in entries]
+
+
 def list_from_json(host, port, path, read):
     """`read(found)` of the JSON at http://host:port/path."""
     # HTTP/1.0: the answer comes in one piece, and ends with the connection
@@ -8233,12 +8505,13 @@ list_iceball = functools.partial(list_json, "/master.json", "servers", "players_
                                  "players_max")
 list_luanti = functools.partial(list_json, "/list", "list", "clients", "clients_max")
 PINGS = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio,
-         "luanti": ping_luanti}
+         "quake3": ping_quake3, "luanti": ping_luanti}
 LISTS: Any = {                          # with the default port
     "iceball": (list_iceball, 27790),
     "subspace": (list_subspace, 4990),
     "hyperbol": (list_hyperbol, 20203),
     "aio": (list_aio, 27011),
+    "quake3": (list_quake3, 27950),
     "luanti": (list_luanti, 27790),
 }
 
@@ -8540,7 +8813,9 @@ def command_ping(arguments):
 
 def command_list(arguments):
     fetch, port = LISTS[arguments.game]
-    return show(arguments, lambda *place: {"servers": fetch(*place)}, arguments.place[1] or port)
+    more = (arguments.gamename, arguments.protocol) if arguments.game == "quake3" else ()
+    return show(arguments, lambda *place: {"servers": fetch(*place, *more)},
+                arguments.place[1] or port)
 
 
 def list_line(row):
@@ -8716,6 +8991,9 @@ def list_arguments(parser):
     parser.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place),
                         help="the master; without a port on its game's default")
     game_arguments(parser, LISTS)
+    parser.add_argument("--protocol", type=int, default=68,
+                        help="of quake3: 68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's")
+    parser.add_argument("--gamename", default="Quake3Arena", help="of quake3, such as Xonotic")
 
 
 def export_arguments(parser):

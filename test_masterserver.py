@@ -280,7 +280,7 @@ class SettingsTest(unittest.TestCase):
                          (("0.0.0.0", "::"), 8421413, {}))
         self.assertEqual(" ".join(row.name for row in ms.SETTINGS if not row.live),
                          "server.bind server.database server.log_file http.ports iceball.port "
-                         "iceball.timeout hyperbol.port subspace.port aio.port "
+                         "iceball.timeout hyperbol.port subspace.port aio.port quake3.port "
                          "luanti.enabled cluster.redis cluster.name cluster.prefix")
 
     def test_values(self):
@@ -295,6 +295,8 @@ class SettingsTest(unittest.TestCase):
                 ("hyperbol.servers", "a.example:5\n[::1]:6 3",
                  (("a.example", 5, 0), ("::1", 6, 3))),
                 ("subspace.zones", "192.0.2.1:5\n\n b:65535", (("192.0.2.1", 5), ("b", 65535))),
+                ("quake3.tags", "Warsow = Warsow\n\nA=b", (("Warsow", "Warsow"), ("A", "b"))),
+                ("quake3.games", "Xonotic, !Nexuiz", ("xonotic", "!nexuiz")),
                 ("official.[::1]:5", "No", {("::1", 5): False}),
                 ("priority.192.0.2.1:5", "-1000", {("192.0.2.1", 5): -1000}),
                 ("address_map.::ffff:10.0.0.1", "1.2.3.4", {"10.0.0.1": "1.2.3.4"}),
@@ -328,6 +330,7 @@ class SettingsTest(unittest.TestCase):
                 ("[server]\nrefuse_names = (\n", "unterminated subpattern"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
                 ("[games]\naio = A\n", "the id aio is taken"),
+                ("[quake3]\ntags = Warsow\n", "'Warsow' is not TAG = GAME"),
                 ("port = 1\n", "no section headers"),
                 ("[bans]\n192.0.2.1\n", "line 2"),
                 ("[subspace]\nzones =\n192.0.2.1:5\n", "an indented line that continues"),
@@ -3497,6 +3500,398 @@ class AioScenario(unittest.TestCase):
 
 
 
+# --- Quake III -----------------------------------------------------------------------------------
+
+OUT = hexa("ffffffff")                  # every packet begins so
+HEARTBEAT = OUT + b"heartbeat QuakeArena-1\n"
+# Captured, as PROTOCOLS.md has it (section 7); the challenge is put in where %s stands
+OPENARENA_INFO = (
+    OUT + b"infoResponse\n" + rb"\voip\opus\g_needpass\0\pure\1\gametype\0\sv_maxclients\8"
+    rb"\g_humanplayers\0\clients\0\mapname\oa_dm1\hostname\^1Red ^7Test  q \protocol\71"
+    rb"\gamename\Quake3Arena\challenge\%s")
+QUAKE3_LIST_HEAD, QUAKE3_EXT_HEAD = OUT + b"getserversResponse", OUT + b"getserversExtResponse"
+QUAKE3_EOT = b"\\EOT" + bytes(3)
+OPENARENA_SERVER = "/usr/games/openarena-server"
+
+
+def info(challenge=b"%s", **changed):
+    """The captured infoResponse with other values; None: without that key."""
+    data = OPENARENA_INFO
+    for key, value in changed.items():
+        new = b"" if value is None else b"\\%s\\%s" % (key.encode(), value)
+        if b"\\%s\\" % key.encode() not in data:
+            data = data.replace(b"\\challenge", new + b"\\challenge")
+        data = re.sub(rb"\\%s\\[^\\]*" % key.encode(), lambda match: new, data)
+    return data.replace(b"%s", challenge)
+
+
+class Quake3Test(unittest.TestCase):
+    place = ("203.0.113.9", 36960)
+
+    def setUp(self):
+        self.start()
+
+    def start(self, **settings):
+        self.core = make_core(**settings)
+        self.registry, self.poller = self.core.registry, self.core.poller
+        self.quake3 = ms.Quake3(self.core)
+
+    def send(self, data, now=0.0, place=place):
+        """The datagrams that come back; None: it is malformed."""
+        try:
+            replies = self.quake3.datagram(data, place, now)
+        except ms.Malformed:
+            return None
+        self.assertEqual({to for _, to in replies} - {place}, set())
+        return [reply for reply, _ in replies]
+
+    def challenge(self, tag=b"QuakeArena-1", now=0.0, place=place):
+        getinfo, = self.send(OUT + b"heartbeat %s\n" % tag, now, place)
+        self.assertRegex(getinfo, rb'\A\xff{4}getinfo [!#-$&-:<-\[\]-~]+\Z')
+        return getinfo[12:]
+
+    def shake(self, tag=b"QuakeArena-1", now=0.0, place=place, **changed):
+        """A server sends a heartbeat and answers; what is listed there then, or None."""
+        self.send(info(self.challenge(tag, now, place), **changed), now, place)
+        return self.server(place)
+
+    def server(self, place=place):
+        return next((server for server in self.registry.servers()
+                     if (server.source, server.port) == place), None)
+
+    def outcome(self, place=place):
+        return ": ".join(self.registry.heard[(place[0], "quake3", place[1])][1:])
+
+    def ask(self, question, now=0.0, place=("192.0.2.1", 5000)):
+        """The ports in the list; the whole of it is checked."""
+        packets = self.send(OUT + question, now, place)
+        head = QUAKE3_EXT_HEAD if b"Ext" in question else QUAKE3_LIST_HEAD
+        ports = []
+        for number, packet in enumerate(packets, 1):
+            self.assertLessEqual(len(packet), 1400)
+            self.assertTrue(packet.startswith(head))
+            self.assertEqual(packet.endswith(QUAKE3_EOT), number == len(packets))
+            body = packet[len(head):len(packet) - 7 * (number == len(packets))]
+            found = re.findall(rb"\\.{4}(..)|/.{16}(..)", body, re.S)
+            self.assertEqual(sum(7 if four else 19 for four, _ in found), len(body))
+            ports += [int.from_bytes(four or six, "big") for four, six in found]
+        return ports
+
+    def poll(self, seconds, answer=None):
+        """Polls of these seconds, each answered with what `answer(challenge)` gives."""
+        for now in seconds:
+            for query, place in self.poller.tick(float(now)):
+                self.assertEqual(query[:12], OUT + b"getinfo ")
+                if answer:
+                    with contextlib.suppress(ms.Malformed):
+                        self.poller.datagram(answer(query[12:]), place, now + 0.05)
+
+    def test_the_capture_is_listed(self):
+        challenge = self.challenge()
+        self.assertEqual((self.server(), self.outcome(), self.core.announcers),
+                         (None, "announced: ", {}))
+        self.assertLessEqual(len(OUT + b"getinfo " + challenge), len(HEARTBEAT))
+        self.assertEqual(self.send(info(challenge), 0.1), [])
+        server = self.server()
+        for name, value in (
+                ("game", "openarena"), ("address", "203.0.113.9"), ("port", 36960), ("mode", "0"),
+                ("name", "Red Test  q"), ("map", "oa_dm1"), ("version", "71"), ("players", 0),
+                ("max_players", 8), ("verified", "query"), ("lifetime", 900.0), ("last_seen", 0.1)):
+            self.assertEqual(getattr(server, name), value, name)
+        self.assertEqual((server.details["people"], self.outcome()), ("0", "listed: "))
+        self.assertEqual(self.send(OUT + b"getservers 71 empty full\n"),
+                         [QUAKE3_LIST_HEAD + b"\\" + hexa("cb007109 9060") + QUAKE3_EOT])
+
+    def test_fields(self):
+        for number, (changed, found) in enumerate((
+                ({"hostname": b"^x0f3S^9m^1al^l ^xzz"}, {"name": "Smal^l ^xzz"}),
+                ({"hostname": b"\xe9t\xe9"}, {"name": "\xe9t\xe9"}),
+                ({"hostname": "漢字".encode()}, {"name": "漢字"}),
+                ({"protocol": b"0"}, {"version": "0"}), ({"protocol": b"-5"}, {"version": "-5"}),
+                ({"gametype": b"CA-x"}, {"mode": "CA-x"}), ({"gametype": None}, {"mode": "0"}),
+                ({"mapname": b"m" * 256}, {"map": ""}),
+                ({"mapname": b"m" * 255}, {"map": "m" * 128}),
+                ({"gametype": b"7" * 256}, {"mode": "0"}), ({"k" * 256: b"1"}, {"players": 0}),
+                ({"clients": b"9"}, {"players": 8}), ({"clients": b"-1"}, {"players": 0}),
+                ({"clients": b"3", "g_humanplayers": None}, {"players": 3}))):
+            server = self.shake(place=("198.51.100.7", 1000 + number), **changed)
+            for name, value in found.items():
+                self.assertEqual(getattr(server, name), value, changed)
+
+    def test_what_is_not_listed_and_why(self):
+        self.start(quake3__games="!Nexuiz", quake3__tags="Warsow = Warsow", games__mine="Mine",
+                   server__refuse_names="badword")
+        for tag, changed, why in (
+                (b"QuakeArena-1", {"clients": None}, "bad packet: clients: ''"),
+                (b"QuakeArena-1", {"clients": b"x"}, "bad packet: clients: 'x'"),
+                (b"QuakeArena-1", {"sv_maxclients": b"0"}, "bad packet: sv_maxclients: '0'"),
+                (b"QuakeArena-1", {"sv_maxclients": b"-2"}, "bad packet: sv_maxclients: '-2'"),
+                (b"QuakeArena-1", {"sv_maxclients": None}, "bad packet: sv_maxclients: ''"),
+                (b"QuakeArena-1", {"protocol": None}, "bad packet: protocol: ''"),
+                (b"QuakeArena-1", {"protocol": b"6.8"}, "bad packet: protocol: '6.8'"),
+                (b"QuakeArena-1", {"protocol": b"7" * 256}, "bad packet: protocol: ''"),
+                (b"QuakeArena-1", {"gametype": b"a b"}, "bad packet: gametype: 'a b'"),
+                (b"DarkPlaces", {"gamename": None}, "bad packet: gamename: ''"),
+                (b"DarkPlaces", {"gamename": b" "}, "bad packet: gamename: ''"),
+                (b"DarkPlaces", {"gamename": b"a b"}, "bad packet: gamename: 'a b'"),
+                (b"QuakeArena-1", {"gamename": b"wolfmp"}, "game: 'wolfmp' is none of those here"),
+                (b"Warsow", {"gamename": b"Xonotic"}, "game: 'Xonotic' is none of those here"),
+                (b"DarkPlaces", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is none of those here"),
+                (b"DarkPlaces", {"gamename": b"IceBall"}, "game: 'IceBall' is none of those here"),
+                (b"DarkPlaces", {"gamename": b"mine"}, "game: 'mine' is none of those here"),
+                (b"QuakeArena-1", {"hostname": b"b^1adword"},
+                 "name: names matching badword are not listed here")):
+            self.assertIsNone(self.shake(tag, **changed), changed)
+            self.assertEqual(self.outcome(), why)
+        self.assertIsNone(self.send(OUT + b"heartbeat Unknown-1\n"))
+        self.assertIn("bad packet: heartbeat tag 'Unknown-1'", self.outcome())
+        for data in (b"heartbeat QuakeArena-1\n", OUT + b"heartbeat \n", OUT, b"",
+                     OUT + b"infoResponse\n", OUT + b"getserversResponse\\"):
+            self.assertIsNone(self.send(data), data)
+        self.assertEqual(self.registry.total, 0)
+
+    def test_games_by_tag_and_gamename(self):
+        self.start(quake3__tags="Warsow = Warsow\nQFusion = Warsow")
+        for port, (tag, gamename, protocol, game, title) in enumerate((
+                (b"QuakeArena-1", b"Quake3Arena", b"68", "quake3arena", "Quake III Arena"),
+                (b"QuakeArena-1", None, b"66", "quake3arena", "Quake III Arena"),
+                (b"QuakeArena-1", b"Quake3Arena", b"71", "openarena", "OpenArena"),
+                (b"Wolfenstein-1", None, b"60", "wolfmp", "Return to Castle Wolfenstein"),
+                (b"EnemyTerritory-1", b"et", b"84", "et", "Wolfenstein: Enemy Territory"),
+                (b"Warsow", None, b"22", "warsow", "Warsow"),
+                (b"QFusion", b"Warsow", b"23", "warsow", "Warsow"),
+                (b"DarkPlaces", b"Xonotic", b"3", "xonotic", "Xonotic"),
+                (b"DarkPlaces", b"My_Game.2/\xc3\xa9!", b"3", "my_game.2----"[:12],
+                 "My_Game.2/é!")), 1000):
+            server = self.shake(tag, place=(self.place[0], port), gamename=gamename,
+                                protocol=protocol)
+            self.assertEqual(server.game, game)
+            web = ms.Web(self.core)
+            self.assertEqual(web.look.game_title(game), title)
+        self.assertEqual([*web.look.games][-1], "my_game.2---")
+        for path, status in (("/?game=my_game.2---", 200), ("/?game=nothing", 404),
+                             ("/servers.json?game=my_game.2---", 200), ("/?game=nexuiz", 200)):
+            answer = feed(web.session("192.0.2.1", 1.0), http_request(path), now=1.0)
+            found, _, body, _ = split_response(answer)
+            self.assertEqual((found, b"Red Test" in body),
+                             (status, path.endswith("---")), path)
+
+    def test_the_only_games(self):
+        self.start(quake3__games="Xonotic, openarena")
+        self.assertEqual(self.shake().game, "openarena")
+        self.assertEqual(self.shake(b"DarkPlaces", gamename=b"xonotic").game, "xonotic")
+        place = "203.0.113.8", 1
+        self.assertIsNone(self.shake(b"DarkPlaces", place=place, gamename=b"Other"))
+        self.shake()                                        # it is another one now
+        self.assertEqual([server.game for server in self.registry.servers()], ["openarena"])
+        self.assertIsNone(self.shake(b"DarkPlaces", gamename=b"Other"))
+        self.shake()
+        reload(self.core, self.quake3, quake3__games="!openarena")
+        self.poll([1], info)
+        self.assertEqual((self.registry.total, self.poller.targets, self.outcome()),
+                         (0, {}, "game: 'Quake3Arena' is none of those here"))
+
+    def test_at_most_64_games(self):
+        for number in range(65):
+            server = self.shake(b"DarkPlaces", place=("198.51.100.%d" % number, 1),
+                                gamename=b"game%d" % number)
+            self.assertEqual(server is None, number == 64)
+        self.assertIn("limit: at most 64 games", self.outcome(("198.51.100.64", 1)))
+        self.registry.remove(self.registry.servers()[0])
+        self.assertEqual(len(self.registry.games), 63)
+        self.assertTrue(self.shake(b"DarkPlaces", place=("198.51.100.64", 1), gamename=b"new"))
+
+    def test_only_the_right_challenge_from_the_same_place_in_time(self):
+        good = info(self.challenge(now=10.0))
+        for data, now, place in (
+                (info(b"AAAAAAAA"), 10.0, self.place), (info(b""), 10.0, self.place),
+                (good, 10.0, ("203.0.113.9", 36961)), (good, 10.0, ("203.0.113.8", 36960)),
+                (good[:-1], 10.0, self.place), (good + b"x", 10.0, self.place),
+                (info(self.challenge(now=10.0)), 14.1, self.place)):
+            self.assertIsNone(self.send(data, now, place))
+            self.assertIn("bad packet: no infoResponse to a getinfo of", self.outcome(place))
+        good = info(self.challenge(now=20.0))
+        self.assertEqual((self.registry.total, self.send(good, 21.9)), (0, []))
+        server = self.server()
+        before = [getattr(server, name) for name in ms.Server.__slots__]
+        for forged in (info(b"AAAAAAAA", hostname=b"x"), info(challenge=b"-" * 8, clients=b"5")):
+            self.assertIsNone(self.send(forged, 22.0))
+        self.assertEqual([getattr(server, name) for name in ms.Server.__slots__], before)
+
+    def test_a_listed_server_that_changes_or_repeats_itself(self):
+        server = self.shake()
+        generation = self.registry.generation
+        self.assertIs(self.shake(now=300.0), server)
+        self.assertEqual((server.last_seen, self.registry.generation), (300.0, generation))
+        self.shake(now=310.0, clients=b"5")
+        self.assertEqual((server.players, server.last_seen), (5, 310.0))
+        other = self.shake(b"DarkPlaces", 320.0, gamename=b"Xonotic", protocol=b"3")
+        self.assertEqual((self.registry.servers(), other.game), ([other], "xonotic"))
+        for now, total in ((1219.9, 1), (1220.0, 0)):
+            self.registry.expire(now)
+            self.assertEqual(self.registry.total, total)
+        self.assertEqual((self.poller.targets, self.registry.titles), ({}, {}))
+
+    def test_polls(self):
+        server = self.shake()
+        self.poll(range(1, 61), lambda challenge: info(challenge, clients=b"6"))
+        self.assertEqual((server.players, server.ping_ms), (6, 50))
+        self.assertGreater(server.last_seen, 30.0)
+        for answer in (lambda challenge: info(b"A" * 8), lambda challenge: b"\xff",
+                       lambda challenge: info(challenge, sv_maxclients=b"0")):
+            self.poll(range(61, 92), answer)
+            self.assertEqual(self.registry.total, 1)
+            self.shake(now=92.0)
+            self.poll([93], info)
+        self.poll(range(100, 190))                          # killed: three polls, each of 3 s
+        self.assertEqual((self.registry.total, self.poller.targets), (0, {}))
+        self.assertEqual(self.outcome(), "silent: no answer from UDP port 36960")
+
+    def test_a_farewell(self):
+        for tag in b"QuakeArena-1", b"WolfFlatline-1", b"ETFlatline-1":
+            self.start()
+            self.shake()
+            self.poll(range(1, 4), info)
+            for _ in range(2):
+                self.send(OUT + b"heartbeat %s\n" % tag, 60.5)
+            asked = []
+            for now in 61.0, 62.0, 63.0, 64.0:
+                self.assertEqual(self.registry.total, 1)
+                asked += self.poller.tick(now)
+            self.assertEqual((self.registry.total, len(asked)), (0, 3), tag)
+
+    def test_a_heartbeat_that_is_no_farewell(self):
+        """Forged, say, and its flood does not go on to the server."""
+        server = self.shake()
+        self.poll(range(1, 4), info)
+        for second in range(60, 120):
+            sent = [self.send(HEARTBEAT, second + 0.5) for _ in range(100)]
+            self.assertLessEqual(sum(map(len, sent)), 1)
+            self.poll([second + 1.0], info)
+        self.assertEqual((self.server(), server.players), (server, 0))
+        self.send(info(self.challenge(now=130.0)), 130.0)   # or its own answer comes first
+        self.poll(range(131, 136))
+        self.assertIs(self.server(), server)
+
+    def test_one_address_for_two_sources(self):
+        self.start(**{"address_map.10.0.0.1": "203.0.113.9"})
+        server = self.shake()
+        self.assertIs(self.shake(place=("10.0.0.1", 36960), now=1.0, clients=b"2"), server)
+        for second in range(2, 120):
+            for query, place in self.poller.tick(float(second)):
+                if place[0] == "10.0.0.1":
+                    self.poller.datagram(info(query[12:]), place, second + 0.1)
+        self.assertEqual((self.registry.servers(), len(self.poller.targets)), ([server], 1))
+        self.shake(now=120.0)                               # back at the first, then away
+        self.registry.remove(server)
+        self.poll(range(121, 152))
+        self.assertTrue(self.shake(place=("10.0.0.1", 36960), now=152.0))
+
+    def test_restored_servers_are_polled(self):
+        rows = []
+        for number in range(1000):
+            place = ("198.18.%d.%d" % divmod(number, 250), 27960)
+            self.shake(place=place)
+        rows = [(*server.key, 900.0, 0.0, 0.0, json.dumps(ms.stored_row(server, 0.0)[-1]))
+                for server in self.registry.servers()]
+        self.start()
+        for row in rows:
+            self.registry.insert(ms.restored_server(row, 0.0, 10.0))
+        self.poll(range(1, 4), info)
+        self.assertEqual([server.confirmed for server in self.registry.servers()], [True] * 1000)
+        self.assertEqual(self.registry.titles, {"openarena": "OpenArena"})
+
+    def test_questions(self):
+        self.start(quake3__tags="Warsow = Warsow")
+        # port -> what it is
+        for port, (tag, changed) in {
+                1: (b"QuakeArena-1", {"protocol": b"68", "clients": b"1"}),
+                2: (b"QuakeArena-1", {"protocol": b"68"}),
+                3: (b"QuakeArena-1", {"protocol": b"68", "clients": b"8", "gametype": b"4"}),
+                4: (b"QuakeArena-1", {"protocol": b"71", "clients": b"1", "gametype": b"1"}),
+                5: (b"EnemyTerritory-1", {"protocol": b"84", "gamename": b"et"}),
+                6: (b"EnemyTerritory-1", {"protocol": b"84", "gamename": b"et", "clients": b"8"}),
+                7: (b"DarkPlaces", {"protocol": b"68", "gamename": b"0ad", "clients": b"1"}),
+                8: (b"DarkPlaces", {"protocol": b"-3", "gamename": b"1942", "clients": b"1"}),
+                9: (b"Warsow", {"protocol": b"22", "gamename": None, "clients": b"1"})}.items():
+            self.assertTrue(self.shake(tag, place=(self.place[0], port), **changed))
+        ipv6 = ("2001:db8::9", 10)
+        self.assertTrue(self.shake(place=ipv6, protocol=b"68", clients=b"2"))
+        for question, ports in (
+                (b"getservers 68", [1]), (b"getservers 68 empty", [1, 2]),
+                (b"getservers 68 full", [1, 3]), (b"getservers 68 empty full\n", [1, 2, 3]),
+                (b"getservers 68 full ctf", [3]), (b"getservers 68 full gametype=4 x\n", [3]),
+                (b"getservers 68 empty full ffa", [1, 2]), (b"getservers 68 full team", []),
+                (b"getservers 71 tourney", [4]), (b"getservers 71 gametype=4", []),
+                (b"getservers 71 gametype=tourney", []),
+                (b"getservers 68 nonempty fullx ipv6", [1]), (b"getservers 84", [5, 6]),
+                (b"getservers et 84", [5, 6]), (b"getservers 0ad 68", [7]),
+                (b"getservers Quake3Arena 68", [1]), (b"getservers quake3arena 68", []),
+                (b"getservers 22", [9]), (b"getservers Warsow 22", [9]), (b"getservers 3", []),
+                (b"getserversExt 1942 -3", [8]), (b"getserversExt Quake3Arena 68", [1, 10]),
+                (b"getserversExt Quake3Arena 68 ipv4 ipv6 empty full", [1, 2, 3, 10]),
+                (b"getserversExt Quake3Arena 68 ipv4", [1]),
+                (b"getserversExt Quake3Arena 68 full ipv6", [10]), (b"getservers -3", [])):
+            for _ in range(2):          # made, and kept
+                self.registry.rules.read(self.core.settings)
+                self.assertEqual(sorted(self.ask(question)), ports, question)
+        for question in (b"getservers", b"getservers ", b"getservers x", b"getservers 6x",
+                         b"getserversExt 71", b"getserversExt Quake3Arena", b"getserversX 71",
+                         b"getserversExt Quake3Arena empty"):
+            self.assertIsNone(self.send(OUT + question), question)
+        entry, = re.findall(rb"/(.{18})", self.send(
+            OUT + b"getserversExt Quake3Arena 68 ipv6", place=("192.0.2.2", 1))[0], re.S)
+        self.assertEqual(entry, hexa("20010db8 00000000 00000000 00000009 000a"))
+
+    def test_long_lists_and_what_is_kept(self):
+        for number in range(1000):
+            self.shake(place=("198.18.%d.%d" % divmod(number, 250), number + 1), clients=b"1")
+        packets = self.send(OUT + b"getservers 71")
+        self.assertEqual((sorted(self.ask(b"getservers 71")), len(packets)),
+                         ([*range(1, 1001)], 6))
+        self.assertIs(self.send(OUT + b"getservers 71 x")[0], packets[0])
+        self.registry.remove(self.registry.servers()[0])
+        self.assertEqual(len(self.ask(b"getservers 71", 10.0)), 999)
+
+    def test_a_source_gets_a_few_lists_and_then_one_now_and_then(self):
+        asker, question = ("192.0.2.1", 5000), OUT + b"getservers 71"
+        answers = [len(self.send(question, second / 10, asker)) for second in range(300)]
+        self.assertEqual((answers[:6], 30 <= sum(answers) <= 36), ([1, 1, 1, 1, 1, 0], True))
+
+
+@unittest.skipUnless(os.path.exists(OPENARENA_SERVER) and shutil.which("quakestat"),
+                     "no openarena-server or no quakestat here")
+class OpenArenaTest(unittest.TestCase):
+    def test_a_real_server_and_a_real_client(self):
+        with tempfile.TemporaryDirectory() as home, master(
+                quake3__port="0", limits__exempt="127.0.0.0/8") as server, socket.socket(
+                socket.AF_INET, socket.SOCK_DGRAM) as free:
+            free.bind(("127.0.0.1", 0))
+            place = "127.0.0.1:%d" % port_of(server, "quake3")
+            words = ["dedicated", "2", "net_ip", "127.0.0.1", "com_hunkmegs", "64", "net_port",
+                     str(free.getsockname()[1]), "sv_hostname", "^1Red", "sv_master1", place]
+            free.close()
+            words += [word for number in "2345" for word in ("sv_master" + number, "")]
+            game = subprocess.Popen(
+                [OPENARENA_SERVER, "+map", "oa_dm1", *itertools.chain.from_iterable(
+                    ("+set", *pair) for pair in zip(words[::2], words[1::2]))],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=dict(os.environ, HOME=home))
+            try:
+                eventually(lambda: server.registry.total, 15)
+                found, = server.registry.servers()
+                self.assertEqual((found.game, found.name, found.map, found.version),
+                                 ("openarena", "Red", "oa_dm1", "71"))
+                seen = subprocess.run(
+                    ["quakestat", "-nh", "-raw", ",", "-retry", "1", "-q3m,71", place],
+                    stdout=subprocess.PIPE, timeout=20).stdout.decode()
+                self.assertIn("Q3S,127.0.0.1:%d,Red" % found.port, seen)
+                game.terminate()
+                eventually(lambda: not server.registry.total, 5)
+            finally:
+                game.kill()
+                game.wait()
+
 
 # --- Pages ------------------------------------------------------------------------------------
 
@@ -3530,7 +3925,8 @@ def make_servers(count):
     for index in range(count):
         address = "2001:db8:1234::%x" if index % 20 == 7 else "198.18.%d.9"
         servers.append(make_server(
-            chance.choice(list(ms.GAME_TITLES)), address % index, port=1024 + index,
+            chance.choice(["iceball", "hyperbol", "subspace", "aio"]), address % index,
+            port=1024 + index,
             name="%s %d" % (" ".join(chance.sample(words, 3)), index), official=index % 25 == 2,
             players=chance.choice([0, 0, 0, 1, 5, 12, 31, 64]), confirmed=index % 40 != 5,
             max_players=chance.choice([64, 64, 99, 0])))
@@ -4008,7 +4404,7 @@ class BrowserTest(BrowserCase):
         names, link = self.names(), self.js("location.pathname + location.search")
         self.assertEqual(names, sorted(names, key=str.lower))
         self.assertEqual(link, "/?game=subspace&name=e&hide=empty&sort=name")
-        self.assertIn("name=e&hide=empty&sort=name&game=" + [*ms.GAME_TITLES][-1],
+        self.assertIn("name=e&hide=empty&sort=name&game=aio",
                       self.of("#tabs a:last-child", "href"))
         self.open("/check")
         self.open(link)
@@ -4303,6 +4699,8 @@ def game_server_answers(packet):
     identity = packet[1:5]
     if packet[:4] == b"MSOK":
         return [b"HSHK" + packet[4:]]
+    if packet[:12] == OUT + b"getinfo ":
+        return [info(packet[12:])]
     if packet == b"\0":
         return [zlib.compress(AIO_ANSWER)]
     if packet == LUANTI_PROBE:
@@ -4329,6 +4727,9 @@ class FuzzTest(unittest.TestCase):
             hexa("0003 00000000 000a 20000000 01") + bytes(31)),
         "Poller": (hyperbol_reply(), SHORT, BOTH, AIO_ANSWER),
         "Hyperbol": (b"KEY!" + hexa("10000000"), b"KEY!" + bytes(4)),
+        "Quake3": (HEARTBEAT, OUT + b"heartbeat DarkPlaces\n", info(b"AbCdEf-_"),
+                   OUT + b"getservers 71 empty full\n",
+                   OUT + b"getserversExt Quake3Arena 71 ipv4 ipv6 empty full"),
         "Aio": (AIO_TEXT, AIO_TEXT + b"\n12#%KEEPALIVE#%NEWS#%", AIO_FRAMED, AIO_BINARY,
                 b"13#Name [3/8]#D#203.0.113.7#27010#%12#%", b"SET_IP#203.0.113.7#%\n",
                 AIO_FRAMED + AIO_KEEPALIVE + hexa("01000000 02 01000000 01"),
@@ -4355,9 +4756,9 @@ class FuzzTest(unittest.TestCase):
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games watchers lists titles requests".split(),
-                "claims", "waiting", "heard", "altered"}
+                "claims", "waiting", "heard", "altered", "tags"}
     DECODERS = (ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info,
-                ms.Luanti.goodbye)
+                ms.Luanti.goodbye, lambda data: ms.quake3_fields(data, ""))
 
     def setUp(self):
         self.chance = random.Random(20)
@@ -4490,8 +4891,9 @@ class FuzzTest(unittest.TestCase):
                 games.update(server.game for server in self.core.registry.servers())
             if number % 2000 == 0:
                 self.lists()
-        self.assertEqual(games, {getattr(protocol, "game", "mygame")
-                                 for protocol in self.protocols.values()})
+        self.assertLessEqual({getattr(protocol, "game", "mygame")
+                              for protocol in self.protocols.values()} - {"quake3"}
+                             | {"openarena"}, games)
         self.here = None                                # everybody goes
         for session in self.sessions:
             session.closed(self.now)
@@ -4539,6 +4941,12 @@ class AmplificationTest(unittest.TestCase):
         ("list, again and again", "SubSpaceList", [CONNECT, REQUEST] * 20, LIST_BYTES),
         ("no connect", "SubSpaceList", [REQUEST, hexa("0007")], 0),
         ("sync", "SubSpaceList", [CONNECT, hexa("0005 01020304")], 4),
+        ("heartbeat", "Quake3", [HEARTBEAT], 0),
+        ("heartbeat that is listed", "Quake3", [OUT + b"heartbeat DarkPlaces\n"] * 20, 0),
+        ("unknown tag", "Quake3", [OUT + b"heartbeat x\n"], 0),
+        ("infoResponse", "Quake3", [info(b"AbCdEf-_")], 0),
+        ("getservers", "Quake3", [OUT + b"getservers 71 empty\n"], 114),
+        ("getserversExt", "Quake3", [OUT + b"getserversExt Quake3Arena 71 empty full"], 94),
         ("an answer nobody asked for", "Poller", [bytes(8), hyperbol_reply()], 0))
 
     def start(self):
@@ -4548,6 +4956,10 @@ class AmplificationTest(unittest.TestCase):
             self.core.registry.hear(
                 ("iceball", "hyperbol", "subspace", "aio")[number % 4], address, 1000, address, 0.0,
                 1e6, {"name": "A listed server", "description": "x" * 80, "players": 9})
+        for number in range(15):
+            address = "198.51.100.%d" % (100 + number)
+            self.core.registry.hear("openarena", address, 1000, address, 0.0, 1e6, {
+                "version": "71", "details": {"gamename": "Quake3Arena", "tag": "QuakeArena-1"}})
         self.protocols = {name: protocol for name, protocol in protocols_of(self.core).items()
                           if isinstance(protocol, ms.UdpProtocol)}
 
@@ -5941,9 +6353,10 @@ class LuantiOnTheWire(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         config, database = (os.path.join(folder.name, name) for name in ("minetest.conf", "db"))
-        hurry = mock.patch.multiple(ms, TICK_S=0.1, POLL_TIMEOUT_S=0.2)
-        hurry.start()
-        self.addCleanup(hurry.stop)
+        for hurry in (mock.patch.object(ms, "TICK_S", 0.1),
+                      mock.patch.object(ms.Luanti, "timeout_s", 0.2)):
+            hurry.start()
+            self.addCleanup(hurry.stop)
 
         def start_master(port):
             server = master(http__ports=port, server__database=database)
@@ -7648,6 +8061,34 @@ class ClusterTest(ClusterCase):
         self.run_for(2)
         self.assertEqual((connected.name, self.shown(c)[1][1]), ("third", "fourth"))
 
+    def test_one_of_them_tells_webhooks(self) -> None:
+        a, b = map(self.start, "ab")
+        for server, ports in (a, (1, 2)), (b, (2, 3)):
+            for port in ports:
+                self.hear(server, port)
+        self.run_for(2)
+        self.assertEqual([[server.registry.tells_of(("iceball", "203.0.113.9", port))
+                           for port in ports] for server, ports in ((a, (1, 2)), (b, (2, 3)))],
+                         [[True, True], [False, True]])
+
+    def test_the_quake_iii_family_of_others(self) -> None:
+        """It has a title, stands in the game's own list and is not polled; its tag may be lost."""
+        a, b = map(self.start, "ab")
+        core = make_core()._replace(registry=b.registry)
+        quake3 = ms.Quake3(core)
+        for port, details in (1, {"gamename": "Xonotic", "tag": "DarkPlaces"}), (
+                2, {"gamename": "Xonotic"}):
+            self.hear(a, port, game="xonotic", version="3", players=1, details=details)
+        self.run_for(2)
+        (answer, _), = quake3.datagram(b"\xff\xff\xff\xffgetservers Xonotic 3", (
+            "192.0.2.1", 5), self.now)
+        self.assertEqual(answer.count(b"\\\xcb\0\x71\x09\0"), 2)
+        self.assertEqual((b.registry.titles, core.poller.targets), ({"xonotic": "Xonotic"}, {}))
+        for port in 1, 2:
+            a.registry.remove(a.registry.get("xonotic", "203.0.113.9", port))
+        self.run_for(2)
+        self.assertEqual(b.registry.titles, {})
+
     def test_a_master_that_has_gone(self) -> None:
         a, b = map(self.start, "ab")
         for port, lifetime in (1, 120.0), (2, math.inf), (3, 120.0):
@@ -8783,7 +9224,10 @@ class ClientTools(unittest.TestCase):
                   "skill": "9", "factions": "IMF 3, Syndicate 1, Republic 2"}),
                 ("aio", 0, lambda data: [aio] * (data == b"\0"),
                  {"name": "Cafe", "description": "hi", "players": 2, "max_players": 16,
-                  "version": 3})):
+                  "version": 3}),
+                ("quake3", 0, lambda data: [info(data[12:], gamename=None, clients=b"1")],
+                 {"name": "Red Test  q", "mode": "0", "map": "oa_dm1", "version": "71",
+                  "players": 1, "max_players": 8, "gamename": "Quake3Arena", "people": "0"})):
             with FakeServer(answer) as server:
                 port = server.port - offset
                 place = "127.0.0.1:%d" % port
@@ -8918,6 +9362,21 @@ class ClientTools(unittest.TestCase):
                          ("Chaos", "203.0.113.9", 25000, 6))
         self.assertEqual((told[0][:2], told[0][6:], told[1]),
                          (hexa("0001"), hexa("0100"), hexa("0003 00000000 01 00000000")))
+
+    def test_a_list_of_quake3_in_several_packets(self) -> None:
+        told: List[bytes] = []
+        packets = [QUAKE3_EXT_HEAD + b"\\" + hexa("2f5c7109 9060") + b"\\" + hexa("cb00712f 5c2f"),
+                   QUAKE3_EXT_HEAD + b"/" + hexa("20010db8") + bytes(11) + hexa("2f 9061")
+                   + QUAKE3_EOT]
+        with FakeServer(lambda data: told.append(data) or packets) as server:
+            found = self.ask("list", server.place, "--game", "quake3", "--gamename", "Xonotic",
+                             "--protocol", "3")["servers"]
+            self.assertEqual(found, [{"address": "47.92.113.9", "port": 36960},
+                                     {"address": "203.0.113.47", "port": 23599},
+                                     {"address": "2001:db8::2f", "port": 36961}])
+            self.assertEqual(told, [OUT + b"getserversExt Xonotic 3 empty full"])
+            packets.pop()               # the end is lost
+            self.assertIn("timed out", self.failing("list", server.place, "--game", "quake3"))
 
     def test_a_list_of_zones_that_is_none(self) -> None:
         """Who is silent, who leaves at once, and who announces more than can be."""
@@ -10150,6 +10609,38 @@ def load_handshake(port, addresses):
     return handshake
 
 
+def load_quake3(port, question="", packets=1):
+    """64 game servers that send a heartbeat and answer getinfo, again and again; with a `question`
+    as many clients, each answered with so many packets. For so many heartbeats or questions."""
+    epoll, told, asked = select.epoll(), info(b""), question.encode("latin-1") or HEARTBEAT
+    sockets = {sock.fileno(): sock for sock in source_sockets(port, 4, 64)}
+    for fd in sockets:
+        epoll.register(fd, select.EPOLLIN)
+
+    def exchanges(count):
+        begun, answered, missing = len(sockets), 0, dict.fromkeys(sockets, packets)
+        for sock in sockets.values():
+            sock.send(asked)
+        while answered < count:
+            for fd, _ in epoll.poll(0):
+                sock = sockets[fd]
+                answer = sock.recv(2048)
+                missing[fd] -= 1
+                if missing[fd]:
+                    continue
+                answered += 1
+                if not question:
+                    sock.send(told + answer[12:])
+                missing[fd] = packets
+                if begun < count:
+                    begun += 1
+                    sock.send(asked)
+            time.sleep(NAP_S)
+        return count
+
+    return exchanges
+
+
 def load_lists(port, connection, changes=None, path="/master.json", accepts="identity"):
     """Lists, 16 at a time, an operation is one list: of Hyperbol, or with a `connection` of HTTP,
     `keep-alive` or `close`. `changes`: the port where a server announces other players now and
@@ -10264,9 +10755,10 @@ def tell(**answer):
     print(json.dumps(answer), flush=True)
 
 
-def serve_echo():
+def serve_echo(packets=("4d534f4b00000000",)):
     """The barest loop: drain a non-blocking UDP socket, answer each datagram with 8 constant
-    bytes."""
+    bytes, or with these packets."""
+    answers = list(map(hexa, packets))
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.bind(("127.0.0.1", 0))
     sock.setblocking(False)
@@ -10278,7 +10770,8 @@ def serve_echo():
         try:
             while True:
                 _, peer = sock.recvfrom(2048)
-                sock.sendto(b"MSOK\0\0\0\0", peer)
+                for answer in answers:
+                    sock.sendto(answer, peer)
         except BlockingIOError:
             pass
 
@@ -10511,6 +11004,36 @@ def bench_handshake(bench):
     await_listed(server, 5000 * ROUNDS)
 
 
+def bench_quake3(bench):
+    server = bench.server(quake3__port="0")
+    load = bench.part("load_quake3", port=server.port("quake3"))
+    yield compared("echo loop", 0.5, *race(Side(server.process.pid, load, 5000),
+                                           bench.echo(answers=2)))
+    await_listed(server, 64, "/servers.json")
+
+
+def bench_quake3_list(bench):
+    """The yardstick sends the same packets. Nobody answers the one poll that there is."""
+    server, question = bench.server(quake3__port="0", poll__interval="3600"), OUT + b"getservers 71"
+    port, packets = server.port("quake3"), []
+    with contextlib.ExitStack() as stack:
+        for game in source_sockets(port, 50, 1000):
+            stack.enter_context(game).setblocking(True)
+            game.send(HEARTBEAT)
+            game.send(info(game.recv(100)[12:], clients=b"3"))
+    await_listed(server, 1000, "/servers.json")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.sendto(question, ("127.0.0.1", port))
+        while not packets or not packets[-1].endswith(QUAKE3_EOT):
+            packets.append(client.recv(2048))
+    assert sum(map(len, packets)) == 7000 + 7 + len(QUAKE3_LIST_HEAD) * len(packets)
+    bare = bench.part("serve_echo", packets=[packet.hex() for packet in packets])
+    yield compared("same packets", 0.7, *race(*(
+        Side(pid, bench.part("load_quake3", port=port, packets=len(packets),
+                             question=question.decode("latin-1")), 5000)
+        for pid, port in ((server.process.pid, port), (bare.pid, bare.said["port"])))))
+
+
 def bench_spoofed(bench):
     server = bench.server()
     # More servers than are heard in 5 s
@@ -10675,6 +11198,9 @@ BENCHMARKS = {
     "handshake": (
         "first announcement, MSOK, HSHK, listed; the echo loop answers two datagrams",
         bench_handshake),
+    "quake3": ("heartbeat, getinfo, infoResponse of 64 listed servers; the echo loop answers two "
+               "datagrams", bench_quake3),
+    "quake3-list": ("getservers with 1,000 servers", bench_quake3_list),
     "spoofed": (
         "a first announcement, answered with MSOK, of a server that never says more",
         bench_spoofed),
