@@ -13,7 +13,7 @@ only what stands above it:
      2  limits                      8  pages: HTML, CSS, JavaScript
      3  settings                    9  web: routes, lists as JSON, XML and pages
      4  wire helpers               10  PROTOCOLS, the table that names them all
-     5  registry                   11  event loop
+     5  registry                   11  event loop, news, other masters
      6  storage                    12  client tools and command line
 
     game                     transport, default port                  in the program
@@ -25,8 +25,8 @@ only what stands above it:
     Quake III, its family    UDP 27950                                class Quake3
     Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
     any other game           HTTP POST /announce                      post_announce in section 9
-
-    news to webhooks         HTTP POST to them                        class News in section 11
+    news to webhooks         HTTP POST to them                        News in section 11
+    other masters            Redis or Valkey, TCP 6379                Cluster in section 11
 
 Sections 3 to 10 have no socket, no thread and no clock, and but for the ini and the database no
 file: a protocol takes bytes and the time and gives bytes back, so every one of them is tested with
@@ -88,10 +88,6 @@ __version__ = "1.0"
 try:
     import resource
 except ImportError:                 # Windows has no such limits
-    pass
-try:
-    import ssl                      # for EngineLink; http.client has loaded it anyway
-except ImportError:
     pass
 try:
     import ctypes                   # for MessageVector alone
@@ -309,6 +305,15 @@ def read_form(pattern, expected):
 
 read_game_id = read_form("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
 read_page_url = read_form("(https?://[!-~]*[!-.0-~])?", "https://HOST, with no / at its end")
+# A name that keys, metrics and JSON carry as it is; or nothing
+WORD = "[A-Za-z0-9._-]{1,64}"
+read_word = read_form("(%s)?" % WORD, "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+# TLS, user, password, host, port, database; or a path
+ENGINE_URL = (r"(?:redis(s?)://(?:([^:@/]*):([^@/]*)@)?([^][:@/]+|\[[^]]+\])(?::(\d{1,5}))?"
+              r"(?:/(\d*))?|unix://(/.+))?\Z")
+read_engine = read_form(
+    ENGINE_URL, "redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
+    " in a password write %40 for @ and %2F for /")
 # No user and no password: urllib would take them for the host
 read_webhook = read_form(
     r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
@@ -321,42 +326,10 @@ def read_own_game_id(text):
     return read_game_id(text)
 
 
-WORD = re.compile("[A-Za-z0-9._-]{1,64}")
-
-
-def read_word(text):
-    """A name that keys, metrics and JSON carry as it is; or nothing."""
-    if text and not WORD.fullmatch(text):
-        raise ValueError("expected at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-    return text
-
-
-ENGINE_URL = re.compile(r"redis(s?)://(?:([^:@/]*):([^@/]*)@)?([^][:@/]+|\[[^]]+\])(?::(\d{1,5}))?"
-                        r"(?:/(\d*))?|unix://(/.+)")
-
-
-def read_engine(text):
-    """A URL, or nothing; gives its parts, as EngineLink takes them. It has a password, so that the
-    error does not repeat it."""
-    match = ENGINE_URL.fullmatch(text.strip())
-    if text.strip() and not match:
-        raise ValueError("expected redis://[[user]:password@]host[:port][/db], rediss://... for TLS"
-                         " or unix:///path; in a password write %40 for @ and %2F for /")
-    return match and match.groups("")
-
-
 def read_rate(text):
     """`100/400`: 100 a second, 400 at once."""
     rate, _, burst = text.partition("/")
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
-
-
-def read_heartbeat_tag(text):
-    """`TAG = GAME`, two words."""
-    match = re.fullmatch(r"(\S+)\s*=\s*(\S+)", text)
-    if not match:
-        raise ValueError("%r is not TAG = GAME" % text)
-    return match.groups()
 
 
 def read_iceball_version(text):
@@ -410,7 +383,7 @@ SETTINGS = (
             "TCP ports of the page and the lists. Iceball looks for both.", live=False),
     Setting("http.title", "Game servers", read_line, "The page's title."),
     Setting("http.url", "", read_page_url,
-            "Where the page is reached from outside, such as https://games.example; for links."),
+            "Where the page is reached from outside, as https://games.example; for links to it."),
     Setting("http.intro", "", read_text, "A sentence or two at the top of the page."),
     Setting("http.template", "", read_line,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
@@ -441,10 +414,10 @@ SETTINGS = (
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
     Setting("quake3.games", "", read_list(str.lower),
             "Games to list, such as xonotic, openarena; or !nexuiz: all but this; empty: all."),
-    Setting("quake3.tags", "", read_list(read_heartbeat_tag, "\n"),
+    Setting("quake3.tags", "", read_list(read_form(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
     Setting("quake3.timeout", "900", read_number(1, 86400, float),
-            "Seconds after its last answer in which a server is removed, unless polls do sooner."),
+            "Seconds without an answer after which one is removed; missed polls do so sooner."),
     Setting("luanti.enabled", "yes", read_flag,
             "List the Luanti servers that announce themselves on the ports of [http].",
             live=False),
@@ -456,15 +429,15 @@ SETTINGS = (
             "Redis or Valkey through which masters share their lists, as redis://:password@host/0.",
             live=False),
     Setting("cluster.name", "", read_word,
-            "This master's name among them; empty: the host's, and a random part.", live=False),
+            "This master's name among others; empty: the host's and a random part.", live=False),
     Setting("cluster.prefix", "masterserver", read_word,
-            "What their keys there begin with; masters with another one are not seen.", live=False),
+            "What the keys there begin with; masters with another one are not seen.", live=False),
     Setting("poll.interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", read_number(1, 100000),
             "Queries per second at most, to all servers together."),
     Setting("notify.players", "2", read_number(1, PLAYERS_MAX),
-            "It is news when the players of a server become so many, after they were fewer."),
+            "A server is news when it comes to have so many players, after it had fewer."),
     Setting("notify.again_after", "10800", read_number(0, 86400),
             "Seconds for which the same server is not news again."),
     Setting("notify.official_only", "no", read_flag, "News of official servers alone."),
@@ -1105,8 +1078,6 @@ class Registry:
         self.watchers = []                  # whom to tell: call, game ("": all), events, whose
         self.altered = set()                # own, listed, changed or gone since the disk was told
         self.deaf_until = -math.inf         # nobody could be heard before: no silence counts
-        # Of several masters that have heard a server one tells webhooks of it: is it this one?
-        self.tells_of = lambda key: True
         # What became of the last packets, for /check: (source, protocol, announced port, 0 if it
         # could not be read) -> (time, a key of OUTCOMES, detail)
         self.heard = collections.OrderedDict()
@@ -1805,7 +1776,7 @@ class Querier:
     """A game whose servers answer queries. The poller sends them; the querier knows the bytes."""
 
     registry: Registry
-    game = ""                       # as in the registry
+    game = ""                       # as in the registry; of Quake III's each has its gamename there
     offset = 0                      # from a server's port to the one that answers queries
     timeout_s, attempts = POLL_TIMEOUT_S, POLL_ATTEMPTS     # of each query, and how many in a poll
 
@@ -1816,15 +1787,11 @@ class Querier:
     def query(self, target: Target) -> bytes:
         raise NotImplementedError
 
-    def answer(self, target: Target, data: bytes, now: float) -> bool:
-        """Take an answer. True: the poll is complete. False: the next tick asks a further question.
-        Raises Malformed if it is none, or not to this query (`target.nonce`); Refused counts as
-        much."""
+    def answer(self, target: Target, data: bytes, now: float) -> Optional[bytes]:
+        """Take an answer. The poll is complete, and this is sent to end it, b"" for nothing; None:
+        the next tick asks a further question. Raises Malformed if it is none, or not to this query
+        (`target.nonce`); Refused counts as much."""
         raise NotImplementedError
-
-    def goodbye(self, data: bytes) -> bytes:
-        """What ends the exchange after this answer; b"": nothing."""
-        return b""
 
     def missed(self, target: Target, now: float) -> bool:
         """A poll went unanswered, the `target.missed`th in a row. True: stop querying it."""
@@ -1885,16 +1852,15 @@ class Poller(UdpProtocol):
                 continue
             target.ping_ms = (now - target.asked_at) * 1000
             try:
-                complete = querier.answer(target, data, now)
+                goodbye = querier.answer(target, data, now)
             except (Malformed, Refused) as error:       # perhaps another game's
                 wrong = target.wrong = str(error)
                 continue
             target.missed = 0
-            if complete:
-                self.rest(target, now)
-            else:
+            if goodbye is None:
                 target.asked_at, target.due = None, now
-            goodbye = querier.goodbye(data)
+            else:
+                self.rest(target, now)
             return [(goodbye, peer)] if goodbye else []
         raise Malformed(wrong)
 
@@ -2410,7 +2376,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         # Whole milliseconds: jitter alone makes no new list
         fields.update(ping_ms=round(target.ping_ms), flavor=self.flavors.get(place, 0))
         self.take(target, fields, now)
-        return True
+        return b""
 
 
 class HyperbolSession(Session):
@@ -2744,7 +2710,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         complete = target.scratch.answer(data, target.nonce)
         if complete:
             self.polled(target, now)
-        return complete
+        return b"" if complete else None
 
     def missed(self, target, now):
         if not target.scratch.step:
@@ -3442,7 +3408,7 @@ class Aio(TcpProtocol, Querier):
             "name": name or server.name, "description": description,
             "players": clamp(players), "max_players": clamp(max_players),
             "version": str(version), "ping_ms": round(target.ping_ms)})
-        return True
+        return b""
 
     def missed(self, target, now):
         self.note_silence(target, now)
@@ -3567,15 +3533,16 @@ class Quake3(UdpProtocol, PolledGame):
         # An answer has 2 s to come back, up to twice that counts
         self.cookie = Cookie(os.urandom(16), 6, 2.0)
         self.settings = settings
-        self.tags = {**QUAKE3_TAGS, **dict(settings["quake3.tags"])}
+        self.tags = {**QUAKE3_TAGS, **dict(
+            re.split(r"\s*=\s*", tag) for tag in settings["quake3.tags"])}
 
     def watch(self, event, server):
         """Every listed server is polled, also one that was restored from disk."""
-        gamename, titles = server.details.get("gamename"), self.registry.titles
+        gamename = server.details.get("gamename")
         if gamename and not server.master:
             super().watch(event, server)
-        if gamename and event == "listed" and len({*titles, server.game}) <= QUAKE3_GAMES:
-            titles[server.game] = QUAKE3_TITLES.get(server.game, gamename)
+        if gamename and event == "listed":
+            self.registry.titles[server.game] = QUAKE3_TITLES.get(server.game, gamename)
 
     def datagram(self, data, peer, now):
         text, packets = data.decode("latin-1"), []
@@ -3586,8 +3553,8 @@ class Quake3(UdpProtocol, PolledGame):
                 packets = self.heartbeat(heartbeat[1], peer[:2], now)
             elif not question:
                 self.told(data, peer[:2], now)
-            elif self.rules.udp_requests.allow(     # a source gets 5 at once, then 1 a second
-                    peer[0], now, self.settings["limits.requests"][1] / 5):
+            # By default a source gets 5 at once, then 1 a second
+            elif self.rules.udp_requests.allow(peer[0], now, 10):
                 packets = self.answers.get(now)(*question.groups(""))
         except Malformed as wrong:
             self.registry.note(peer[0], self.game, peer[1], "bad packet", now, str(wrong))
@@ -3642,10 +3609,14 @@ class Quake3(UdpProtocol, PolledGame):
         if game == "quake3arena" and fields["version"] == "71":
             game = "openarena"
         # Under the id of another protocol's game nothing would be what it seems
-        if (game in SECTIONS or game in self.rules.games or named and named != gamename
+        if (game in SECTIONS or game in self.rules.games
                 or "!" + game in games or games and "!" not in games[0] and game not in games):
             raise Refused("game", "%a is none of those here" % gamename)
-        if len({*self.registry.titles, game}) > QUAKE3_GAMES:
+        if named and named != gamename:
+            raise Refused("game", "the heartbeat tag is that of %s, not of %a" % (named, gamename))
+        # Strangers keep out strangers alone
+        if len({*self.registry.titles, game}) > QUAKE3_GAMES and not named and game not in (
+                *games, *QUAKE3_TITLES):
             raise Refused("limit", "at most %d games of this family" % QUAKE3_GAMES)
         return game
 
@@ -3657,13 +3628,13 @@ class Quake3(UdpProtocol, PolledGame):
         server = self.told(data, target.key[1:], now)
         if server:
             self.registry.update(server, {"ping_ms": round(target.ping_ms)})
-        return True
+        return b""
 
 
 # --- Luanti --------------------------------------------------------------------------------------
 
 LUANTI_ID = b"OEt\3"                # every packet begins with it
-# Announcements that wait for the answer to a probe, 64 MB at their longest; it takes a second
+# Announcements that wait for the answer to a probe, 80 MB at their longest; it takes a second
 LUANTI_WAITING = 1000
 # Of an announcement: names, what reads them, what is expected; counted by the master are pop_v,
 # updates and clients_top
@@ -3675,8 +3646,9 @@ LUANTI_FIELDS: Any = {name: row for names, *row in (
         r"(?=.{0,250}$)(|[!-9;-~]+\.[!-9;-~]*|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*)",
         text)[0],   # type: ignore[index]
      "a name with a dot in it or an IP address; without a port, blanks or letters beyond ASCII"),
-    ("clients_list mods", lambda texts: list(dict.fromkeys(map(clean, [] + texts))),
-     "a list of texts"),
+    # Names of players have 20 characters, those of mods rarely 30, and few servers 500
+    ("clients_list mods", lambda texts: list(dict.fromkeys(
+        clean(text, 32) for text in ([] + texts)[:500])), "a list of texts"),
     ("creative damage pvp password dedicated rollback can_see_far_names", read_flag,
      "true or false"),
     ("clients clients_max clients_top uptime game_time proto_min proto_max updates",
@@ -3694,7 +3666,7 @@ class Luanti(TcpProtocol, PolledGame):
 
     A game server announces itself by HTTP when it starts, every 300 s, and when it ends:
 
-        > POST /announce, in the field json of a form; see luanti_text in section 9
+        > POST /announce, in the field json of a form; see HttpRequest in section 9
           {"action":"start","address":"","clients":0,"clients_list":[],"clients_max":12, …
            "gameid":"minetest","mapgen":"v7","mods":["weather", …],"port":30000,"version":"5.6.1"}
 
@@ -3734,7 +3706,7 @@ class Luanti(TcpProtocol, PolledGame):
             if found and (found == listed or (":" in found) != (":" in listed)
                           or self.rules.believes(source, found)):
                 keep_latest(self.waiting, (source, port), told, LUANTI_WAITING)
-                self.poller.add(self, source, port)
+                self.poller.add(self, source, port).due = now
             else:
                 registry.note(source, self.game, port, "address", now, "%s leads to %s, not to %s"
                               % (address, found or "no address", listed))
@@ -3743,6 +3715,7 @@ class Luanti(TcpProtocol, PolledGame):
             registry.admit(self.game, listed, port, source, told["name"])
         registry.note(source, self.game, port, "listed" if known else "announced", now)
         if known:
+            self.waiting.pop((source, port), None)
             registry.hear(self.game, listed, port, source, now,
                           self.core.settings["luanti.timeout"], luanti_server(told))
         elif address:
@@ -3753,24 +3726,24 @@ class Luanti(TcpProtocol, PolledGame):
     def query(self, target):
         return LUANTI_ID + b"\0\0\0\1"
 
-    @staticmethod
-    def goodbye(data):
-        """Raises Malformed if this is no answer to a probe."""
-        if not re.fullmatch(rb"OEt\x03\0\x01.{5}\x01..", data, re.S):
-            raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
-        return LUANTI_ID + data[12:] + b"\0\0\3"
-
     def answer(self, target, data, now):
-        self.goodbye(data)
+        goodbye = luanti_goodbye(data)
         told = self.waiting.pop(target.key[1:], None)
         if told:
             self.take(target, luanti_server(told), now, self.core.settings["luanti.timeout"])
-        server = self.registry.get(self.game, *self.place(target))
+        server = self.listed(target)
         if server:                          # it lives by its announcements
             self.registry.update(server, {"ping_ms": round(target.ping_ms), "confirmed": True})
         else:
             self.poller.remove(target)
-        return True
+        return goodbye
+
+
+def luanti_goodbye(data):
+    """What ends the exchange after this answer to a probe. Raises Malformed."""
+    if not re.fullmatch(rb"OEt\x03\0\x01.{5}\x01..", data, re.S):
+        raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
+    return LUANTI_ID + data[12:] + b"\0\0\3"
 
 
 def luanti_fields(told):
@@ -5008,7 +4981,8 @@ def server_page(look, server, listed, series, span, wall, base):
     address, game = endpoint(server.address, server.port), look.game_title(server.game)
     name, marks, play, history = server.name or address, "", "", ""
     link, lead = server_link(server), server_lead(server, game, listed, wall)
-    about = plural(server.players, "player") + " · " + re.sub("<.+?>", "", lead)
+    about = plural(server.players, "player") + " · " if listed else ""
+    about += re.sub("<a .*|<.+?>", "", lead)
     facts = [("Address", fill("<code>$address</code>", address=address)), ("Game", game)]
     if listed:
         marks = badges(server)
@@ -5319,6 +5293,15 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         if self.body_bytes > HTTP_BODY_BYTES:
             raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
 
+    @functools.cached_property
+    def luanti(self):
+        """What a form of Luanti's has in its field json, by multipart/form-data (RFC 7578) or not;
+        b"": it is none. Called with the whole body."""
+        if self.body.startswith(b"json="):
+            return urllib.parse.unquote_to_bytes(self.body[5:].replace(b"+", b" "))
+        return self.body.partition(b'name="json"')[2].partition(b"\r\n\r\n")[2].partition(
+            b"\r\n--")[0]
+
     # What http.server would write to a socket or to standard error
 
     def handle_expect_100(self):
@@ -5465,7 +5448,6 @@ class Web(TcpProtocol):
         self.cache: Dict[bytes, Any] = {}
         self.cache_bytes = 0
         self.lists: Dict[Any, Answer] = {}          # by route and game
-        self.luanti_max = 0, 0          # the most players and servers that its list has had
         self.recent = core.recent()     # what the sparklines in servers' parts show
         self.requests: Dict[Any, int] = collections.Counter()   # by route and status
         self.read(core.settings)
@@ -5551,7 +5533,7 @@ class Web(TcpProtocol):
         status, hint = error.status, str(error)
         reason = http.client.responses[status]
         type, body = TEXT_TYPE, ("%d %s\n%s\n" % (status, reason, hint)).encode()
-        if request.route == "/announce" and not luanti_text(request):
+        if request.route == "/announce" and not request.luanti:
             type, body = JSON_TYPE, to_json({"listed": False, "reason": hint})
         elif request.route == "/master.json" and status in (403, 429):
             type, body = JSON_TYPE, iceball_list(self, [])
@@ -5761,15 +5743,13 @@ def luanti_entry(server):
 
 
 def get_list(web, request):
-    """Luanti's list, as the official one gives it to clients."""
+    """Luanti's list, as the official one gives it to clients. What it had at most is not kept."""
     def make(servers, wall):
         shown = [server for server in servers if server.announced]
-        total = sum(server.players for server in shown), len(shown)
-        web.luanti_max = tuple(map(max, total, web.luanti_max))
-        entries = sorted(parts(shown, "list", luanti_entry))
-        return (b'{"list":[%s],"total":{"clients":%d,"servers":%d},"total_max":{"clients":%d,'
-                b'"servers":%d}}\n' % (b",\n".join([entry for _, entry in entries]), *total,
-                                       *web.luanti_max))
+        entries = b",\n".join([entry for _, entry in sorted(parts(shown, "list", luanti_entry))])
+        total = b'{"clients":%d,"servers":%d}' % (
+            sum(server.players for server in shown), len(shown))
+        return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (entries, total, total)
     return web.list_answer(request, ListFilter("luanti"), JSON_TYPE, make)
 
 
@@ -5898,20 +5878,12 @@ ANNOUNCED_FIELDS = "action name mode map version description players max_players
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 
 
-def luanti_text(request):
-    """What a form of Luanti's has in its field json, by multipart/form-data (RFC 7578) or not; b"":
-    it is none."""
-    if request.body.startswith(b"json="):
-        return urllib.parse.unquote_to_bytes(request.body[5:].replace(b"+", b" "))
-    return request.body.partition(b'name="json"')[2].partition(b"\r\n\r\n")[2].partition(
-        b"\r\n--")[0]
-
-
 def announced_fields(request):
     """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
     type = (request.header("Content-Type") or FORM_TYPE).partition(";")[0].strip().lower()
-    body = luanti_text(request) or request.body
-    if type == "application/json" or body[:1] == b"{":      # by `curl -d`, which says it is a form
+    body = request.luanti or request.body
+    # A `{` comes by `curl -d`, which says it is a form
+    if request.luanti or type == "application/json" or body[:1] == b"{":
         try:
             fields = json.loads(body).items()
         except (ValueError, RecursionError, AttributeError):
@@ -5961,10 +5933,9 @@ def post_announce(web, request):
     game, port = "announce", 0
     try:
         sent = announced_fields(request)
-        luanti = luanti_text(request)
-        game = announced_game(web, "luanti" if luanti else sent.get("game", ""))
+        game = announced_game(web, "luanti" if request.luanti else sent.get("game", ""))
         port = announced_value("port", sent.get("port"))
-        if luanti:
+        if request.luanti:
             return take_luanti(web, request, port, sent)
         fields = {name: announced_value(name, sent[name])
                   for name in ANNOUNCED_FIELDS if name in sent}
@@ -6012,9 +5983,9 @@ def take_luanti(web, request, port, told):
     if told.get("action") == "delete":
         take_announcement(web, request, "luanti", port, "stop")
         return Answer(b"Removed from the list.\n")
-    *_, before = web.registry.heard.get((request.address, "luanti", port), ("",))
+    _, outcome, before = web.registry.heard.get((request.address, "luanti", port), ("",) * 3)
     web.core.announcers["luanti"].announced(request.address, port, told, request.now)
-    if before:
+    if outcome in ("silent", "address"):
         raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
                              "/check tells what to do." % before)
     return Answer(b"Request has been filed.\n", status=202)
@@ -6186,11 +6157,11 @@ def get_metrics(web, request):
 
 def get_healthz(web, request):
     """200 as long as it serves; `trouble` says what does not work."""
-    health, cluster = web.core.health, web.core.cluster
+    health = web.core.health
     return Answer(to_json({
         "status": "trouble" if health else "ok", "trouble": dict(health),
         "servers": web.registry.total, "version": __version__,
-        **({"cluster": cluster} if cluster else {})}) + b"\n", JSON_TYPE)
+        "cluster": web.core.cluster}) + b"\n", JSON_TYPE)
 
 
 def allowed_methods(route):
@@ -6239,11 +6210,12 @@ NEWS_FORMATS = {
 }
 
 
-def news_message(format, server, settings, epoch, own=""):
-    """The type and the body of a message about this server; `own`: as in with_times()."""
+def news_message(format, server, settings, epoch):
+    """The type and the body of a message about this server."""
     marks, instead, body = NEWS_FORMATS[format]
     names = {"name": server.name or endpoint(server.address, server.port),
-             "game": {**GAME_TITLES, **settings["games"]}.get(server.game, server.game),
+             "game": {**GAME_TITLES, **settings["games"]}.get(
+                 server.game, server.details.get("gamename", server.game)),
              "map": server.map or "?"}
     url = settings["http.url"] and settings["http.url"] + server_link(server)
     text = string.Template(settings["notify.text"]).safe_substitute(
@@ -6251,7 +6223,7 @@ def news_message(format, server, settings, epoch, own=""):
         players=server.players, max_players=server.max_players or "?").strip()
     return TEXT_TYPE if format == "text" else JSON_TYPE, body % {
         b"text": to_json(text), b"escaped": to_json(html.escape(text, quote=False)),
-        b"plain": text.encode(), b"server": with_times(server_json(server), server, epoch, own)}
+        b"plain": text.encode(), b"server": with_times(server_json(server), server, epoch, "")}
 
 # ================================================================================================
 # 10  The table of protocols
@@ -6285,11 +6257,11 @@ PROTOCOLS = (
 # ================================================================================================
 # 11  Event loop
 #
-# Sockets, threads and the clock, and what carries settings and list between files and registry. One
-# thread serves every listener and connection, with one time for all that a wake-up brings;
-# everything is made there, so nothing needs a lock. One more thread has the disk, one looks up host
-# names if there are any, one talks to other masters if there are some, and each webhook that was
-# told something has one; the log's stands in section 12.
+# Sockets, threads and the clock; what carries settings and list between files, registry and other
+# masters; and news to webhooks. One thread serves every listener and connection, with one time for
+# all that a wake-up brings; everything is made there, so nothing needs a lock. One more thread has
+# the disk, one looks up host names if there are any, one talks to other masters if there are some,
+# and each webhook that was told something has one; the log's stands in section 12.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -6766,12 +6738,11 @@ WEBHOOK_S = 10.0                    # for each try
 WEBHOOK_TRIES = 3                   # of one message
 WEBHOOK_RETRY_S = 5.0               # later, unless the answer names a time
 NEWS_PER_MINUTE = 10                # more is no news, and receivers have limits
-# Remembered: all of the longest `again_after`
-NEWS_SERVERS = NEWS_PER_MINUTE * DAY // MINUTE
 
 
 class AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Every answer is one: no redirect is followed, as news must go nowhere else."""
+    """Gives back every answer, whatever its status: urllib would follow redirects, and news must
+    go nowhere else."""
 
     def http_response(self, request, response):
         return response
@@ -6801,10 +6772,10 @@ class Webhook(WorkerThread):
         super().__init__("webhook " + name, lambda *result: None)
         self.format, self.url = place.split()
 
-    def tell(self, type, body):
-        """Tell it one message; at a 429 until it takes it."""
+    def tell(self, until, type, body):
+        """Tell it one message, which is no news any more after `until`; a 429 is no try."""
         tries = 0
-        while self.wanted and tries < WEBHOOK_TRIES:
+        while self.wanted and tries < WEBHOOK_TRIES and time.monotonic() < until:
             status, pause = post_url(self.url, type, body)
             good = status.startswith("2")
             if good == self.failing:        # once, and when it works again
@@ -6813,7 +6784,7 @@ class Webhook(WorkerThread):
             if good:
                 return
             tries += status != "429"
-            time.sleep(int(pause) if re.fullmatch("[0-9]{1,4}", pause) else WEBHOOK_RETRY_S)
+            time.sleep(int(pause) if re.fullmatch("[1-9][0-9]{0,3}", pause) else WEBHOOK_RETRY_S)
 
 
 class News:
@@ -6823,9 +6794,11 @@ class News:
     Used as a protocol is: told the time, the settings, and `epoch` as Web."""
 
     now = epoch = 0.0                               # now: of the last tick
+    # Of several masters that have heard a server one tells of it: is it this one?
+    tells_of = staticmethod(lambda key: True)
 
     def __init__(self, settings, registry, gauges):
-        self.registry, self.gauges, self.hooks = registry, gauges, []
+        self.gauges, self.wanted, self.hooks = gauges, {}, []
         self.few = set()                            # servers that told of fewer players
         self.told = collections.OrderedDict()       # when it was told, by server
         self.latest = collections.deque([-math.inf] * NEWS_PER_MINUTE, NEWS_PER_MINUTE)
@@ -6834,9 +6807,11 @@ class News:
         self.read(settings)
 
     def read(self, settings):
-        self.stop()
         self.settings = settings
-        self.hooks = [Webhook(*hook) for hook in settings["webhooks"].items()]
+        if settings["webhooks"] != self.wanted:
+            self.stop()
+            self.wanted = settings["webhooks"]
+            self.hooks = [Webhook(*hook) for hook in self.wanted.items()]
 
     def stop(self):
         for hook in self.hooks:
@@ -6855,20 +6830,20 @@ class News:
             return
         if server.players < settings["notify.players"]:
             self.few.add(server)
-        elif (not had_few or not self.hooks or not self.registry.tells_of(server.key)
+        elif (not had_few or not self.hooks or not self.tells_of(server.key)
               or server.game not in (settings["notify.games"] or [server.game])
-              or settings["notify.official_only"] > server.official
+              or settings["notify.official_only"] and not server.official
               or now - self.told.get(server.key, -math.inf) < settings["notify.again_after"]):
             return
         elif now - self.latest[0] < MINUTE:
             self.gauges["news_dropped_total"] += 1
         else:
             self.latest.append(now)
-            keep_latest(self.told, server.key, now, NEWS_SERVERS)
+            keep_latest(self.told, server.key, now, KNOWN_SERVERS)
             for hook in self.hooks:
-                message = news_message(hook.format, server, settings, self.epoch,
-                                       self.registry.master)
-                hook.submit(functools.partial(hook.tell, *message), None)
+                message = news_message(hook.format, server, settings, self.epoch)
+                # Who plays may have left after two minutes
+                hook.submit(functools.partial(hook.tell, now + 2 * MINUTE, *message), None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
@@ -7062,8 +7037,8 @@ class SavedList:
             registry.altered.add(row[:3])           # who is not listed again is to go
             with contextlib.suppress(Refused):
                 server = restored_server(row, now, wall)
-                late = wall - row[5] > RESTORE_WITHIN_S
-                if server and server.responding and not late:   # else the ini names it anyway
+                if (server and server.responding            # else the ini names it anyway
+                        and wall - row[5] <= RESTORE_WITHIN_S):
                     registry.admit(*server.key, server.source, server.name)
                     registry.insert(server)
         log.info("restored as before the restart, unconfirmed: %s",
@@ -7119,9 +7094,9 @@ class SavedList:
 
 # --- Several masters, one list -------------------------------------------------------------------
 
-REPLY_BYTES = 64 << 20      # twenty thousand records of 3 kB, where 400 bytes are usual
-CLUSTER_BATCH = 1000        # records written at once: 400 kB as a rule
-CLUSTER_READ = 20_000       # read from one log at once; in the loop 15 ms for each thousand
+REPLY_BYTES = 64 << 20      # a thousand records as long as Luanti's can be
+CLUSTER_BATCH = 1000        # records written or read at once: 400 kB as a rule
+CLUSTER_READS = 60          # of one log in one exchange; in the loop 15 ms for each of them
 CLUSTER_PACE_S = 0.3        # between two exchanges; news takes two of them at most
 CLUSTER_LEASE_S = 10        # a master that was silent for so long is gone, and its log as well
 CLUSTER_LOG = 4             # a log has so many records for each listed server, and for …
@@ -7139,9 +7114,12 @@ class EngineLink:
     RESP2, https://redis.io/docs/latest/develop/reference/protocol-spec/. Raises OSError; Malformed
     or ValueError for an error and for what is no reply."""
 
+    file: Any = None
+
     def __init__(self, engine):
-        """`engine`: as read_engine() gives it."""
-        tls, user, self.password, host, port, database, path = map(urllib.parse.unquote, engine)
+        """`engine`: an ENGINE_URL."""
+        tls, user, self.password, host, port, database, path = map(
+            urllib.parse.unquote, re.findall(ENGINE_URL, engine)[0])
         host = host.strip("[]")
         self.sock = socket.socket(socket.AF_UNIX) if path else socket.create_connection(
             (host, int(port or 6379)), ENGINE_ANSWER_S)
@@ -7150,6 +7128,7 @@ class EngineLink:
             if path:
                 self.sock.connect(path)
             if tls:
+                import ssl              # 10 ms, which nobody else needs
                 self.sock = ssl.create_default_context().wrap_socket(
                     self.sock, server_hostname=host)
             self.file = self.sock.makefile("rb")
@@ -7157,11 +7136,12 @@ class EngineLink:
                 self.ask("AUTH", *filter(None, (user, self.password)))
             self.ask("SELECT", database or "0")
         except BaseException:
-            self.sock.close()
+            self.close()
             raise
 
     def close(self):
-        self.file.close()
+        if self.file:
+            self.file.close()           # without that the socket stays open
         self.sock.close()
 
     def ask(self, *words):
@@ -7178,7 +7158,7 @@ class EngineLink:
         if kind == b"-":
             # It may repeat what it does not understand
             raise Malformed(decode_utf8(value).replace(self.password or "\0", "..."))
-        self.room -= len(line)
+        self.room -= len(line) + 50                 # and what Python needs for each
         if kind in (b"+", b":"):
             return value
         if kind not in (b"$", b"*"):
@@ -7218,25 +7198,26 @@ class Cluster:
     loop. Without a link each master serves what it knows; what it has to tell is a mark a server,
     in `pending`."""
 
-    link: Optional[EngineLink] = None           # the thread's while it makes an exchange
+    link: Any = None                            # the thread's while it makes an exchange
     publication, length = b"", 0                # the log, and its records
     linked_at = 0.0                             # 0: it is not
-    known_at = 0.0                              # when all was known that others had told
 
     def __init__(self, server):
         self.server, self.registry, settings = server, server.registry, server.settings
         self.engine, self.prefix = settings["cluster.redis"], settings["cluster.prefix"]
-        number = CHANCE.getrandbits(32)
-        with contextlib.suppress(AttributeError, *DISK_ERRORS):
-            number = server.database.number(number)
+        self.number, self.known_at = CHANCE.getrandbits(32), time.monotonic()
+        if server.database:
+            with contextlib.suppress(*DISK_ERRORS):
+                self.number = server.database.number(self.number)
         host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())[:50]
-        self.name = self.registry.master = settings["cluster.name"] or "%s-%08x" % (host, number)
+        self.name = settings["cluster.name"] or "%s-%08x" % (host, self.number)
+        self.registry.master = self.name
         self.tally = server.tallies.setdefault("cluster", Tally())
         self.words = collections.defaultdict(dict)      # servers by master and key
         self.heard_at = {}                              # by master
         self.thread = WorkerThread("cluster", server.post)
         self.registry.watch(self.mark)
-        self.registry.tells_of = self.tells_of
+        server.news.tells_of = self.tells_of
         server.protocols.append(self)
         self.proceed(time.monotonic())
 
@@ -7246,16 +7227,19 @@ class Cluster:
 
     # In the thread
 
+    def connect(self):
+        time.sleep(1.0)                             # complete again within 5 s
+        self.link, self.read_until = EngineLink(self.engine), {}
+
     def exchange(self, rows):
-        """Tell what is new here; half a second later, what is new elsewhere."""
-        if self.link is None:
-            time.sleep(CLUSTER_PACE_S)
-            self.link, self.read_until = EngineLink(self.engine), {}
+        """Tell what is new here, and CLUSTER_PACE_S later read what is new elsewhere."""
         ask, key = self.link.ask, self.prefix.encode() + b":%s"
         lease, own_log = key % self.name.encode(), key % self.publication
-        if self.length and ask("GET", lease) != self.publication:
-            raise Malformed("what was written there has gone, or another master is called %s as"
-                            " well" % self.name)
+        found = ask("GET", lease)
+        if found and found[:8] != self.publication[:8]:
+            raise Malformed("another master is called %s as well" % self.name)
+        if self.length and found != self.publication:
+            raise Malformed("what was written there has gone")
         for at in range(0, len(rows), CLUSTER_BATCH):
             ask("RPUSH", own_log, *[to_json((*row[:6], ENCODER.encode(row[6])))
                                     for row in rows[at:at + CLUSTER_BATCH]])
@@ -7273,12 +7257,16 @@ class Cluster:
             name, publication = master.decode("ascii", "replace"), ask("GET", key % master)
             if not publication:
                 ask("SREM", self.prefix, master)
-            elif name != self.name and WORD.fullmatch(name):
-                at = self.read_until.get(publication, 0)
-                records = ask("LRANGE", key % publication, at, at + CLUSTER_READ - 1)
-                read[publication] = at + len(records)
-                news.append((name, publication not in self.read_until,
-                             [self.hear(name, record) for record in records]))
+            elif name != self.name and re.fullmatch(WORD, name):
+                at, words = self.read_until.get(publication, 0), []
+                for _ in range(CLUSTER_READS):
+                    records = ask("LRANGE", key % publication, at, at + CLUSTER_BATCH - 1)
+                    words += [self.hear(name, record) for record in records]
+                    at += len(records)
+                    if len(records) < CLUSTER_BATCH:
+                        break
+                read[publication] = at
+                news.append((name, publication not in self.read_until, words))
         self.read_until = read
         return news
 
@@ -7286,9 +7274,10 @@ class Cluster:
         """What another master says of one of its servers: its key, and the server or None."""
         try:
             row = list(json.loads(record))[:7]
-            if tuple(map(type, row)) != LISTED_ROW or not math.isfinite(sum(row[3:6])):
+            if (tuple(map(type, row)) != LISTED_ROW or not math.isfinite(sum(row[3:6]))
+                    or not re.fullmatch(WORD, row[0])):
                 raise ValueError("values of another type")
-            row[:2] = read_game_id(row[0]), read_address(row[1])
+            row[1] = read_address(row[1])
             word = restored_server(row, time.monotonic(), time.time())
         except (ValueError, TypeError, RecursionError, Refused) as error:
             failed(Malformed(error), self.tally, name, "cluster", record)
@@ -7302,10 +7291,16 @@ class Cluster:
     # In the loop
 
     def proceed(self, now):
-        """Begin an exchange."""
+        """Begin an exchange, or connect first."""
+        if self.link is None:                       # then all is told anew
+            self.pending = {}
+            self.thread.submit(self.connect, self.exchanged)
+            return
         most = CLUSTER_LOG * (self.registry.total + CLUSTER_LOG_SERVERS)
         if not self.linked_at or self.length > most:
-            self.publication, self.length = b"%016x" % CHANCE.getrandbits(64), 0
+            # By the number a master that was started again knows its own lease
+            self.publication = b"%08x%016x" % (self.number, CHANCE.getrandbits(64))
+            self.length = 0
             self.pending = {server.key: server for server in self.registry.servers()
                             if not server.master}
         rows = [stored_row(server, time.time() - now) if server else (*key, 0.0, 0.0, 0.0, [])
@@ -7321,14 +7316,14 @@ class Cluster:
             self.link, self.linked_at = None, 0.0
             report(self.server.health, "cluster", ascii(error_text(result)))
             result = []
-        else:
+        elif result is not None:                    # not from connect()
             self.known_at = now
             if not self.linked_at:
                 self.linked_at = now
                 self.tally.connections += 1
                 self.server.health.pop("cluster", None)
                 log.info("linked to the other masters as %s", self.name)
-        for name, fresh, words in result:
+        for name, fresh, words in result or ():
             self.heard_at[name] = now
             known, changed = self.words[name], dict(words)
             if fresh:
@@ -8376,7 +8371,7 @@ def ping_quake3(host, port):
 
 def ping_luanti(host, port):
     with udp_socket(host, port) as sock:
-        goodbye, ping_ms = udp_ask(sock, LUANTI_ID + b"\0\0\0\1", Luanti.goodbye)
+        goodbye, ping_ms = udp_ask(sock, LUANTI_ID + b"\0\0\0\1", luanti_goodbye)
         sock.send(goodbye)
     return {"ping_ms": ping_ms}
 
@@ -8747,13 +8742,14 @@ def reach_warnings(settings):
 
 def check_engine(engine):
     """Say what is wrong with Redis or Valkey, if masters are to meet there. Raises ToolError."""
-    with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError):
+    with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
+                      AttributeError):                  # Windows has no Unix sockets
         if engine:
             with contextlib.closing(EngineLink(engine)) as link:
                 told = link.ask("INFO")
             if not re.search(rb"redis_version:([6-9]|\d\d)", told):
                 raise Malformed("it is too old; masters need Redis 6 or Valkey")
-            if re.search(b"maxmemory:[1-9]", told) and b"policy:noeviction" not in told:
+            if b"policy:noeviction" not in told:
                 say("warning: [cluster] redis: its maxmemory-policy may drop what the masters have"
                     " written; set noeviction.")
 
