@@ -6842,9 +6842,10 @@ class News:
             self.latest.append(now)
             keep_latest(self.told, server.key, now, KNOWN_SERVERS)
             for hook in self.hooks:
-                message = news_message(hook.format, server, settings, self.epoch)
                 # Who plays may have left after two minutes
-                hook.submit(functools.partial(hook.tell, now + 2 * MINUTE, *message), None)
+                hook.submit(functools.partial(
+                    hook.tell, time.monotonic() + 2 * MINUTE,
+                    *news_message(hook.format, server, settings, self.epoch)), None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------

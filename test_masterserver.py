@@ -6714,7 +6714,7 @@ class NewsTest(unittest.TestCase):
 class Receiver(http.server.ThreadingHTTPServer):
     """Takes webhooks; the path says what it answers. `got`: path and body of each."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 64
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), ReceiverHandler)
