@@ -146,9 +146,11 @@ FLOODED_LIFETIMES = 3
 ALTERED_SERVERS = 100_000           # waiting for the disk: all that can be listed, and who has left
 # Servers that have gone and are remembered on disk: those that were here for longest
 KNOWN_SERVERS = 60_000
-HEARD_SOURCES = 4096                # what became of the last packets, for /check, about 2 MB …
-# … noted at so many a second: a flood leaves eight seconds to look at
-HEARD_PER_S = 500
+# What became of the last packets, for /check: so many notes in all, about 3 MB at their longest
+NOTES = 4096
+NOTES_PER_SOURCE = 64               # two for each of the 32 servers that one source may list
+NOTES_PER_S = 500                   # a flood leaves eight seconds to look at
+NOTE_CHARACTERS = 200               # of the detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese characters need 1,200
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
@@ -765,6 +767,14 @@ def source_keys(address):
     return source, ipv6_network(ipaddress.IPv6Address(source[:-3]), 48)
 
 
+def source_limits(address, limit):
+    """Each key that counts what this source has, with the limit for that key.
+
+    Anybody can have an IPv6 /48, so a /48 gets as much as SITE_SOURCES single sources."""
+    source, *network = source_keys(address)
+    return [(source, limit)] + [(key, limit * SITE_SOURCES) for key in network]
+
+
 def uncount(counts, key):
     """One fewer of these; a key with none left is dropped."""
     counts[key] -= 1
@@ -873,6 +883,10 @@ class Limiter:
         return True
 
 
+class Limited(Exception):
+    """A UDP request that a limit turns away: it is counted and gets no answer."""
+
+
 class Tally:
     """What one protocol has seen, for /metrics and the last line of the log."""
 
@@ -934,6 +948,12 @@ class Rules:
         for limiter, name in zip(self.limiters, LIMITS):
             limiter.set_rate(settings[name])
         self.answers.set_rate(ANSWERS_RATE)             # who is blocked may have changed
+        _, self.requests_at_once = settings["limits.requests"]
+
+    def request_tokens(self, tokens):
+        """What a request that costs so many tokens takes from the bucket: half of a full bucket at
+        most, so that the smallest bucket lets it through now and then."""
+        return min(tokens, self.requests_at_once / 2)
 
     def believes(self, source, claimed):
         """May a server say that it has this address? Only one on a local network, and no
@@ -997,8 +1017,9 @@ class Server:
     playing      in ships, on the field; None: the protocol is silent
     verified     how it is known to be there: handshake, query, connection, or self-reported
     announced    what Luanti's told, as its list has it
-    packet       what its protocol remembers of it: the hash of what Iceball's has proven or Quake
-                 III's has answered, the Claim of SubSpace's, the name as AIO's has published it
+    published    the name as an AIO server has published it, with its counter of players
+    claim        what SubSpace remembers of the announcer, as texts: see SubSpacePing
+    fingerprint  of the packet that, repeated, changes nothing; see Registry.by_fingerprint
     official, priority   the operator's marks
     confirmed    heard from since this program started
     pinned       named by the ini: it stays, as not responding, however long it is silent
@@ -1011,19 +1032,20 @@ class Server:
         "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
-        "lifetime", "rank", "parts", "packet", "announced", "master")
+        "lifetime", "rank", "parts", "published", "announced", "claim", "fingerprint", "master")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
-                 packet=b"", announced=NO_DETAILS):
+                 published="", announced=NO_DETAILS, claim=NO_DETAILS):
         self.game, self.address, self.port, self.source = game, address, port, source
         self.first_seen = self.last_seen = now
         self.lifetime, self.name, self.mode, self.map = lifetime, name, mode, map
         self.version, self.players, self.max_players = version, players, max_players
         self.verified, self.description, self.playing = verified, description, playing
         self.flavor, self.responding, self.ping_ms = flavor, responding, ping_ms
-        self.details, self.packet, self.announced, self.master = details, packet, announced, ""
+        self.details, self.published, self.announced = details, published, announced
+        self.claim, self.fingerprint, self.master = claim, None, ""
         self.official, self.priority, self.confirmed, self.pinned = False, 0, True, False
         self.rank = self.parts = None
 
@@ -1059,6 +1081,52 @@ def census_of(servers):
     return {game: Census(*count) for game, count in counts.items()}
 
 
+class Note(NamedTuple):
+    """What became of a packet."""
+
+    at: float                           # seconds of the monotonic clock
+    outcome: str                        # a key of OUTCOMES (section 9)
+    detail: str
+
+
+class PacketNotes:
+    """What became of the last packets, by source, protocol and announced port.
+
+    A source that fills its share loses its own oldest note; when all are too many, the source goes
+    that was silent for longest."""
+
+    def __init__(self):
+        # By source, and then by protocol and port
+        self.by_source = collections.OrderedDict()
+        self.total = 0
+        self.this_second, self.second_ends = 0, 0.0     # how many were added in it
+
+    def add(self, source, protocol, port, note):
+        if note.at >= self.second_ends:
+            self.this_second, self.second_ends = 0, note.at + 1.0
+        elif self.this_second >= NOTES_PER_S:
+            return
+        self.this_second += 1
+        notes = self.by_source.setdefault(source, collections.OrderedDict())
+        self.by_source.move_to_end(source)
+        self.total -= len(notes)
+        keep_latest(notes, (protocol, port), note, NOTES_PER_SOURCE)
+        self.total += len(notes)
+        while self.total > NOTES:
+            _, oldest = self.by_source.popitem(last=False)
+            self.total -= len(oldest)
+
+    def get(self, source, protocol, port):
+        """The Note, or None."""
+        return self.by_source.get(source, {}).get((protocol, port))
+
+    def __iter__(self):
+        """(source, protocol, port, Note), those of the source heard longest ago first."""
+        for source, notes in self.by_source.items():
+            for (protocol, port), note in notes.items():
+                yield source, protocol, port, note
+
+
 class Registry:
     """The servers by identity, their expiry, and a generation that moves when a list changes.
 
@@ -1078,10 +1146,11 @@ class Registry:
         self.watchers = []                  # whom to tell: call, game ("": all), events, whose
         self.altered = set()                # own, listed, changed or gone since the disk was told
         self.deaf_until = -math.inf         # nobody could be heard before: no silence counts
-        # What became of the last packets, for /check: (source, protocol, announced port, 0 if it
-        # could not be read) -> (time, a key of OUTCOMES, detail)
-        self.heard = collections.OrderedDict()
-        self.notes, self.notes_end = 0, 0.0                 # in this second, and when it ends
+        # The shortcut of the hot path: the fingerprint of a packet, and the server that it is from
+        # and about which it says nothing new. changed() ends the shortcut, whoever changed the
+        # server: another master, the operator, the server itself
+        self.by_fingerprint = {}
+        self.notes = PacketNotes()
         self.counted = RenderedList(self, "", census_of)
 
     def watch(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
@@ -1091,6 +1160,23 @@ class Registry:
 
     def get(self, game, address, port):
         return self.games.get(game, {}).get((address, port))
+
+    def set_fingerprint(self, server, fingerprint):
+        """From now on a packet with this fingerprint says nothing new about the server."""
+        self.forget_fingerprint(server)
+        server.fingerprint = fingerprint
+        self.by_fingerprint[fingerprint] = server
+
+    def forget_fingerprint(self, server):
+        if server.fingerprint is not None:
+            self.by_fingerprint.pop(server.fingerprint, None)
+            server.fingerprint = None
+
+    def forget_fingerprints(self):
+        """Every server is read in full once more."""
+        for server in self.by_fingerprint.values():
+            server.fingerprint = None
+        self.by_fingerprint.clear()
 
     def admit(self, game, address, port, source, name=None, pinned=False):
         """Raise Refused if a server that is not listed yet may not be.
@@ -1107,12 +1193,10 @@ class Registry:
             return
         if self.total >= self.rules.servers:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.servers)
-        most = self.rules.servers_per_source
-        for key in source_keys(source):
-            if self.sources.get(key, 0) >= most and not self.rules.exempts(source):
+        for key, limit in source_limits(source, self.rules.servers_per_source):
+            if self.sources.get(key, 0) >= limit and not self.rules.exempts(source):
                 network = key[-3:] + " network" if ":" in key else "address"
-                raise Refused("limit", "at most %d servers of one %s are listed" % (most, network))
-            most *= SITE_SOURCES
+                raise Refused("limit", "at most %d servers of one %s are listed" % (limit, network))
 
     def check(self, source, address, port, name):
         """Raise Refused for who is banned, and for a refused name."""
@@ -1135,7 +1219,8 @@ class Registry:
         server = self.get(game, address, port)
         if server is None or server.master:
             self.admit(game, address, port, source, fields.get("name"), pinned)
-            self.drop(server)           # another master's: now it is an own one
+            if server is not None:      # another master's: now it is an own one, and never left
+                self.take_out(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
             self.insert(server)
@@ -1184,13 +1269,17 @@ class Registry:
         """The same, whoever has heard it; one that has left already changes nothing."""
         if server is None or self.get(*server.key) is not server:
             return
-        listed = self.games[server.game]
-        del listed[server.address, server.port]
-        if not listed and self.titles.pop(server.game, ""):
+        self.take_out(server)
+        if not self.games[server.game] and self.titles.pop(server.game, ""):
             del self.games[server.game]
+        self.changed("gone", server)
+
+    def take_out(self, server):
+        """Out of the tables, and nobody is told."""
+        del self.games[server.game][server.address, server.port]
         self.count_source(server, -1)
         self.total -= 1
-        self.changed("gone", server)
+        self.forget_fingerprint(server)
 
     def count_source(self, server, by):
         for key in source_keys(server.source) if not server.master else ():
@@ -1205,6 +1294,7 @@ class Registry:
                 server.playing = clamp(server.playing, server.players)
         self.generation += 1
         server.rank = server.parts = None
+        self.forget_fingerprint(server)
         if len(self.altered) < ALTERED_SERVERS and not server.master:
             self.altered.add(server.key)
         for call, game, events, every_master in self.watchers:
@@ -1218,6 +1308,7 @@ class Registry:
         their next announcement lists them again."""
         rules, before = self.rules, copy.copy(self.rules)
         rules.read(settings)
+        self.forget_fingerprints()
         for server in self.servers():
             leaves = server.game in before.games and server.game not in rules.games
             listed_at = before.listed_address(server.source)
@@ -1239,11 +1330,17 @@ class Registry:
         silent = [server for listed in self.games.values() for server in listed.values()
                   if server.last_seen + server.lifetime <= now]
         for server in silent:
-            # A flood in its name keeps its own packets out: then silence proves little
-            flooded = (self.rules.datagrams.spent(server.source, now)
-                       and server.last_seen + FLOODED_LIFETIMES * server.lifetime > now)
-            if self.deaf_until + server.lifetime <= now and not flooded:
+            if self.is_silent(server.source, server.last_seen, server.lifetime, now):
                 self.remove(server)
+
+    def is_silent(self, source, heard_at, seconds, now):
+        """Has this source, last heard at `heard_at`, been silent for so many seconds, and does the
+        silence prove anything?"""
+        if now < max(heard_at, self.deaf_until) + seconds:
+            return False
+        # A flood in its name keeps its own packets out: then silence proves little
+        return (now >= heard_at + FLOODED_LIFETIMES * seconds
+                or not self.rules.datagrams.spent(source, now))
 
     def servers(self, game=""):
         """All servers, or those of a game, in the master's order; the list is the caller's."""
@@ -1261,13 +1358,11 @@ class Registry:
             server.parts = None
 
     def note(self, source, protocol, port, outcome, now, detail=""):
-        """Remember what became of a packet, for the operator of that server."""
-        if now >= self.notes_end:
-            self.notes, self.notes_end = 0, now + 1.0
-        elif self.notes >= HEARD_PER_S:
-            return
-        self.notes += 1
-        keep_latest(self.heard, (source, protocol, port), (now, outcome, detail), HEARD_SOURCES)
+        """Remember what became of a packet, for the operator of that game server.
+
+        `port`: as announced, 0 if it could not be read; `outcome`: a key of OUTCOMES (section 9).
+        """
+        self.notes.add(source, protocol, port, Note(now, outcome, detail[:NOTE_CHARACTERS]))
 
 
 def parts(servers, name, render):
@@ -1839,6 +1934,13 @@ class Poller(UdpProtocol):
             self.targets[target.key] = target
         return target
 
+    def begin(self, querier, address, server_port, now):
+        """The same, and its next poll begins at the next tick, also where one is under way."""
+        target = self.add(querier, address, server_port)
+        target.asked_at, target.unanswered, target.wrong, target.scratch = None, 0, "", None
+        target.due = now
+        return target
+
     def remove(self, target):
         """None, and one that is removed already, change nothing."""
         if target is not None:
@@ -2019,7 +2121,7 @@ class PolledGame(Querier):
         elif gone:
             # What it told is told anew when it comes back
             self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None,
-                                          "confirmed": True, "details": NO_DETAILS, "packet": b""})
+                                          "confirmed": True, "details": NO_DETAILS})
         return False
 
 
@@ -2100,34 +2202,26 @@ class Iceball(UdpProtocol):
         self.cookie = Cookie(os.urandom(16))
         self.draft = IceballDraft(self)
         self.timeout = core.settings["iceball.timeout"]
-        # Listed servers by the hash of what they have proven and its source, also in server.packet.
-        # With 64 bits two of a million are alike once in 40 million times
-        self.known = {}
         self.prove_at = -math.inf
         self.reproaches = Limiter(ICEBALL_REPROACHES)
-        self.registry.watch(self.forget, "iceball", ["changed", "gone"])
         self.read(core.settings)
 
     def read(self, settings):
         self.version = settings["iceball.version"]
         self.accepted = set(settings["iceball.accept_versions"])
-        self.known.clear()                      # each is checked once against the new settings
-
-    def forget(self, event, server):
-        self.known.pop(server.packet, None)
 
     def tick(self, now):
         # Forged announcements keep nobody: who proves nothing more leaves a lifetime after this
         if now >= self.prove_at:
             self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
-            self.known.clear()
+            self.registry.forget_fingerprints()
         return []
 
     def repeated(self, data, peers, now):
         # Among 100,000 servers each look-up waits for memory three times. Done one right after the
         # other, those of a batch wait together: an announcement costs 1.11 times that among 100
         fingerprints = list(map(hash, zip(data, [peer[0] for peer in peers])))
-        servers = list(map(self.known.get, fingerprints))
+        servers = list(map(self.registry.by_fingerprint.get, fingerprints))
         for server in servers:
             if server is not None:
                 server.last_seen = now
@@ -2200,9 +2294,8 @@ class Iceball(UdpProtocol):
             "name": iceball_text(name), "mode": iceball_word(mode), "map": iceball_word(map),
             "version": iceball_version_text(version), "players": players, "max_players": maximum})
         if server is not None:
-            self.forget("changed", server)
-            server.packet = hash((packet, source))
-            self.known[server.packet] = server
+            # With 64 bits two of a million are alike once in 40 million times
+            self.registry.set_fingerprint(server, hash((packet, source)))
         return b""
 
     def hear(self, source, claim, port, now, fields):
@@ -2611,6 +2704,9 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.cookie = Cookie(os.urandom(16), 4)
         self.claims = collections.OrderedDict()         # by source and announced port
         self.pings = []                                 # for what came by HTTP
+        self.listed_claims = {}
+        self.registry.watch(lambda event, server: self.listed_claims.pop(server.key, None),
+                            self.game, ['gone'])
         self.echoes = Limiter(ECHO_RATE)
         self.read(core.settings)
 
@@ -2665,17 +2761,19 @@ class SubSpacePing(UdpProtocol, PolledGame):
             self.registry.admit(self.game, address, claim.port, source, name)
             self.registry.note(source, self.game, claim.port, "silent", now,
                                "no answer yet to a ping on UDP port %d" % place[1])
-        elif server.packet == claim:
+        elif self.listed_claims.get(server.key) == claim:
             self.registry.confirm(server, now)
             return []
-        elif server.packet and server.packet.password != claim.password:
+        elif (server.key in self.listed_claims
+              and self.listed_claims[server.key].password != claim.password):
             raise Refused("password", "this zone is listed with another one; a new one is taken "
                                       "once it was silent for %d s" % ZONE_LIFETIME_S)
         # The first password that comes with a name owns it while a zone of that name is there.
         # After a restart passwords are not known for a minute, and nobody else gets the name
         if server is None or server.name != name:
             for zone in self.registry.games[self.game].values():
-                shared = zone.packet and zone.packet.password == claim.password
+                owner = self.listed_claims.get(zone.key)
+                shared = owner and owner.password == claim.password
                 if zone.responding and zone.name.casefold() == name.casefold() and not shared:
                     raise Refused("name", "the name %s belongs to another zone, with another "
                                           "password, for as long as that is listed" % zone.name)
@@ -2698,7 +2796,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
             fields = {**claim.fields, "name": name, "players": clamp(players)}
             server = self.take(target, fields, now, claim.lifetime)
             if server:
-                server.packet = claim
+                self.listed_claims[server.key] = claim
 
     # Polls
 
@@ -3058,7 +3156,7 @@ AIO_NOBODY = Server(                # what the document shows in a list of no se
 
 def aio_text_part(server):
     # Clients unescape nothing in names, so there the full-width forms stand
-    name = (server.packet or server.name).replace("#", "\uff03").replace("%", "\uff05")
+    name = (server.published or server.name).replace("#", "\uff03").replace("%", "\uff05")
     description = aio_escape(server.description)
     return ("%s#%s#%s#%d#" % (name, description, server.address, server.port)).encode("utf-8")
 
@@ -3074,7 +3172,7 @@ def aio_document_list(servers):
 
 
 def aio_binary_part(server):
-    texts = server.packet or server.name, server.description, server.address
+    texts = server.published or server.name, server.description, server.address
     return ("%s\0%s\0%s\0" % texts).encode("utf-8") + uintv(server.port)
 
 
@@ -3204,7 +3302,7 @@ def aio_framed(session, now):
     if kind == b"\2":
         return session.list_for(aio_framed_list, now)
     if kind == b"\3" and len(payload) >= 3:
-        reason = session.publish(int.from_bytes(payload[1:3], "little"), {"packet": ""}, now)
+        reason = session.publish(int.from_bytes(payload[1:3], "little"), {"published": ""}, now)
     elif kind == b"\4":
         session.keepalive(now)
         reason = "" if session.server else "nothing is published on this connection"
@@ -3313,13 +3411,13 @@ class AioSession(Session):
         """What a publish of the text and the binary dialect tells.
 
         ` [n/max]` at the end of a name is the player count. This game's lists carry the name as
-        published, which stands in `packet`."""
+        published."""
         self.claim(claimed)
         published = decode_legacy(name)
         counter = AIO_COUNTER.search(published)
         players, max_players = map(int, counter.groups()) if counter else (0, 0)
         return self.publish(port, {
-            "name": AIO_COUNTER.sub("", published), "packet": published,
+            "name": AIO_COUNTER.sub("", published), "published": published,
             "description": decode_legacy(description, TEXT_CHARACTERS),
             "players": clamp(players), "max_players": clamp(max_players)}, now)
 
@@ -3591,7 +3689,7 @@ class Quake3(UdpProtocol, PolledGame):
             raise Malformed("no infoResponse to a getinfo of the last 2 s")
         target, packet = self.poller.find(self, *place), hash(self.cookie.key + before + after)
         server = target and self.listed(target)
-        if server and server.packet == packet:
+        if server and server.fingerprint == packet:
             self.registry.confirm(server, now)
         else:
             fields = quake3_fields(before + after, self.tags[tag])
@@ -3599,7 +3697,7 @@ class Quake3(UdpProtocol, PolledGame):
             target = self.poller.add(self, *place)
             server = self.take(target, fields, now, self.settings["quake3.timeout"])
             if server:
-                server.packet = packet
+                self.registry.set_fingerprint(server, packet)
         target.missed = 0
         return server
 
@@ -5551,9 +5649,8 @@ class Web(TcpProtocol):
             if key not in self.lists:
                 self.lists[key] = public(make(registry.servers(game), wall), type)
             return self.lists[key]
-        # At most half of what is allowed at once: a page with a search in it asks every 5 s
-        most = self.settings["limits.requests"][1] / 2
-        self.charge(request, min(registry.total / SEARCH_SERVERS, most))
+        # A page with a search in it asks every 5 s
+        self.charge(request, self.rules.request_tokens(registry.total / SEARCH_SERVERS))
         return public(make(list(filter(wanted.matches, registry.servers(game))), wall), type)
 
 
@@ -5984,11 +6081,11 @@ def take_luanti(web, request, port, told):
     if told.get("action") == "delete":
         take_announcement(web, request, "luanti", port, "stop")
         return Answer(b"Removed from the list.\n")
-    _, outcome, before = web.registry.heard.get((request.address, "luanti", port), ("",) * 3)
+    before = web.registry.notes.get(request.address, "luanti", port)
     web.core.announcers["luanti"].announced(request.address, port, told, request.now)
-    if outcome in ("silent", "address"):
+    if before and before.outcome in ("silent", "address"):
         raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
-                             "/check tells what to do." % before)
+                             "/check tells what to do." % before.detail)
     return Answer(b"Request has been filed.\n", status=202)
 
 
@@ -6083,17 +6180,23 @@ def arrivals(web, address, port, listed, wall):
     asked for: which machine is behind a public one is not told."""
     well = {server.port for server in listed if server.confirmed and server.responding}
     findings = []
-    for (source, protocol, announced), (at, outcome, detail) in web.registry.heard.items():
-        ours = address in (source, web.rules.listed_address(source))
-        past = outcome in ("announced", "listed") and announced in well
-        # Of a ban the page tells what holds now
-        if not ours or past or outcome == "banned" or port and announced not in (0, port):
+    for source, protocol, announced, note in web.registry.notes:
+        if address not in (source, web.rules.listed_address(source)):
             continue
-        arrival = fill(ARRIVAL, when=time_tag(at + web.epoch, wall),
+        if port and announced not in (0, port):
+            continue
+        # Of a ban the page tells what holds now
+        if note.outcome == "banned":
+            continue
+        if note.outcome in ("announced", "listed") and announced in well:
+            continue
+        arrival = fill(ARRIVAL, when=time_tag(note.at + web.epoch, wall),
                        protocol=web.look.game_title(protocol),
                        peer=endpoint(address, announced) if announced else address)
-        findings.append(finding("gone" if outcome == "listed" else outcome, detail, arrival))
-    return findings[:-CHECK_FINDINGS - 1:-1]
+        outcome = "gone" if note.outcome == "listed" else note.outcome
+        findings.append((note.at, finding(outcome, note.detail, arrival)))
+    findings.sort(key=lambda timed: timed[0], reverse=True)
+    return [shown for _, shown in findings[:CHECK_FINDINGS]]
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -6441,6 +6544,8 @@ class UdpSocket:
                         answers.append((reply, name))
                     else:
                         self.send([(reply, to)])
+            except Limited:
+                tally.limited += 1
             except Exception as error:
                 failed(error, tally, endpoint(*peer[:2]), self.name, packet)
         if answers and vector:
@@ -6827,7 +6932,7 @@ class News:
         self.few.discard(server)
         # From the server itself, and by this master; AIO's framed ones are listed before they tell
         if event == "gone" or not server.confirmed or not server.responding or not (
-                server.packet or server.version or server.game != "aio"):
+                server.published or server.version or server.game != "aio"):
             return
         if server.players < settings["notify.players"]:
             self.few.add(server)
@@ -6980,7 +7085,7 @@ RESTORE_WITHIN_S = HOUR     # who was last seen before that is not worth showing
 STORED: Dict[str, type] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int,
     "playing": int, "description": str, "flavor": int, "verified": str, "responding": bool,
-    "details": dict, "source": str, "pinned": bool, "announced": dict}
+    "details": dict, "source": str, "pinned": bool, "announced": dict, "claim": dict}
 
 CLEANERS: Dict[Union[str, type], Callable[[Any], Any]] = {
     str: lambda text: clean(text, TEXT_CHARACTERS), int: clamp, bool: bool,

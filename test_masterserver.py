@@ -803,15 +803,40 @@ class RegistryTest(unittest.TestCase):
                 ms.parts(self.registry.servers(), "x", lambda server: made.append(server.port) or 1)
         self.assertEqual(sorted(made), [1, 1, 2, 2, 2])
 
-    def test_what_was_heard_is_bounded_and_a_flood_is_noted_in_part(self):
-        heard, note = self.registry.heard, self.registry.note
-        for i in range(ms.HEARD_SOURCES + 10):
+    def test_notes_are_bounded_in_all_by_source_and_in_length(self):
+        notes, note = self.registry.notes, self.registry.note
+        for i in range(ms.NOTES + 10):
             note("203.0.113.%d" % i, "iceball", 1, "announced", float(i))
-        self.assertEqual((len(heard), next(iter(heard))[0]), (ms.HEARD_SOURCES, "203.0.113.10"))
-        heard.clear()
-        for port in range(2000):
-            note("198.51.100.1", "iceball", port, "announced", 1e6 + port // 1999)
-        self.assertEqual(len(heard), ms.HEARD_PER_S + 1)
+        self.assertEqual((notes.total, next(iter(notes))[0]), (ms.NOTES, "203.0.113.10"))
+        # Somebody who fills his share loses his own notes, and nobody else does
+        for port in range(1, 2001):
+            note("198.51.100.1", "iceball", port, "announced", 1e5 + port)
+        self.assertEqual((notes.total, next(iter(notes))[0]),
+                         (ms.NOTES, "203.0.113.%d" % (10 + ms.NOTES_PER_SOURCE)))
+        own = [port for source, _, port, _ in notes if source == "198.51.100.1"]
+        self.assertEqual(own, [*range(2001 - ms.NOTES_PER_SOURCE, 2001)])
+        note("198.51.100.1", "quake3", 5, "bad packet", 2e5, "x" * 5000)
+        self.assertEqual(notes.get("198.51.100.1", "quake3", 5).detail, "x" * 200)
+        # Of a flood a part is noted
+        for i in range(2000):
+            note("10.0.%d.%d" % divmod(i, 250), "iceball", 1, "announced", 1e6 + i // 1999)
+        flood = [source for source, _, _, _ in notes if source.startswith("10.0.")]
+        self.assertEqual(len(flood), ms.NOTES_PER_S + 1)
+
+    def test_a_change_from_anywhere_ends_the_shortcut(self):
+        changes = (
+            lambda server: self.registry.update(server, {"players": 5}),
+            lambda server: self.hear(1, players=6),
+            lambda server: self.registry.apply_rules(ms.Settings()),
+            lambda server: self.registry.remove(server),
+            lambda server: self.registry.forget_fingerprints())
+        for change in changes:
+            server = self.hear(1, players=1)
+            self.registry.set_fingerprint(server, 77)
+            self.registry.set_fingerprint(server, 99)       # the latest alone
+            self.assertEqual(self.registry.by_fingerprint, {99: server})
+            change(server)
+            self.assertEqual((self.registry.by_fingerprint, server.fingerprint), ({}, None))
 
     def test_what_waits_for_the_disk_is_bounded(self):
         with mock.patch.object(ms, "ALTERED_SERVERS", 2):
@@ -1429,7 +1454,7 @@ class PolledGameTest(unittest.TestCase):
         return {key[1:] for key in self.poller.targets}
 
     def outcome(self):
-        return self.registry.heard["203.0.113.9", "test", 5000][1:]
+        return self.registry.notes.get("203.0.113.9", "test", 5000)[1:]
 
     def test_listed_while_it_answers(self):
         self.poller.add(self.game, *self.here)
@@ -1590,7 +1615,7 @@ class IceballCase(unittest.TestCase):
 
     def outcome(self, port=0, source="203.0.113.9"):
         """What /check says of it."""
-        return ": ".join(self.registry.heard[source, "iceball", port][1:])
+        return ": ".join(self.registry.notes.get(source, "iceball", port)[1:])
 
     def places(self):
         return [(server.address, server.port) for server in self.registry.servers()]
@@ -1659,7 +1684,7 @@ class IceballTest(IceballCase):
         self.assertEqual(server.players, 1)
         self.send(b"HSHK" + msok[4:], 1.0)
         self.assertEqual((server.players, server.name, server.last_seen), (2, "T", 1.0))
-        self.assertEqual((len(self.places()), len(self.iceball.known)), (1, 1))
+        self.assertEqual((len(self.places()), len(self.iceball.registry.by_fingerprint)), (1, 1))
 
     def test_what_is_a_repetition_and_what_is_not(self):
         other, same = announcement(), b"MSOKsame"
@@ -1989,7 +2014,7 @@ class HyperbolTest(unittest.TestCase):
         return [tuple(getattr(server, name) for name in names) for server in servers]
 
     def outcome(self, source="203.0.113.9", port=27888):
-        return self.registry.heard[source, "hyperbol", port][1]
+        return self.registry.notes.get(source, "hyperbol", port).outcome
 
     def test_reply_by_the_table_of_offsets(self):
         self.assertEqual(ms.hyperbol_info(hyperbol_reply(), 0x11223344), {
@@ -2232,7 +2257,7 @@ class SubSpaceWorld:
         return self.registry.get("subspace", source, port)
 
     def outcome(self, source=ZONE[0], port=ZONE[1]):
-        return self.registry.heard[source, "subspace", port][1:]
+        return self.registry.notes.get(source, "subspace", port)[1:]
 
 
 class SubSpacePingAnswers(unittest.TestCase):
@@ -2485,9 +2510,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
             (third, b"Chaos", b"secret", "name"))
         world = SubSpaceWorld(*sources)
         for number, (source, name, password, refused) in enumerate(steps):
-            world.registry.heard.clear()
+            world.registry.notes = ms.PacketNotes()
             world.announce(zone_packet(name, password), source)
-            outcomes = {outcome for _, outcome, _ in world.registry.heard.values()}
+            outcomes = {note.outcome for _, _, _, note in world.registry.notes}
             self.assertEqual(outcomes - {"listed"}, {refused} - {""}, (number, name))
             if number == 1:
                 self.assertTrue(world.outcome(source)[1].startswith(taken))
@@ -2523,8 +2548,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 ("203.0.113.8", b"secret", None), ("203.0.113.7", b"secret", "listed"),
                 (ZONE[0], b"thief", "password")):
             world.announce(zone_packet(b"Mine", password), source)
-            heard = world.registry.heard.get((source, "subspace", ZONE[1]), (0, None))
-            self.assertEqual(heard[1], outcome)
+            note = world.registry.notes.get(source, "subspace", ZONE[1])
+            self.assertEqual(note and note.outcome, outcome)
         silent = before.restarted()
         for seconds, zones in (179, 2), (1, 0):
             silent.run(seconds)
@@ -3264,10 +3289,10 @@ class AioTest(unittest.TestCase):
             with self.subTest(data):
                 session = aio.session(source, 0.0)
                 self.assertEqual(feed(session, data), answer)
-                self.assertEqual(aio.registry.heard[source, "aio", port][1], outcome)
+                self.assertEqual(aio.registry.notes.get(source, "aio", port).outcome, outcome)
                 self.assertFalse(session.kept)
         self.assertEqual(self.listed(aio, "source", "port"), [("198.51.100.9", 27010)])
-        self.assertEqual(aio.registry.heard["198.51.100.9", "aio", 27010][1], "listed")
+        self.assertEqual(aio.registry.notes.get("198.51.100.9", "aio", 27010).outcome, "listed")
         aio = ms.Aio(make_core(server__refuse_names="evil"))    # the one that is listed stays
         aio_peer(aio, b"13#Good#d#1000#%13#evil#d#1000#%")
         self.assertEqual(self.listed(aio, "name"), ["Good"])
@@ -3322,7 +3347,8 @@ class AioTest(unittest.TestCase):
                 self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
                 tracemalloc.stop()
                 self.assertEqual(aio.registry.total, 2)
-                self.assertEqual(aio.registry.heard["203.0.113.9", "aio", 0][1], "bad packet")
+                note = aio.registry.notes.get("203.0.113.9", "aio", 0)
+                self.assertEqual(note.outcome, "bad packet")
         # What came before it is answered; then the connection ends, and its server leaves
         session = aio.session("203.0.113.9", 0.0)
         self.assertEqual(session.receive(AIO_TEXT + b"13#%KEEPALIVE#%", 0.0), b"%SUCCESS#13#%")
@@ -3370,7 +3396,7 @@ class AioTest(unittest.TestCase):
             core.poller.tick(float(now))
         self.assertEqual(self.listed(aio, *facts), [("My server", "Fun!", 3, 16, "7", 40)])
         self.assertEqual(len(core.poller.targets), 1)
-        self.assertEqual(core.registry.heard[(peer[0], "aio", 27010)][1:],
+        self.assertEqual(core.registry.notes.get(peer[0], "aio", 27010)[1:],
                          ("silent", "no answer from UDP port 27010"))
         session.closed(600.0)
         self.assertEqual((core.registry.total, core.poller.targets), (0, {}))
@@ -3560,7 +3586,7 @@ class Quake3Test(unittest.TestCase):
                      if (server.source, server.port) == place), None)
 
     def outcome(self, place=place):
-        return ": ".join(self.registry.heard[(place[0], "quake3", place[1])][1:])
+        return ": ".join(self.registry.notes.get(place[0], "quake3", place[1])[1:])
 
     def ask(self, question, now=0.0, place=("192.0.2.1", 5000)):
         """The ports in the list; the whole of it is checked."""
@@ -4760,7 +4786,7 @@ class FuzzTest(unittest.TestCase):
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games watchers lists titles requests".split(),
-                "claims", "waiting", "heard", "altered", "tags"}
+                "claims", "waiting", "by_source", "altered", "tags"}
     DECODERS = (ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info,
                 ms.luanti_goodbye, lambda data: ms.quake3_fields(data, ""))
 
@@ -5780,7 +5806,7 @@ class CheckTest(WebCase):
                 ("silent", "no answer", "was no answer. Open that UDP port"),
                 ("limit", "at most 32", "at most 32. Stop one"), ("name", "x", "another name"),
                 ("password", "the name x", "the name x. Wait"), ("bad packet", "", "nothing more")):
-            self.registry.heard.clear()
+            self.registry.notes = ms.PacketNotes()
             self.note(outcome, detail=detail)
             self.assertIn(todo, self.get("/check?address=203.0.113.9")[2].decode(), outcome)
             self.assertEqual(self.titles(), [ms.OUTCOMES[outcome][0]])
@@ -5838,8 +5864,8 @@ class CheckTest(WebCase):
             self.note("announced", port=port, now=port / 100)
         page = self.get("/check?address=203.0.113.9", now=4.0)[2]
         self.assertEqual((page.count(b"<h3>"), page.count(b"203.0.113.9:300<"),
-                          page.count(b"203.0.113.9:200<")), (ms.CHECK_FINDINGS, 1, 0))
-        self.assertEqual(len(self.titles("address=203.0.113.9&port=1")), 1)
+                          page.count(b"203.0.113.9:236<")), (ms.NOTES_PER_SOURCE, 1, 0))
+        self.assertEqual(len(self.titles("address=203.0.113.9&port=237")), 1)
 
     def test_an_address_as_the_list_has_it(self):
         for address, shown in (("203.0.113.9", "203.0.113.9"), ("2001:DB8::9", "2001:db8::9"),
@@ -5891,7 +5917,7 @@ class AnnounceTest(WebCase):
         for now, count in ((219.0, 1), (220.0, 0)):
             self.registry.expire(now)
             self.assertEqual(self.registry.total, count)
-        self.assertEqual(self.registry.heard["203.0.113.9", "mygame", 4000][1], "listed")
+        self.assertEqual(self.registry.notes.get("203.0.113.9", "mygame", 4000).outcome, "listed")
         for name in ({}, {"name": ""}):
             self.post({"game": "mygame", "port": 4000, **name}, address="2001:db8::1")
             self.assertEqual(self.registry.servers()[0].name, "[2001:db8::1]:4000")
@@ -5957,7 +5983,7 @@ class AnnounceTest(WebCase):
             self.assertEqual(self.post(stop, address=source),
                              (200, {"listed": False, "ttl": 120, "reason": "stopped"}))
             self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
-            self.assertEqual(self.registry.heard[source, game, 4000][1], "stopped")
+            self.assertEqual(self.registry.notes.get(source, game, 4000).outcome, "stopped")
 
     def test_stop_of_one_that_another_master_lists(self):
         self.list(4000, game="mygame").master = "b"
@@ -5998,8 +6024,8 @@ class AnnounceTest(WebCase):
                 self.assertEqual((found, answer["listed"]), (status, False))
                 self.assertIn(words, answer["reason"])
         self.assertEqual(self.registry.total, 0)
-        self.assertEqual(self.registry.heard["203.0.113.9", "mygame", 1][1], "bad packet")
-        self.assertEqual(self.registry.heard["203.0.113.9", "announce", 0][1], "bad packet")
+        self.assertEqual(self.registry.notes.get("203.0.113.9", "mygame", 1).outcome, "bad packet")
+        self.assertEqual(self.registry.notes.get("203.0.113.9", "announce", 0).outcome, "bad packet")
 
     def test_a_game_that_is_not_in_the_ini(self):
         allow = "the operator of this master can allow it with a line `%s = %s` under [games]"
@@ -6078,7 +6104,7 @@ class LuantiTest(WebCase):
         return [entry["name"] for entry in self.found()["list"]]
 
     def outcome(self, port=36302):
-        return self.registry.heard[self.HERE, "luanti", port][1:]
+        return self.registry.notes.get(self.HERE, "luanti", port)[1:]
 
     def test_the_captured_exchange(self):
         """Whole and in pieces."""
@@ -6418,7 +6444,8 @@ class LuantiOnTheWire(unittest.TestCase):
                          ("A real one", "v7", "127.0.0.1"))
         game.send_signal(signal.SIGINT)
         listed(server, 0)
-        self.assertEqual(server.registry.heard["127.0.0.1", "luanti", entry["port"]][1], "stopped")
+        note = server.registry.notes.get("127.0.0.1", "luanti", entry["port"])
+        self.assertEqual(note.outcome, "stopped")
         game = start_game()
         listed(server, 1)
         game.kill()
@@ -6606,7 +6633,7 @@ class NewsTest(unittest.TestCase):
             news = self.news(**settings)
             for players in 0, 3:
                 for port, game in ((1, "iceball"), (2, "aio"), (3, "b")):
-                    self.hear(players, port, game, packet="S")
+                    self.hear(players, port, game, published="S")
             found = "".join(sorted(str(port) for _, _, port in news.told))
             self.assertEqual({hook.jobs.qsize() for hook in news.hooks}, {len(wanted)})
             self.assertEqual(found, wanted, settings)
