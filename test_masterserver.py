@@ -6025,7 +6025,8 @@ class AnnounceTest(WebCase):
                 self.assertIn(words, answer["reason"])
         self.assertEqual(self.registry.total, 0)
         self.assertEqual(self.registry.notes.get("203.0.113.9", "mygame", 1).outcome, "bad packet")
-        self.assertEqual(self.registry.notes.get("203.0.113.9", "announce", 0).outcome, "bad packet")
+        note = self.registry.notes.get("203.0.113.9", "announce", 0)
+        self.assertEqual(note.outcome, "bad packet")
 
     def test_a_game_that_is_not_in_the_ini(self):
         allow = "the operator of this master can allow it with a line `%s = %s` under [games]"
