@@ -2215,6 +2215,7 @@ class Iceball(UdpProtocol):
         if now >= self.prove_at:
             self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
             self.registry.forget_fingerprints()
+            self.draft.tick(now)
         return []
 
     def repeated(self, data, peers, now):
@@ -2315,8 +2316,20 @@ class Iceball(UdpProtocol):
 # By type and field number
 DRAFT_FIELDS = {b"\3\1": "name", b"\3\2": "mode", b"\4\1": "players", b"\4\2": "max_players"}
 DRAFT_HBVERSION = b"\1\0"
-DRAFT_SESSIONS = 1024               # the latest; whoever is pushed out asks for a new id
+# Requests whose id has not come back yet, the latest: at 30,000 forged ones a second, more than can
+# be read, an honest one still has 0.3 s
+DRAFT_REQUESTS = 8192
+DRAFT_SESSIONS_PER_SOURCE = 64      # two for each of the 32 servers that one source may list
 DRAFT_NO_SESSION = b"\6"
+
+
+class DraftSession(NamedTuple):
+    """What a game server of the first draft has asked for."""
+
+    identity: bytes                     # 4 bytes
+    claim: str                          # the address that it says it has, or ""
+    port: int
+    ends: float
 
 
 class IceballDraft:
@@ -2336,8 +2349,10 @@ class IceballDraft:
 
     def __init__(self, iceball):
         self.iceball, self.registry = iceball, iceball.registry
-        # By peer: the id, the address that it claims, its port, and when it ends
-        self.sessions = collections.OrderedDict()
+        # By peer. A request may be forged, so it takes no room from a session, whose id came back
+        self.requests = collections.OrderedDict()
+        # By address, and then by peer
+        self.sessions = collections.defaultdict(collections.OrderedDict)
 
     def answer(self, data, peer, now):
         kind = data[0]
@@ -2345,18 +2360,21 @@ class IceballDraft:
             return self.request(data, peer, now)
         if kind not in (3, 4, 5):
             raise Malformed("type %d is sent by masters only" % kind)
-        identity, claim, port, ends = self.sessions.get(peer, (b"", "", 0, now))
-        if data[1:5] != identity or now >= ends:
+        session = self.session_of(peer, data[1:5], now)
+        if session is None:
             return DRAFT_NO_SESSION
         name, value = DRAFT_FIELDS.get(data[:1] + data[5:6]), None
         if kind == 3:
             value = decode_utf8(draft_text(data, 6))
         elif kind == 4:
             value = draft_number(data, 6)
-        server = self.iceball.hear(peer[0], claim, port, now, {name: value} if name else {})
+        server = self.iceball.hear(peer[0], session.claim, session.port, now,
+                                   {name: value} if name else {})
         if server is None:
             return b""
-        self.remember(peer, identity, claim, port, now)
+        self.requests.pop(peer, None)
+        session = session._replace(ends=now + self.iceball.timeout)
+        keep_latest(self.sessions[peer[0]], peer, session, DRAFT_SESSIONS_PER_SOURCE)
         if not server.name:
             self.registry.update(server, {"name": endpoint(server.address, server.port)})
         if name is None:
@@ -2376,12 +2394,27 @@ class IceballDraft:
         answer = b"\2" + identity + data[3:5] + address + b"\0"
         if not rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
             return b""
-        self.remember(peer, identity, claim, data[3] | data[4] << 8, now)
+        port = data[3] | data[4] << 8
+        session = DraftSession(identity, claim, port, now + self.iceball.timeout)
+        keep_latest(self.requests, peer, session, DRAFT_REQUESTS)
         return answer
 
-    def remember(self, peer, identity, claim, port, now):
-        session = identity, claim, port, now + self.iceball.timeout
-        keep_latest(self.sessions, peer, session, DRAFT_SESSIONS)
+    def session_of(self, peer, identity, now):
+        """The DraftSession with this id, of a request or proven already, or None."""
+        proven = self.sessions.get(peer[0], {})
+        for session in (proven.get(peer), self.requests.get(peer)):
+            if session and session.identity == identity and now < session.ends:
+                return session
+        return None
+
+    def tick(self, now):
+        """Forget the sessions that have ended; only listed game servers have one."""
+        for address, sessions in list(self.sessions.items()):
+            for peer, session in list(sessions.items()):
+                if now >= session.ends:
+                    del sessions[peer]
+            if not sessions:
+                del self.sessions[address]
 
 
 def draft_text(data, start):

@@ -1827,6 +1827,7 @@ class IceballTest(IceballCase):
         self.shake(announcement(name=b"Moved"), 2.0)
         self.assertEqual((server.name, server.source), ("Moved", "203.0.113.9"))
 
+    @mock.patch.object(ms, "DRAFT_REQUESTS", 1024)
     def test_a_flood_of_strangers_leaves_nothing_behind(self):
         counted = getattr(sys, "getallocatedblocks", int)           # PyPy cannot count
         blocks = []
@@ -1899,6 +1900,24 @@ class IceballDraftTest(IceballCase):
         self.open(32.0, away)                               # the same server from another port
         self.shake(announcement(20737), 33.0)               # and in the current form
         self.assertEqual(len(self.places()), 1)
+
+    def test_a_flood_of_forged_requests_ends_no_session(self):
+        identity = self.open()
+        with mock.patch.object(ms, "DRAFT_REQUESTS", 10):
+            self.request(1.0)                               # in the game server's own name
+            for number in range(100):
+                self.request(1.0, ("198.51.100.%d" % number, 1))
+        self.assertEqual(len(self.iceball.draft.requests), 10)
+        self.assertEqual(self.send(b"\5" + identity, 2.0), b"")
+        self.assertEqual(self.registry.servers()[0].last_seen, 2.0)
+
+    def test_sessions_are_bounded_by_source_and_end(self):
+        for port in range(1, 200):
+            self.open(0.0, ("203.0.113.9", port))
+        sessions = self.iceball.draft.sessions
+        self.assertEqual([*map(len, sessions.values())], [ms.DRAFT_SESSIONS_PER_SOURCE])
+        self.iceball.tick(240.0)
+        self.assertEqual(sessions, {})
 
     def test_a_flood_of_requests_gets_no_more_than_its_share(self):
         self.rules.surplus.set_rate((0.01, 1))
