@@ -1191,7 +1191,8 @@ class Registry:
         self.check(source, address, port, name)
         if pinned:
             return
-        if self.total >= self.rules.servers:
+        # Another master's server that announces itself here as well takes no further room
+        if self.total >= self.rules.servers and self.get(game, address, port) is None:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.servers)
         for key, limit in source_limits(source, self.rules.servers_per_source):
             if self.sources.get(key, 0) >= limit and not self.rules.exempts(source):

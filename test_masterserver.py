@@ -674,6 +674,21 @@ class RegistryTest(unittest.TestCase):
             self.hear(1, "2001:db8:1:ff::1")
         self.hear(1, "2001:db8:2::1")
 
+    def test_another_master_s_server_that_is_heard_here_never_leaves(self):
+        """Not even where the list is full; own watchers are told of it as of a new one."""
+        for port in range(1, 6):
+            server = self.hear(port, "198.51.100.%d" % port, players=port)
+        self.registry.count_source(server, -1)          # as if another master had heard it
+        server.master = "b"
+        seen = []
+        self.registry.watch(lambda event, server: seen.append((event, server.master)),
+                            every_master=True)
+        self.hear(5, "198.51.100.5", now=1.0, players=9)
+        self.assertEqual((seen, self.registry.total), ([("listed", "")], 5))
+        self.assertEqual(self.registry.sources["198.51.100.5"], 1)
+        with self.assertRaisesRegex(ms.Refused, "5 servers"):
+            self.hear(6, "198.51.100.6")
+
     def test_not_listable(self):
         for address, port, source in (
                 ("203.0.113.9", 0, ""), ("203.0.113.9", 65536, ""), ("0.0.0.0", 5, ""),
