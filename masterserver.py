@@ -2561,9 +2561,9 @@ ZONE_VERSION = 134                  # what every zone announces; for those that 
 ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
 ZONE_LIFETIME_S = 180.0             # zones announce every 60 s, so three in a row were lost
 ZONE_PASSWORD_HASH_BYTES = 8        # two of a million passwords are alike once in 40 million times
-ZONE_CLAIMS = 8192                  # waiting for the answer to a ping, 10 MB at most: at 30,000 a
+ZONE_CLAIMS = 8192                  # waiting for the answer to a ping, 15 MB at most: at 30,000 a
                                     # second, more than can be read, one waits 0.3 s
-ZONE_CLAIM_HELD_S = POLL_TIMEOUT_S  # so long a claim waits alone: who answers a ping does it within
+ZONE_CLAIM_HELD_S = POLL_TIMEOUT_S  # a claim keeps its place so long: the answer takes no longer
 BY_HTTP = 0                         # in place of the UDP port that an announcement came from
 ECHO_RATE = 1, 5                    # answers as long as their pings, by source, a second / at once:
                                     # two ping ports would answer each other for ever
@@ -2737,18 +2737,19 @@ class WaitingClaim(NamedTuple):
 class WaitingClaims:
     """The WaitingClaim of each zone that was pinged, by source and announced port.
 
-    An answer proves the zone, but not whose claim is the right one. So while a claim is young, no
-    other announcer's takes its place: it would get the answer to the ping that was not for it. A
-    source that fills its share loses its own oldest; when all are too many, the source loses one
-    that was silent for longest. Sources are IPv4 addresses here, which count one by one."""
+    An answer proves the zone, but not which announcer is the right one. So for ZONE_CLAIM_HELD_S a
+    claim keeps its place against other announcers: a forged claim that replaced it would profit
+    from the answer to its ping. A source that fills its share loses its own oldest claim. When all
+    together are too many, the source that was silent for longest loses its oldest. Sources are IPv4
+    addresses here, and each counts for itself."""
 
     def __init__(self):
         self.by_source = collections.OrderedDict()      # and then by port
         self.total = 0
 
     def add(self, source, claim, share, now):
-        """Let a claim wait; False: that of another announcer has to be answered first. `share`: how
-        many of this source may wait."""
+        """Let a claim wait; False: that of another announcer keeps its place. `share`: how many of
+        this source may wait."""
         claims = self.by_source.setdefault(source, collections.OrderedDict())
         self.by_source.move_to_end(source)
         waiting = claims.get(claim.port)
@@ -2791,10 +2792,10 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     Nothing counts before that answer but the repetition of what is listed already. The answer
     proves the zone alone, not the announcement: a zone answers every ping. So a listed zone belongs
-    to its ZoneOwner, which is stored with it as Server.claim, until that was silent for
-    ZONE_LIFETIME_S. Until then others may repeat what is listed and change nothing. A zone that was
-    announced by HTTP lives by its answers, so its owner never falls silent. Listed zones are in the
-    registry, where SubSpaceList finds them; here are only the claims that wait.
+    to its ZoneOwner, which is stored with it as Server.claim, until this announcer has been silent
+    for ZONE_LIFETIME_S. Until then other announcers may repeat what is listed and change nothing. A
+    zone that was announced by HTTP lives by its answers, so its owner never falls silent. Listed
+    zones are in the registry, where SubSpaceList finds them; here are only the claims that wait.
     """
 
     game = "subspace"
@@ -2842,11 +2843,9 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
 
     def ping(self, data, peer, now):
-        """Answer for this master itself, or take a zone's answer to a ping of ours; raises Limited.
-        """
+        """Answer for this master itself, or take a zone's answer to our ping; raises Limited."""
         source, source_port = peer[:2]
-        # An answer that we asked for is no request: a flood of pings in its name does not keep it
-        # out
+        # A zone's answer is no request, so a flood of pings in the zone's name does not keep it out
         if self.cookie.good(data[-4:], endpoint(source, source_port).encode(), now):
             if len(data) == 8:                  # else it came back to ourselves: we are no zone
                 self.proves(source, source_port - 1, int.from_bytes(data[:4], "little"), now)
@@ -2991,7 +2990,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         poll, target.scratch = target.scratch, None
         server = self.listed(target)
         if server is not None and server.master:
-            return                              # to that master it has told its name as well
+            return                              # a poll does not tell the name, which it knows
         fields = {"players": poll.players, "playing": poll.playing, "responding": True,
                   "verified": "query", "ping_ms": round(target.ping_ms)}
         if server is None:
