@@ -1018,7 +1018,7 @@ class Server:
     verified     how it is known to be there: handshake, query, connection, or self-reported
     announced    what Luanti's told, as its list has it
     published    the name as an AIO server has published it, with its counter of players
-    claim        what SubSpace remembers of the announcer, as texts: see SubSpacePing
+    claim        the announcer that a SubSpace zone belongs to, as texts: see ZoneOwner
     fingerprint  of the packet that, repeated, changes nothing; see Registry.by_fingerprint
     official, priority   the operator's marks
     confirmed    heard from since this program started
@@ -2594,8 +2594,11 @@ ZONE_DESCRIPTION_BYTES = 480        # in a list, its NUL included: the most that
 ZONE_VERSION = 134                  # what every zone announces; for those that the ini names
 ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
 ZONE_LIFETIME_S = 180.0             # zones announce every 60 s, so three in a row were lost
-ZONE_CLAIMS = 8192                  # waiting for the answer to a ping, 10 MB at most: at 30,000 a
+ZONE_PASSWORD_HASH_BYTES = 8        # two of a million passwords are alike once in 40 million times
+ZONE_CLAIMS = 8192                  # waiting for the answer to a ping, 15 MB at most: at 30,000 a
                                     # second, more than can be read, one waits 0.3 s
+ZONE_CLAIM_HELD_S = POLL_TIMEOUT_S  # a claim keeps its place so long: the answer takes no longer
+BY_HTTP = 0                         # in place of the UDP port that an announcement came from
 ECHO_RATE = 1, 5                    # answers as long as their pings, by source, a second / at once:
                                     # two ping ports would answer each other for ever
 PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
@@ -2687,20 +2690,56 @@ def ping_nonce():
     return 3000 * CHANCE.randrange((1 << 32) // 3000) + CHANCE.randrange(300)
 
 
+class ZoneOwner(NamedTuple):
+    """The announcer that a listed zone belongs to."""
+
+    source_port: int                # the UDP port that it announces from, or BY_HTTP
+    password_hash: str              # hexadecimal
+
+    def texts(self):
+        """For Server.claim."""
+        return {"port": str(self.source_port), "password": self.password_hash}
+
+
+def zone_owner(source_port, password):
+    hashed = hashlib.blake2b(
+        password, digest_size=ZONE_PASSWORD_HASH_BYTES, person=b"zone password")
+    return ZoneOwner(source_port, hashed.hexdigest())
+
+
+def owner_of(zone):
+    """The ZoneOwner of a listed zone; None if nobody has announced it, or if what the disk or
+    another master says of the owner cannot be read."""
+    source_port, password_hash = zone.claim.get("port", ""), zone.claim.get("password", "")
+    if not re.fullmatch("[0-9]{1,5}", source_port) or int(source_port) > 65535:
+        return None
+    if not re.fullmatch("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES), password_hash):
+        return None
+    return ZoneOwner(int(source_port), password_hash)
+
+
+class HeardOwner(NamedTuple):
+    """When the owner of a zone has announced it last."""
+
+    owner: ZoneOwner
+    at: float                       # seconds of the monotonic clock
+
+
 class Claim(NamedTuple):
-    """What a zone announced of itself, but for the players: a zone that repeats itself announces
-    an equal claim."""
+    """What an announcement says of a zone, but for the players, which the zone's answers tell."""
 
     port: int
     fields: Dict[str, Any]          # for the registry
-    password: bytes
+    owner: ZoneOwner                # the announcer, whom the zone will belong to
     lifetime: float                 # infinite: it came by HTTP
 
 
-def zone_announcement(data):
+def zone_announcement(data, source_port):
     """The claim in the 95 to 480 bytes of an announcement; raises Malformed with the field."""
     if not ZONE_ANNOUNCEMENT.size < len(data) <= 480:
         raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
+    if source_port == BY_HTTP:
+        raise Malformed("source port: a datagram from port 0 is forged")
     _, port, _, scores, version, name, password = ZONE_ANNOUNCEMENT.unpack_from(data)
     description = c_string(data[ZONE_ANNOUNCEMENT.size:])
     fields = {"name": decode_legacy(c_string(name)), "version": str(version),
@@ -2708,7 +2747,68 @@ def zone_announcement(data):
               "details": {"scores": "yes" if scores & 255 else "no"}}
     if port == 65535:
         raise Malformed("port: 65535 leaves no next one for pings")
-    return Claim(port, fields, c_string(password), ZONE_LIFETIME_S)
+    return Claim(port, fields, zone_owner(source_port, c_string(password)), ZONE_LIFETIME_S)
+
+
+def is_listed_so(zone, claim):
+    """Is the zone listed with all that the claim says?"""
+    for name, value in claim.fields.items():
+        if name == "details":               # the others are from the zone's answers
+            if zone.details.get("scores") != value["scores"]:
+                return False
+        elif getattr(zone, name) != value:
+            return False
+    return True
+
+
+class WaitingClaim(NamedTuple):
+    """A claim whose zone was pinged and has not answered yet."""
+
+    claim: Claim
+    since: float                    # seconds of the monotonic clock
+
+
+class WaitingClaims:
+    """The WaitingClaim of each zone that was pinged, by source and announced port.
+
+    An answer proves the zone, but not which announcer is the right one. So for ZONE_CLAIM_HELD_S a
+    claim keeps its place against other announcers: a forged claim that replaced it would profit
+    from the answer to its ping. A source that fills its share loses its own oldest claim. When all
+    together are too many, the source that was silent for longest loses its oldest. Sources are IPv4
+    addresses here, and each counts for itself."""
+
+    def __init__(self):
+        self.by_source = collections.OrderedDict()      # and then by port
+        self.total = 0
+
+    def add(self, source, claim, share, now):
+        """Let a claim wait; False: that of another announcer keeps its place. `share`: how many of
+        this source may wait."""
+        claims = self.by_source.setdefault(source, collections.OrderedDict())
+        self.by_source.move_to_end(source)
+        waiting = claims.get(claim.port)
+        if (waiting and waiting.claim.owner != claim.owner
+                and now < waiting.since + ZONE_CLAIM_HELD_S):
+            return False
+        self.total -= len(claims)
+        keep_latest(claims, claim.port, WaitingClaim(claim, now), share)
+        self.total += len(claims)
+        while self.total > ZONE_CLAIMS:
+            silent_source, silent_claims = next(iter(self.by_source.items()))
+            oldest_port = next(iter(silent_claims))
+            self.take(silent_source, oldest_port)
+        return True
+
+    def take(self, source, port):
+        """The claim, which waits no more; None: there is none."""
+        claims = self.by_source.get(source, {})
+        waiting = claims.pop(port, None)
+        if waiting is None:
+            return None
+        self.total -= 1
+        if not claims:
+            del self.by_source[source]
+        return waiting.claim
 
 
 class SubSpacePing(UdpProtocol, PolledGame):
@@ -2724,9 +2824,12 @@ class SubSpacePing(UdpProtocol, PolledGame):
                                                 timestamp a MAC over that address and port
         > 06000000 e0a11c4b                     from there: the zone is there, it is listed
 
-    Nothing counts before that answer but the repetition of what is listed already. Listed zones
-    are in the registry, where SubSpaceList finds them, each with the claim that it has answered
-    for as its `packet`; here are only the claims that wait.
+    Nothing counts before that answer but the repetition of what is listed already. The answer
+    proves the zone alone, not the announcement: a zone answers every ping. So a listed zone belongs
+    to its ZoneOwner, which is stored with it as Server.claim, until this announcer has been silent
+    for ZONE_LIFETIME_S. Until then other announcers may repeat what is listed and change nothing. A
+    zone that was announced by HTTP lives by its answers, so its owner never falls silent. Listed
+    zones are in the registry, where SubSpaceList finds them; here are only the claims that wait.
     """
 
     game = "subspace"
@@ -2736,16 +2839,19 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def __init__(self, core):
         super().__init__(core)
         self.cookie = Cookie(os.urandom(16), 4)
-        self.claims = collections.OrderedDict()         # by source and announced port
+        self.claims = WaitingClaims()
+        self.heard = {}                                 # HeardOwner by the key of an own zone
         self.pings = []                                 # for what came by HTTP
-        self.listed_claims = {}
-        self.registry.watch(lambda event, server: self.listed_claims.pop(server.key, None),
-                            self.game, ['gone'])
         self.echoes = Limiter(ECHO_RATE)
         self.read(core.settings)
 
     def read(self, settings):
         self.read_pinned(dict.fromkeys(settings["subspace.zones"]))
+
+    def watch(self, event, server):
+        super().watch(event, server)
+        if event == "gone":
+            self.heard.pop(server.key, None)
 
     def tick(self, now):
         self.resolve_pinned(now)
@@ -2753,84 +2859,146 @@ class SubSpacePing(UdpProtocol, PolledGame):
         return pings
 
     def datagram(self, data, peer, now):
+        source, source_port = peer[:2]
         if len(data) in (4, 8):
             return self.ping(data, peer, now)
         try:
-            claim = zone_announcement(data)
-            return self.announcement(peer[0], claim, now)
+            claim = zone_announcement(data, source_port)
         except Malformed as wrong:
-            self.registry.note(peer[0], self.game, 0, "bad packet", now, str(wrong))
+            self.registry.note(source, self.game, 0, "bad packet", now, str(wrong))
             raise
+        try:
+            return self.announcement(source, claim, now)
         except Refused as refused:
-            self.registry.note(
-                peer[0], self.game, claim.port, refused.outcome, now, str(refused))
+            self.note_refusal(source, claim.port, refused, now)
             return []
 
+    def note_refusal(self, source, port, refused, now):
+        self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
+
     def ping(self, data, peer, now):
-        """Answer for this master itself, or take a zone's answer to a ping of ours."""
-        if not self.rules.udp_requests.allow(peer[0], now):
-            return []
-        if self.cookie.good(data[-4:], endpoint(*peer[:2]).encode(), now):
+        """Answer for this master itself, or take a zone's answer to our ping; raises Limited."""
+        source, source_port = peer[:2]
+        # A zone's answer is no request, so a flood of pings in the zone's name does not keep it out
+        if self.cookie.good(data[-4:], endpoint(source, source_port).encode(), now):
             if len(data) == 8:                  # else it came back to ourselves: we are no zone
-                self.proves(peer[0], peer[1] - 1, int.from_bytes(data[:4], "little"), now)
+                self.proves(source, source_port - 1, int.from_bytes(data[:4], "little"), now)
             return []
+        if not self.rules.udp_requests.allow(source, now):
+            raise Limited
         arenas = [(game.encode(), clamp(players), clamp(playing))
                   for game, (_, players, playing) in sorted(self.registry.census(now).items())]
         answer = ping_answer(data, sum(arena[1] for arena in arenas),
                              sum(arena[2] for arena in arenas), arenas)
         surplus = len(answer) - len(data)
-        if (self.rules.allow_surplus("ping", peer[0], surplus, now)
-                and (surplus or self.echoes.allow(peer[0], now))):
-            return [(answer, peer)]
-        return []
+        if not self.rules.allow_surplus("ping", source, surplus, now):
+            raise Limited
+        if not surplus and not self.echoes.allow(source, now):
+            raise Limited
+        return [(answer, peer)]
 
     # Announcements
 
     def announcement(self, source, claim, now):
         """Refresh a zone that repeats itself; ping another one. Raises Refused."""
-        address, name = self.rules.listed_address(source), claim.fields.get("name", "")
-        server = self.registry.get(self.game, address, claim.port)
-        place = source, claim.port + 1
-        if server is None:
-            self.registry.admit(self.game, address, claim.port, source, name)
+        address = self.rules.listed_address(source)
+        claim.fields["name"] = claim.fields.get("name") or endpoint(address, claim.port)
+        zone = self.registry.get(self.game, address, claim.port)
+        ping_place = source, claim.port + 1
+        if zone is None:
+            self.registry.admit(self.game, address, claim.port, source, claim.fields["name"])
             self.registry.note(source, self.game, claim.port, "silent", now,
-                               "no answer yet to a ping on UDP port %d" % place[1])
-        elif self.listed_claims.get(server.key) == claim:
-            self.registry.confirm(server, now)
+                               "no answer yet to a ping on UDP port %d" % ping_place[1])
+        else:
+            if claim.owner == owner_of(zone) and not zone.master:
+                self.heard[zone.key] = HeardOwner(claim.owner, now)
+            if self.is_repetition(zone, claim, now):
+                self.registry.confirm(zone, now)
+                return []
+        self.check_claim(zone, claim, now)
+        share = ZONE_CLAIMS if self.rules.exempts(source) else self.rules.servers_per_source
+        if not self.claims.add(source, claim, share, now):
             return []
-        elif (server.key in self.listed_claims
-              and self.listed_claims[server.key].password != claim.password):
-            raise Refused("password", "this zone is listed with another one; a new one is taken "
-                                      "once it was silent for %d s" % ZONE_LIFETIME_S)
-        # The first password that comes with a name owns it while a zone of that name is there.
-        # After a restart passwords are not known for a minute, and nobody else gets the name
-        if server is None or server.name != name:
-            for zone in self.registry.games[self.game].values():
-                owner = self.listed_claims.get(zone.key)
-                shared = owner and owner.password == claim.password
-                if zone.responding and zone.name.casefold() == name.casefold() and not shared:
-                    raise Refused("name", "the name %s belongs to another zone, with another "
-                                          "password, for as long as that is listed" % zone.name)
-        keep_latest(self.claims, (source, claim.port), claim, ZONE_CLAIMS)
-        return [(self.cookie.make(endpoint(*place).encode(), now), place)]
+        return [(self.cookie.make(endpoint(*ping_place).encode(), now), ping_place)]
 
     def announced(self, source, port, fields, now):
         if ":" in source or port == 65535:
             raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
                                         "this is %s" % endpoint(source, port))
-        claim = Claim(port, fields, ZONE_PASSWORD, math.inf)
+        fields = {name: value for name, value in fields.items() if name != "players"}
+        claim = Claim(port, fields, zone_owner(BY_HTTP, ZONE_PASSWORD), math.inf)
         self.pings += self.announcement(source, claim, now)
+
+    def is_repetition(self, zone, claim, now):
+        """Does this announcement only say that a listed zone is still there?"""
+        owner = owner_of(zone)
+        if owner is None or owner.password_hash != claim.owner.password_hash:
+            return False
+        if not is_listed_so(zone, claim):
+            return False
+        if claim.owner == owner:
+            return not zone.master          # else it is to be listed as heard here as well
+        return not self.is_silent(zone, owner, now)
+
+    def is_silent(self, zone, owner, now):
+        """Does the owner of a listed zone announce it no more?"""
+        if owner.source_port == BY_HTTP:
+            return False
+        heard_at = zone.last_seen           # another master vouches for its zone
+        if not zone.master:
+            heard = self.heard.get(zone.key)
+            if heard is None or heard.owner != owner:
+                # Listed before a restart, or another master told of this owner
+                heard = self.heard[zone.key] = HeardOwner(owner, zone.last_seen)
+            heard_at = heard.at
+        return self.registry.is_silent(zone.source, heard_at, ZONE_LIFETIME_S, now)
+
+    def check_claim(self, zone, claim, now):
+        """Raise Refused if the listed `zone` belongs to another announcer, or the name to another
+        zone. `zone`: None if it is not listed."""
+        owner = zone and owner_of(zone)
+        if owner and owner != claim.owner and not self.is_silent(zone, owner, now):
+            if owner.source_port == BY_HTTP:
+                raise Refused("owner", "it was announced by HTTP; sign it off there (action=stop)")
+            if owner.password_hash != claim.owner.password_hash:
+                raise Refused("password", "this zone is listed with another one; a new one is "
+                                          "taken once it was silent for %d s" % ZONE_LIFETIME_S)
+            raise Refused("owner", "another UDP port of this address announces it in other words; "
+                                   "this is taken once that was silent for %d s" % ZONE_LIFETIME_S)
+        if zone is None or zone.name != claim.fields["name"]:
+            self.check_name(zone, claim)
+
+    def check_name(self, zone, claim):
+        """Raise Refused if a listed zone, other than `zone`, has the name and another password.
+
+        The first password that comes with a name owns it while a zone of that name is there."""
+        name = claim.fields["name"].casefold()
+        for other in self.registry.games[self.game].values():
+            if other.name.casefold() != name or not other.responding or other is zone:
+                continue
+            owner = owner_of(other)
+            if owner and owner.password_hash != claim.owner.password_hash:
+                raise Refused("name", "the name %s belongs to another zone, with another "
+                                      "password, for as long as that is listed" % other.name)
 
     def proves(self, source, port, players, now):
         """The zone on this port has answered a ping: list it, or change it to what it claims."""
-        claim = self.claims.pop((source, port), None)
-        if claim:                               # else it answered twice, or too late
-            target = self.poller.add(self, source, port)
-            name = claim.fields.get("name") or endpoint(*self.place(target))
-            fields = {**claim.fields, "name": name, "players": clamp(players)}
-            server = self.take(target, fields, now, claim.lifetime)
-            if server:
-                self.listed_claims[server.key] = claim
+        claim = self.claims.take(source, port)
+        if claim is None:                       # it answered twice, or too late
+            return
+        address = self.rules.listed_address(source)
+        try:
+            # Meanwhile its owner may have announced it, or another zone have got the name
+            self.check_claim(self.registry.get(self.game, address, port), claim, now)
+        except Refused as refused:
+            self.note_refusal(source, port, refused, now)
+            return
+        # A poll that is under way may have asked before the zone was there
+        target = self.poller.begin(self, source, port, now)
+        fields = {**claim.fields, "players": clamp(players), "claim": claim.owner.texts()}
+        zone = self.take(target, fields, now, claim.lifetime)
+        if zone is not None:
+            self.heard[zone.key] = HeardOwner(claim.owner, now)
 
     # Polls
 
@@ -2855,6 +3023,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
         """Bring the zone up to date with what it answered to the poll; list it if the ini does."""
         poll, target.scratch = target.scratch, None
         server = self.listed(target)
+        if server is not None and server.master:
+            return                              # a poll does not tell the name, which it knows
         fields = {"players": poll.players, "playing": poll.playing, "responding": True,
                   "verified": "query", "ping_ms": round(target.ping_ms)}
         if server is None:
@@ -2874,6 +3044,22 @@ LINK_IDLE_S = 20.0                  # a peer that takes nothing for so long has 
                                     # in a row were lost, or 10 kB went to a false address
 LINK_CHUNK_BYTES = 480              # of a list in a packet: with headers below the 512 of clients
 LINK_PACKET_BYTES = 520             # the longest that any end sends
+# The kinds of packet that both ends know
+RELIABLE, ACKNOWLEDGEMENT, SYNC, SYNC_ANSWER, DISCONNECT, CLUSTER = (
+    b"\0\3", b"\0\4", b"\0\5", b"\0\6", b"\0\7", b"\0\x0e")
+
+
+def unclustered(data):
+    """Yield the packets of a datagram: itself, or of a cluster each one, in order. Within a cluster
+    a packet has at most 255 bytes, so clusters in clusters are less than a hundred deep."""
+    if data[:2] != CLUSTER:
+        yield data
+        return
+    at = 2
+    while at < len(data):
+        begin = at + 1
+        at = begin + data[at]
+        yield from unclustered(data[begin:at])
 
 
 class SubSpaceLink:
@@ -2911,33 +3097,48 @@ class SubSpaceLink:
         """May this one go out now? Else it waits."""
         return True
 
+    def permitted(self, answers, size, now):
+        """Give those of the answers to a datagram of `size` bytes that may go out."""
+        return answers[:LINK_ANSWERS]
+
     def receive(self, data, now):
-        out, packets = [], [data]
-        while packets:
-            packet = packets.pop(0)
-            kind, number = packet[:2], int.from_bytes(packet[2:6], "little")
-            if kind == b"\0\x0e" and len(packet) > 2:       # its first packet, and the rest
-                end = 3 + packet[2]
-                packets[:0] = packet[3:end], kind + packet[end:]
-            elif kind == b"\0\7":
-                self.closed = True
-            elif len(packet) < 6:
-                self.packet(packet, now)
-            elif kind == b"\0\3" and number <= self.expected:       # a later one comes again
-                out.append(b"\0\4" + packet[2:6])
-                if number == self.expected:             # else our acknowledgement was lost
-                    self.expected += 1
-                    self.active_at = now
-                    packets.insert(0, packet[6:])
-            elif kind == b"\0\4" and number in self.flights:
-                del self.flights[number]
-                self.active_at = now
-            elif kind == b"\0\5":
-                hundredths = int(now * 100)
-                out.append(b"\0\6" + packet[2:6] + struct.pack("<I", hundredths & 0xFFFFFFFF))
-            else:
-                self.packet(packet, now)
-        return out[:LINK_ANSWERS] + self.tick(now)
+        answers = []
+        for packet in unclustered(data):
+            answers += self.take(packet, now)
+        return self.permitted(answers, len(data), now) + self.tick(now)
+
+    def take(self, packet, now):
+        """Take one packet that is no cluster, and give its answers: one or none."""
+        kind, has_number = packet[:2], len(packet) >= 6
+        if kind == DISCONNECT:
+            self.closed = True
+        elif kind == RELIABLE and has_number:
+            return self.take_reliable(packet, now)
+        elif kind == ACKNOWLEDGEMENT and has_number:
+            self.take_acknowledgement(packet, now)
+        elif kind == SYNC and has_number:
+            hundredths = int(now * 100)
+            return [SYNC_ANSWER + packet[2:6] + struct.pack("<I", hundredths & 0xFFFFFFFF)]
+        else:
+            self.packet(packet, now)
+        return []
+
+    def take_reliable(self, packet, now):
+        number = int.from_bytes(packet[2:6], "little")
+        if number > self.expected:              # it comes again
+            return []
+        if number == self.expected:             # else our acknowledgement was lost
+            self.expected += 1
+            self.active_at = now
+            for carried in unclustered(packet[6:]):
+                self.packet(carried, now)
+        return [ACKNOWLEDGEMENT + packet[2:6]]
+
+    def take_acknowledgement(self, packet, now):
+        number = int.from_bytes(packet[2:6], "little")
+        if number in self.flights:              # else it came twice
+            del self.flights[number]
+            self.active_at = now
 
     def tick(self, now):
         """What is due: packets that seem lost, then new ones as far as the window allows."""
@@ -2946,7 +3147,7 @@ class SubSpaceLink:
         # Never more than a window beyond the oldest one that is missing
         end = min(flights, default=self.sequence) + (LINK_WINDOW if self.proven else 1)
         for payload in itertools.islice(self.payloads, end - self.sequence):
-            packet = b"\0\3" + struct.pack("<I", self.sequence) + payload
+            packet = RELIABLE + struct.pack("<I", self.sequence) + payload
             flights[self.sequence] = packet, -math.inf
             self.sequence += 1
         for number, (packet, sent_at) in flights.items():
@@ -2962,6 +3163,7 @@ LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowl
                                     # once: 5,000 zones, as fast as can be …
 LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all: as our numbers begin at 0, who reads
                                     # nothing can acknowledge too, in somebody else's name
+UDP_HEAD_BYTES = 28                 # of IPv4 and UDP: each answer has its own, a cluster has one
 LIST_LINKS = 4096                   # open exchanges; 1 kB apiece, and the packets on both ways
 
 
@@ -2978,13 +3180,26 @@ class ListLink(SubSpaceLink):
                 and self.protocol.rules.udp_requests.allow(self.address, now)):
             self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
 
+    def permitted(self, answers, size, now):
+        answers = answers[:LINK_ANSWERS if self.proven else 1]
+        answers_size = sum(len(answer) + UDP_HEAD_BYTES for answer in answers)
+        surplus = answers_size - size - UDP_HEAD_BYTES
+        return answers if self.allows_surplus(surplus, now) else []
+
     def allowed(self, packet, now):
-        protocol, size = self.protocol, len(packet)
-        if self.proven:
-            return (protocol.limiter.allow(self.address, now, size)
-                    and protocol.limiter_in_all.allow("", now, size))
-        return (protocol.rules.udp_requests.allow(self.address, now)
-                and protocol.rules.allow_surplus("list", self.address, size, now))
+        if not self.proven and not self.protocol.rules.udp_requests.allow(self.address, now):
+            return False
+        return self.allows_surplus(len(packet), now)
+
+    def allows_surplus(self, size, now):
+        """May so many bytes more go to the peer than came from it?"""
+        protocol = self.protocol
+        if size <= 0:
+            return True
+        if not self.proven:
+            return protocol.rules.allow_surplus("list", self.address, size, now)
+        return (protocol.limiter.allow(self.address, now, size)
+                and protocol.limiter_in_all.allow("", now, size))
 
 
 class SubSpaceList(UdpProtocol):
@@ -3000,8 +3215,10 @@ class SubSpaceList(UdpProtocol):
 
     The list is `01` and for each zone
     ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL.
-    Nothing in the exchange proves the peer's address: before its first acknowledgement one packet
-    is in flight; after it, as that may have been sent blind, LIST_RATE_IN_ALL bounds what goes out.
+    Nothing in the exchange proves the peer's address. Before its first acknowledgement one packet
+    is in flight, a datagram gets one answer at most, and what goes out beyond what came shares one
+    bucket with all other peers. The acknowledgement may be sent blind: after it LIST_RATE_IN_ALL
+    bounds whatever goes out beyond what came, answers as well as lists.
     """
 
     datagram_bytes = LINK_PACKET_BYTES
@@ -6155,6 +6372,8 @@ name: The name is refused
     Not under this name: %s. Give the server another name.
 game: The game is refused
     It is not listed: %s. Its operator chooses this master's games.
+owner: Announced from elsewhere
+    It stays listed as it is: %s. If you know of no other announcer, ask this master's operator.
 password: Another password
     It is not accepted: %s. Wait, or set the former password again.
 stopped: Signed off
@@ -8539,7 +8758,7 @@ def list_subspace(host, port):
             for packet in out:
                 sock.send(packet)
             try:
-                out = link.receive(sock.recv(MAX_DATAGRAM_BYTES), time.monotonic())
+                out = link.receive(sock.recv(LINK_PACKET_BYTES), time.monotonic())
             except (socket.timeout, Malformed):
                 out = link.tick(time.monotonic())
         with contextlib.suppress(OSError):      # it may have gone

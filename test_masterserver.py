@@ -2259,8 +2259,8 @@ class SubSpaceWorld:
                 now += 0.02
                 questions += to(answer, place, now)
 
-    def announce(self, data, source=ZONE[0]):
-        self.deliver(self.ping.datagram(data, (source, 5000), self.now), self.ping.datagram)
+    def announce(self, data, source=ZONE[0], source_port=5000):
+        self.deliver(self.ping.datagram(data, (source, source_port), self.now), self.ping.datagram)
 
     def by_http(self, source=ZONE[0], port=ZONE[1], **fields):
         self.ping.announced(source, port, fields, self.now)
@@ -2273,7 +2273,7 @@ class SubSpaceWorld:
             self.deliver(self.core.poller.tick(self.now), self.core.poller.datagram)
 
     def restarted(self):
-        """Another master, with what was listed; the zones are the same."""
+        """The master after a restart, with what was listed; the zones are the same."""
         world = SubSpaceWorld()
         world.zones = self.zones
         for server in self.registry.servers():
@@ -2330,6 +2330,18 @@ class SubSpacePingAnswers(unittest.TestCase):
             self.assertEqual(answer[16:], b"".join(
                 name.encode() + hexa("00 ffff 0100") for name in names[:fit]) + b"\0")
 
+    def served(self, ping, data, sources):
+        """How many of a thousand pings in a second are answered; the others are counted as limited.
+        """
+        answers = limited = 0
+        for number in range(1000):
+            try:
+                answers += len(ping.datagram(data, (sources(number), 1), number / 1000))
+            except ms.Limited:
+                limited += 1
+        self.assertEqual(answers + limited, 1000)
+        return answers
+
     def test_rates(self):
         """Requests by source; equal answers, which two ports could go on with, much fewer; and
         what is longer from one account for all sources."""
@@ -2337,13 +2349,22 @@ class SubSpacePingAnswers(unittest.TestCase):
                 (bytes(8), "192.0.2.1", range(5, 7)),
                 (hexa("11223344"), "127.0.0.1", range(1000, 1001)))
         for question, source, number in rows:
-            ping = SubSpaceWorld().ping
-            sent = [ping.datagram(question, (source, 1), n / 1000) for n in range(1000)]
-            self.assertIn(sum(map(len, sent)), number, (question, source))
+            self.assertIn(self.served(SubSpaceWorld().ping, question, lambda number: source),
+                          number, (question, source))
         ping = SubSpaceWorld().ping
         ping.rules.surplus.set_rate((4, 40))
-        sent = [ping.datagram(hexa("11223344"), ("192.0.2.%d" % n, 1), 0.0) for n in range(100)]
-        self.assertEqual(sum(map(len, sent)), 10)
+        self.assertIn(self.served(ping, hexa("11223344"), lambda number: "192.0.%d.%d" % divmod(
+            number, 250)), range(10, 12))
+
+    def test_a_flood_of_pings_keeps_no_answer_out(self):
+        """What a zone answers to a ping of ours is no request: forged ones in its name spend
+        nothing of it."""
+        world = SubSpaceWorld()
+        self.served(world.ping, hexa("11223344"), lambda number: ZONE[0])
+        world.now = 1.0
+        world.zones[ZONE[0], 25001] = asss
+        world.announce(ZONE_PACKET)
+        self.assertEqual(world.names(), ["Loopback Test Zone"])
 
 
 class SubSpacePolls(unittest.TestCase):
@@ -2430,7 +2451,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 (zone_packet(b"n" * 32, scores=0x0100, description=b"d"), "n" * 32, "d", "no"),
                 (zone_packet(b"a\x1b[1mb\0junk", scores=0x0301, description=b"d" * 386), "ab",
                  "d" * 386, "yes")):
-            fields = ms.zone_announcement(packet).fields
+            fields = ms.zone_announcement(packet, 5000).fields
             self.assertEqual(
                 (fields["name"], fields["description"], fields["details"]["scores"]),
                 (name, description, scores))
@@ -2444,6 +2465,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 world.announce(packet)
             self.assertEqual(world.outcome(port=0)[0], "bad packet")
             self.assertIn(field, world.outcome(port=0)[1])
+        with self.assertRaisesRegex(ms.Malformed, "source port: a datagram from port 0"):
+            world.announce(ZONE_PACKET, source_port=0)
         self.assertEqual(world.asked, [])
         world.announce(zone_packet(b"\x1b[1m \0x"))             # without a name
         self.assertEqual(world.names(), ["203.0.113.9:25000"])
@@ -2477,7 +2500,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                            zone_packet(scores=0, version=number), zone_packet(password=text)):
                 world.announce(forged)
         self.assertEqual(world.registry.generation, generation)
-        self.assertEqual((world.outcome()[0], len(world.ping.claims)), ("password", 1))
+        self.assertEqual((world.outcome()[0], world.ping.claims.total), ("password", 1))
         # What it repeats refreshes it at once; its players are those of its answers
         del world.asked[:]
         world.announce(zone_packet(players=99))
@@ -2567,7 +2590,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 self.assertEqual(world.outcome(other)[0], outcome)
 
     def test_after_a_restart(self):
-        """The password is its who proves the zone first; until then nobody else has the name."""
+        """Names and zones belong to the same passwords as before."""
         before = SubSpaceWorld(ZONE[0], "203.0.113.7", "203.0.113.8")
         for source in ZONE[0], "203.0.113.8":
             before.announce(zone_packet(b"Mine", b"secret"), source)
@@ -2578,9 +2601,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual((world.zone().confirmed, world.zone().last_seen),
                          (True, before.zone().last_seen - 60.0))
         for source, password, outcome in (
-                ("203.0.113.7", b"secret", "name"), (ZONE[0], b"secret", None),
-                ("203.0.113.8", b"secret", None), ("203.0.113.7", b"secret", "listed"),
-                (ZONE[0], b"thief", "password")):
+                ("203.0.113.7", b"cane", "name"), (ZONE[0], b"thief", "password"),
+                ("203.0.113.8", b"secret", None), ("203.0.113.7", b"secret", "listed")):
             world.announce(zone_packet(b"Mine", password), source)
             note = world.registry.notes.get(source, "subspace", ZONE[1])
             self.assertEqual(note and note.outcome, outcome)
@@ -2605,9 +2627,23 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world = world.restarted()
         world.run(600)
         self.assertTrue(world.zone().confirmed)
-        world.announce(ZONE_PACKET)             # from now on it lives by these
+        world.announce(ZONE_PACKET)
+        self.assertEqual(world.outcome(), (
+            "owner", "it was announced by HTTP; sign it off there (action=stop)"))
+        world.by_http(name="Web Zone")
+        world.run(1)
+        self.assertEqual((world.names(), world.zone().lifetime), (["Web Zone"], math.inf))
+        world.registry.remove(world.zone())
+        world.announce(ZONE_PACKET)             # it lives by these
         self.assertEqual((world.names(), world.zone().lifetime), (["Loopback Test Zone"], 180.0))
-        world.by_http()
+        with self.assertRaisesRegex(ms.Refused, "another UDP port .* once that was silent"):
+            world.by_http(name="Web Zone")
+        world.by_http(name="Loopback Test Zone")
+        self.assertEqual(world.ping.tick(world.now), [])
+        world.run(181)                          # it is silent
+        world.by_http(name="Web Zone")
+        world.run(1)
+        self.assertEqual((world.names(), world.zone().lifetime), (["Web Zone"], math.inf))
         world.zones.clear()
         world.run(120)
         self.assertEqual(world.names(), [])
@@ -2702,11 +2738,245 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 world.zones["203.0.113.8", 25001] = asss
                 world.deliver(waiting, world.ping.datagram)
         self.assertEqual(world.names(), ["Listed", "New"])
-        self.assertEqual(len(world.ping.claims), ms.ZONE_CLAIMS)
+        self.assertEqual(world.ping.claims.total, ms.ZONE_CLAIMS)
         self.assertEqual(len(world.core.poller.targets), 2)
         asked = [place for _, place in world.asked]
         self.assertEqual(asked.count(("10.7.7.7", 25001)), 1)
-        self.assertNotIn(("10.0.0.7", 25000), world.ping.claims)        # the oldest goes
+        self.assertIsNone(world.ping.claims.take("10.0.0.7", 25000))    # the oldest goes
+
+
+class SubSpaceOwners(unittest.TestCase):
+    """A zone answers every ping, so its answer proves no announcement: a listed zone belongs to the
+    port and password that announce it."""
+
+    OWNER, STRANGER = 5000, 6000                    # source ports
+    CHANGES = (
+        ("name", dict(name=b"Forged"), "owner"),
+        ("description", dict(description=b"forged\0"), "owner"),
+        ("version", dict(version=1), "owner"), ("scores", dict(scores=0), "owner"),
+        ("password", dict(password=b"secret"), "password"),
+        ("name and password", dict(name=b"Forged", password=b"secret"), "password"))
+
+    def listed(self, **settings):
+        world = SubSpaceWorld(ZONE[0], **settings)
+        world.announce(ZONE_PACKET)
+        world.run(60)
+        return world
+
+    def shown(self, world):
+        zone = world.zone()
+        return zone.name, zone.description, zone.version, zone.details["scores"], zone.claim
+
+    def test_another_port_changes_nothing(self):
+        """Neither at once nor after a restart, which forgets neither port nor password."""
+        for restarted in False, True:
+            world = self.listed()
+            if restarted:
+                world = world.restarted()
+            before = self.shown(world)
+            for second in range(110):
+                world.run(1)
+                case, change, outcome = self.CHANGES[second % len(self.CHANGES)]
+                world.announce(zone_packet(**change), source_port=self.STRANGER)
+                self.assertEqual((world.outcome()[0], self.shown(world)), (outcome, before),
+                                 (case, second, restarted))
+            # The page /check tells it to anybody: the port that can be forged is not named there
+            self.assertNotIn(str(self.OWNER), world.outcome()[1])
+            world.announce(zone_packet(b"New name"))
+            self.assertEqual(world.names(), ["New name"])
+
+    def test_another_port_may_repeat_what_is_listed(self):
+        """A router may give a zone another port: it stays listed, and once nothing comes from the
+        former port the zone belongs to the new one."""
+        for restarted in False, True:
+            world = self.listed()
+            world = world.restarted() if restarted else world
+            first = world.zone()
+            for minute in range(2):
+                world.run(60)
+                asked = len(world.asked)
+                world.announce(ZONE_PACKET, source_port=self.STRANGER)
+                self.assertEqual((first.last_seen, len(world.asked)), (world.now, asked))
+                world.announce(zone_packet(b"Other"), source_port=self.STRANGER)
+                self.assertEqual(world.outcome()[0], "owner")
+            world.run(60)
+            world.announce(ZONE_PACKET, source_port=self.STRANGER)
+            self.assertIs(world.zone(), first)
+            world.announce(zone_packet(b"Other"), source_port=self.OWNER)
+            self.assertEqual((world.outcome()[0], world.names()), ("owner", ["Loopback Test Zone"]))
+            world.announce(zone_packet(b"Other"), source_port=self.STRANGER)
+            self.assertEqual(world.names(), ["Other"])
+
+    def test_a_silent_owner_loses_the_zone_to_who_is_proven(self):
+        """Others' repetitions do not prolong its right; an announcement that a ping does not
+        confirm takes nothing."""
+        world = self.listed(subspace__zones="203.0.113.9:25000")
+        world.run(130)                              # this zone stays without announcements
+        world.zones.clear()
+        world.announce(zone_packet(b"Other", b"secret"), source_port=self.STRANGER)
+        self.assertEqual(world.names(), ["Loopback Test Zone"])
+        world.zones[ZONE[0], 25001] = asss
+        world.run(4)
+        world.announce(zone_packet(b"Other", b"secret"), source_port=self.STRANGER)
+        self.assertEqual(world.names(), ["Other"])
+        world.announce(ZONE_PACKET)
+        self.assertEqual((world.outcome()[0], world.names()), ("password", ["Other"]))
+
+    def test_a_zone_of_the_ini_belongs_to_who_announces_it_first(self):
+        world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
+        world.run(10)
+        self.assertEqual((world.names(), world.zone().claim), (["203.0.113.9:25000"], {}))
+        world.announce(ZONE_PACKET)
+        world.announce(zone_packet(b"Forged"), source_port=self.STRANGER)
+        self.assertEqual((world.outcome()[0], world.names()), ("owner", ["Loopback Test Zone"]))
+
+    def test_what_is_stored_of_an_owner(self):
+        """A hash of the password; what cannot be read is no owner, and nobody is kept out."""
+        world = self.listed()
+        claim = world.zone().claim
+        self.assertEqual(claim, {"port": "5000", "password": mock.ANY})
+        self.assertRegex(claim["password"], "^[0-9a-f]{16}$")
+        self.assertEqual(ms.owner_of(world.zone()), ms.zone_owner(5000, b"cane"))
+        for wrong in ({}, {"port": "5000"}, {**claim, "port": "x"}, {**claim, "port": "65536"},
+                      {**claim, "port": "-1"}, {**claim, "password": "cane"}):
+            world.registry.update(world.zone(), {"claim": wrong})
+            again = world.restarted()
+            self.assertIsNone(ms.owner_of(again.zone()), wrong)
+            again.announce(zone_packet(b"Mine", b"secret"), source_port=7)
+            self.assertEqual((again.names(), again.zone().claim["port"]), (["Mine"], "7"))
+
+    def test_a_claim_that_waits_is_checked_again_when_the_zone_answers(self):
+        """The owner has been heard in between; and of two that want one name the first has it."""
+        world = self.listed(subspace__zones="203.0.113.9:25000")
+        world.run(130)
+        pings = world.ping.datagram(zone_packet(b"Forged"), (ZONE[0], self.STRANGER), world.now)
+        self.assertEqual(len(pings), 1)
+        world.announce(ZONE_PACKET)
+        world.deliver(pings, world.ping.datagram)
+        self.assertEqual((world.outcome()[0], world.names()), ("owner", ["Loopback Test Zone"]))
+        world = SubSpaceWorld("203.0.113.1", "203.0.113.2")
+        pings = []
+        for source, password in ("203.0.113.1", b"a"), ("203.0.113.2", b"b"):
+            packet = zone_packet(b"Chaos", password)
+            pings += world.ping.datagram(packet, (source, 5000), 0.0)
+        world.deliver(pings, world.ping.datagram)
+        self.assertEqual((world.names(), world.outcome("203.0.113.2")[0]), (["Chaos"], "name"))
+
+    def test_a_claim_that_waits_keeps_its_place_for_some_seconds(self):
+        """Else a forged one gets the answer to the ping that was for the first."""
+        for seconds, name in (0.1, "Loopback Test Zone"), (3.0, "Forged"):
+            world = SubSpaceWorld(ZONE[0])
+            pings = world.ping.datagram(ZONE_PACKET, (ZONE[0], self.OWNER), 0.0)
+            self.assertEqual(len(pings), 1)
+            forged = zone_packet(b"Forged"), (ZONE[0], self.STRANGER), seconds
+            self.assertEqual(len(world.ping.datagram(*forged)), seconds // 3)
+            world.deliver(pings, world.ping.datagram)
+            self.assertEqual(world.names(), [name])
+        # The same announcer may say something else
+        world = SubSpaceWorld(ZONE[0])
+        world.ping.datagram(zone_packet(b"Former"), (ZONE[0], self.OWNER), 0.0)
+        world.announce(ZONE_PACKET)
+        self.assertEqual(world.names(), ["Loopback Test Zone"])
+
+    def test_claims_that_wait_are_counted_by_source(self):
+        """A source that announces without end pushes out its own."""
+        honest = "203.0.113.8"
+        for settings, kept in (({}, 32), ({"limits__servers_per_source": "5"}, 5),
+                               ({"limits__exempt": ZONE[0]}, ms.ZONE_CLAIMS)):
+            world = SubSpaceWorld(**settings)
+            if kept < ms.ZONE_CLAIMS:
+                pings = world.ping.datagram(ZONE_PACKET, (honest, 1), 0.0)
+            for port in range(1, ms.ZONE_CLAIMS + 10):
+                world.announce(zone_packet(port=port))
+            self.assertEqual(len(world.ping.claims.by_source[ZONE[0]]), kept)
+            self.assertEqual(world.ping.claims.total, min(kept + 1, ms.ZONE_CLAIMS))
+            if kept < ms.ZONE_CLAIMS:
+                world.zones[honest, 25001] = asss
+                world.deliver(pings, world.ping.datagram)
+                self.assertEqual(world.names(), ["Loopback Test Zone"])
+                self.assertEqual(len(world.ping.claims.by_source), 1)
+
+    def test_a_proven_announcement_begins_a_new_poll(self):
+        """A poll that began while the zone was down does not count against it."""
+        world = self.listed(subspace__zones="203.0.113.9:25000")
+        world.zones.clear()
+        world.run(130)
+        self.assertFalse(world.zone().responding)
+        target, = world.core.poller.targets.values()
+        while target.unanswered == 0:               # amid a poll
+            world.run(1)
+        world.zones[ZONE[0], 25001] = asss
+        world.announce(ZONE_PACKET)
+        self.assertTrue(world.zone().responding)
+        self.assertEqual((target.unanswered, target.asked_at, target.due), (0, None, mock.ANY))
+        del world.asked[:]
+        world.run(1)
+        self.assertEqual([len(question) for question, _ in world.asked], [4])
+        world.run(1)
+        self.assertEqual(world.zone().details["arenas"], ARENAS_TEXT)
+
+    def test_memory_of_owners_goes_with_the_zone(self):
+        world = self.listed()
+        self.assertEqual(len(world.ping.heard), 1)
+        world.run(121)
+        self.assertEqual((world.names(), world.ping.heard), ([], {}))
+
+    # Several masters
+
+    def foreign(self, owner=5000, **fields):
+        """A master that knows the zone from another one."""
+        world = SubSpaceWorld(ZONE[0])
+        fields = {"name": "Loopback Test Zone", "version": "134", "players": 6, "verified": "query",
+                  "description": "a real asss on loopback", "details": {"scores": "yes"},
+                  "claim": ms.zone_owner(owner, b"cane").texts(), **fields}
+        zone = ms.Server("subspace", *ZONE, ZONE[0], 0.0, 180.0, **fields)
+        zone.master = "b"
+        world.registry.insert(zone)
+        return world
+
+    def test_the_rule_holds_for_what_another_master_tells(self):
+        for case, change, outcome in self.CHANGES:
+            world = self.foreign()
+            before = self.shown(world)
+            world.announce(zone_packet(**change), source_port=self.STRANGER)
+            self.assertEqual((world.outcome()[0], self.shown(world)), (outcome, before), case)
+            self.assertEqual((world.zone().master, world.ping.heard, world.asked), ("b", {}, []))
+        world = self.foreign()
+        world.announce(ZONE_PACKET, source_port=self.STRANGER)      # nothing new
+        self.assertEqual((world.zone().master, world.asked), ("b", []))
+        world.announce(ZONE_PACKET)                 # the owner: it is heard here as well
+        self.assertEqual((world.zone().master, world.names()), ("", ["Loopback Test Zone"]))
+        self.assertEqual(ms.owner_of(world.zone()).source_port, self.OWNER)
+
+    def test_what_another_master_told_ends_with_the_next_announcement(self):
+        world = self.listed()
+        for change in {"name": "Old name"}, {"description": ""}, {"version": "1"}, {"details": {}}:
+            before = self.shown(world)
+            world.registry.update(world.zone(), change)
+            world.announce(ZONE_PACKET)
+            self.assertEqual(self.shown(world), before, change)
+
+    def test_an_owner_that_another_master_names_has_the_zone(self):
+        """Though this master has not heard it, or heard a former one long ago."""
+        world = self.listed(subspace__zones="203.0.113.9:25000")
+        world.run(200)
+        claim = ms.zone_owner(7000, b"cane").texts()
+        world.registry.update(world.zone(), {"claim": claim})
+        world.announce(zone_packet(b"Forged"), source_port=self.STRANGER)
+        self.assertEqual((world.outcome()[0], world.zone().claim), ("owner", claim))
+        world.announce(zone_packet(b"New name"), source_port=7000)
+        self.assertEqual(world.names(), ["New name"])
+
+    def test_a_poll_takes_no_name_from_another_masters_zone(self):
+        """Named in the ini here, and announced there."""
+        world = self.foreign()
+        before = self.shown(world)
+        world.ping.read(settings_of({"subspace__zones": "203.0.113.9:25000"}))
+        world.run(100)
+        self.assertEqual((self.shown(world), world.zone().master), (before, "b"))
+        world.registry.drop(world.zone())
+        world.run(40)
+        self.assertEqual(world.names(), ["203.0.113.9:25000"])
 
 
 KEY = hexa("aabbccdd")
@@ -2829,18 +3099,17 @@ class SubSpaceLists(unittest.TestCase):
 
     def test_clusters(self):
         """Clusters and reliable packets are taken apart in order; what is not known or cut off is
-        ignored."""
+        ignored. Before the peer has acknowledged, a datagram gets one answer beside the list."""
         sync = "06 0005 01020304"
         request = "0b 0003 00000000 01 00000000"
         for case, packet, kinds in (
-                ("several", "000e" + sync + request, ["0006", "0004", "0003"]),
+                ("several", "000e" + sync + request, ["0006", "0003"]),
                 ("not known, and cut off", "000e 03 051234" + request + "07 0005 0102",
                  ["0004", "0003"]),
                 ("empty", "000e 00" + request + "ff", ["0004", "0003"]),
-                ("a cluster in a cluster", "000e 0e 000e" + request + sync,
-                 ["0004", "0006", "0003"]),
+                ("a cluster in a cluster", "000e 0e 000e" + request + sync, ["0004", "0003"]),
                 ("in a reliable packet", "0003 00000000 000e 05 01 00000000", ["0004", "0003"]),
-                ("eight answers at most", "000e" + sync * 60, ["0006"] * 8),
+                ("one answer", "000e" + sync * 60, ["0006"]),
                 *[("no packet", packet, []) for packet in (
                     "", "00", "0003", "0003 0000", "0005 010203", "01 000000", "000e",
                     "01 00000000 00", "0009 00000000", "0002 aabbccdd")]):
@@ -2950,6 +3219,34 @@ class SubSpaceLists(unittest.TestCase):
                 chunks += sum(len(data) for data in out if len(data) > 6)
             self.assertTrue(least < chunks < most, (addresses, chunks))
             self.assertEqual(len(world.list.links), ms.LIST_LINKS)
+
+    def test_answers_reflect_little(self):
+        """What goes out beyond what came, with the headers of each packet, to links whose peer has
+        acknowledged nothing, or did so blindly: clusters of syncs, of acknowledgements wanted."""
+        wire_size = lambda packets: sum(len(packet) + ms.UDP_HEAD_BYTES for packet in packets)
+        sync = hexa("06 0005 01020304")
+        again = hexa("06 0003 00000000")
+        for blind, part, bucket in itertools.product((False, True), (sync, again), (1_000, 20_000)):
+            world = self.world(0)
+            world.registry.rules.surplus.set_rate((1, bucket))
+            world.list.limiter_in_all.set_rate((1, bucket))
+            surplus = 0
+            for number in range(1000):
+                peer = ("60.%d.%d.1" % divmod(number, 250), 777)
+                packets = [CONNECT, REQUEST] + [acknowledge(REQUEST)] * blind
+                packets += [hexa("000e") + part * 8] * 10
+                for packet in packets:
+                    surplus += wire_size(self.say(world, packet, peer=peer)) - wire_size([packet])
+            self.assertLessEqual(surplus, 2 * bucket, (blind, part))
+
+    def test_a_player_that_acknowledges_gets_each_answer(self):
+        world = self.world(1)
+        first = self.say(world, CONNECT, REQUEST)[1]
+        cluster = hexa("000e") + bytes([6]) + acknowledge(first) + hexa("06 0005 01020304") * 3
+        self.assertEqual([answer[:2] for answer in self.say(world, cluster)], [hexa("0006")] * 3)
+        world.list.limiter_in_all.set_rate((1, 1))
+        self.assertEqual(self.say(world, cluster), [])
+        self.assertEqual(len(self.say(world, hexa("0005 01020304 00000000 0000"))), 1)
 
     def test_requests_are_limited(self):
         """One link after another, or many requests on one."""
@@ -4778,7 +5075,7 @@ def game_server_answers(packet):
 
 
 class FuzzTest(unittest.TestCase):
-    """But for Malformed no exception escapes, whatever comes, whole or in pieces."""
+    """But for Malformed and Limited no exception escapes, whatever comes, whole or in pieces."""
 
     # By what reads them: each protocol, a type of body for POST /announce, the database
     SAMPLES = {
@@ -4820,7 +5117,7 @@ class FuzzTest(unittest.TestCase):
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games watchers lists titles requests".split(),
-                "claims", "waiting", "by_source", "altered", "tags"}
+                "waiting", "by_source", "altered", "tags"}
     DECODERS = (ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info,
                 ms.luanti_goodbye, lambda data: ms.quake3_fields(data, ""))
 
@@ -4854,7 +5151,7 @@ class FuzzTest(unittest.TestCase):
                 self.datagram(name, answer, place, depth - 1)
 
     def datagram(self, name, data, peer, depth=3):
-        with contextlib.suppress(ms.Malformed):
+        with contextlib.suppress(ms.Malformed, ms.Limited):
             replies = self.protocols[name].datagram(data, peer, self.now)
             self.datagrams(name, replies, depth)
 
@@ -5032,7 +5329,7 @@ class AmplificationTest(unittest.TestCase):
         next seconds too."""
         sent = []
         for data in packets:
-            with contextlib.suppress(ms.Malformed):
+            with contextlib.suppress(ms.Malformed, ms.Limited):
                 sent += self.protocols[name].datagram(data, peer, 10.0)
         for second in range(seconds):
             for protocol in self.protocols.values():
@@ -5074,9 +5371,10 @@ class AmplificationTest(unittest.TestCase):
         answer, = self.protocols["Iceball"].datagram(CAPTURED, self.PEER, 10.0)
         self.protocols["Iceball"].datagram(b"HSHK" + answer[0][4:], self.PEER, 10.0)
         self.assertIsNotNone(self.core.registry.get("iceball", self.PEER[0], 21737))
-        for address, answers in ((self.PEER[0], 0), ("127.0.0.1", 1)):      # this one is exempt
-            self.assertEqual(len(self.protocols["SubSpacePing"].datagram(
-                PING_TIME, (address, 1), 10.0)), answers)
+        with self.assertRaises(ms.Limited):
+            self.protocols["SubSpacePing"].datagram(PING_TIME, self.PEER, 10.0)
+        self.assertEqual(len(self.protocols["SubSpacePing"].datagram(
+            PING_TIME, ("127.0.0.1", 1), 10.0)), 1)         # this one is exempt
         self.assertGreater(self.surplus("SubSpaceList", [CONNECT, REQUEST]), 400)
 
     def test_no_two_ports_answer_each_other_for_ever(self):
@@ -5096,7 +5394,7 @@ class AmplificationTest(unittest.TestCase):
                     break
                 data, sender, receiver = talk.popleft()
                 now += 0.25                         # slow enough for every other limit
-                with contextlib.suppress(ms.Malformed):
+                with contextlib.suppress(ms.Malformed, ms.Limited):
                     talk.extend((reply, receiver, to) for reply, to in places[receiver].datagram(
                         data, sender, now) if to in places)
             self.assertFalse(talk, (name, source, place))
@@ -5839,7 +6137,9 @@ class CheckTest(WebCase):
                 ("bad packet", "85 bytes", "wrong with it: 85 bytes. If the port is the one"),
                 ("silent", "no answer", "was no answer. Open that UDP port"),
                 ("limit", "at most 32", "at most 32. Stop one"), ("name", "x", "another name"),
-                ("password", "the name x", "the name x. Wait"), ("bad packet", "", "nothing more")):
+                ("password", "the name x", "the name x. Wait"),
+                ("owner", "by HTTP", "as it is: by HTTP. If you"),
+                ("bad packet", "", "nothing more")):
             self.registry.notes = ms.PacketNotes()
             self.note(outcome, detail=detail)
             self.assertIn(todo, self.get("/check?address=203.0.113.9")[2].decode(), outcome)
@@ -8105,6 +8405,16 @@ class ClusterCase(unittest.TestCase):
 
 
 class ClusterTest(ClusterCase):
+    def test_a_zone_comes_with_its_owner(self) -> None:
+        """What the master that hears it remembers of the announcer, the others know as well."""
+        a, b = map(self.start, "ab")
+        claim = ms.zone_owner(5000, b"cane").texts()
+        zone = self.hear(a, game="subspace", claim=claim)
+        self.run_for(3)
+        known = b.registry.get(*zone.key)
+        self.assertEqual((known.master, known.claim), ("a", claim))
+        self.assertEqual(ms.owner_of(known), ms.zone_owner(5000, b"cane"))
+
     def test_listed_changed_and_gone(self) -> None:
         a, b, c = map(self.start, "abc")
         told = {"mode": "ctf", "map": "m", "version": "1", "players": 3, "max_players": 8,
@@ -9271,6 +9581,16 @@ def zone_answer(question: bytes) -> List[bytes]:
             + arenas * (options >> 1)]
 
 
+def send_forged(source: Tuple[str, int], place: Tuple[str, int], data: bytes) -> None:
+    """A datagram from whatever source, as root: with an IPv4 header of our own."""
+    udp = struct.pack(">HHHH", source[1], place[1], 8 + len(data), 0)       # 0: no checksum
+    # Version 4 and 5 words of header; 64 hops. The system fills in length and checksum
+    ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 0, 0, 0, 64, socket.IPPROTO_UDP, 0,
+                     socket.inet_aton(source[0]), socket.inet_aton(place[0]))
+    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as sock:
+        sock.sendto(ip + udp + data, (place[0], 0))
+
+
 def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socket.socket], None]:
     """A master that sends the answer to this question alone."""
     def serve(sock: socket.socket) -> None:
@@ -9524,6 +9844,73 @@ class SubSpaceOnTheWire(unittest.TestCase):
             eventually(lambda: json.loads(command(*ping)[1])["arenas"] == "subspace 6/4")
             self.assertRegex(command(*words)[1],
                              r"^ +6  127\.0\.0\.1:%d +Loopback" % game_port)
+
+    def test_a_forged_announcement_changes_nothing(self) -> None:
+        """From another port of the zone's address, and after a restart with a password of its own.
+        A real zone answers each ping."""
+        with tempfile.TemporaryDirectory() as folder, FakeServer(zone_answer) as zone, \
+                contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+                       for _ in range(2)]
+            owner, stranger = (sock.sendto for sock in sockets)
+            game_port = zone.port - 1
+            settings = {"subspace__port": "0", "server__database": os.path.join(folder, "list.db")}
+
+            def shown() -> List[Tuple[str, str]]:
+                servers = json.loads(fetch(server.port("http"), "/servers.json")[2])["servers"]
+                return [(found["name"], found["description"]) for found in servers]
+
+            def checked() -> str:
+                return fetch(server.port("http"), "/check?address=127.0.0.1")[2].decode()
+
+            named = lambda name, **fields: zone_packet(name, port=game_port, **fields)
+            listed = [("Loopback Test Zone", "a real asss on loopback")]
+            with RunningServer(start=HURRIED, **settings) as server:
+                place = "127.0.0.1", server.port("subspace", index=1)
+                owner(named(b"Loopback Test Zone"), place)
+                eventually(lambda: shown() == listed)
+                stranger(named(b"Forged"), place)
+                eventually(lambda: "Announced from elsewhere" in checked())
+                self.assertEqual(shown(), listed)
+            with RunningServer(start=HURRIED, **settings) as server:
+                place = "127.0.0.1", server.port("subspace", index=1)
+                self.assertEqual(shown(), listed)
+                stranger(named(b"Forged", password=b"secret"), place)
+                eventually(lambda: "Another password" in checked())
+                self.assertEqual(shown(), listed)
+                owner(named(b"New name"), place)
+                eventually(lambda: shown() == [("New name", listed[0][1])])
+
+    @unittest.skipUnless(sys.platform == "linux" and os.geteuid() == 0, "needs root on Linux")
+    def test_forged_sources(self) -> None:
+        """Another address of a zone's machine is another zone, which does not answer; port 0 would
+        stand for an announcement by HTTP."""
+        with RunningServer(start=HURRIED, subspace__port="0") as server, \
+                FakeServer(zone_answer) as zone:
+            place = "127.0.0.1", server.port("subspace", index=1)
+
+            def announce(name: bytes, *source: Any) -> None:
+                send_forged(source, place, zone_packet(name, port=zone.port - 1))
+
+            def names() -> List[str]:
+                servers = json.loads(fetch(server.port("http"), "/servers.json")[2])["servers"]
+                return [found["name"] for found in servers]
+
+            def eventually_noted(text: str, address: str) -> None:
+                path = "/check?address=" + address
+                eventually(lambda: text in fetch(server.port("http"), path)[2].decode())
+
+            announce(b"First", "127.0.0.1", 5000)
+            eventually(lambda: names() == ["First"])
+            announce(b"Forged", "127.0.0.1", 6000)
+            eventually_noted("Announced from elsewhere", "127.0.0.1")
+            announce(b"Forged", "127.0.0.1", 0)
+            eventually_noted("from port 0 is forged", "127.0.0.1")
+            announce(b"Forged", "127.0.0.2", 5000)
+            eventually_noted("It does not answer queries", "127.0.0.2")
+            self.assertEqual(names(), ["First"])
+            announce(b"Renamed", "127.0.0.1", 5000)
+            eventually(lambda: names() == ["Renamed"])
 
 
 # --- Command line: the log, files, serving, --check ---------------------------------------------
