@@ -3649,6 +3649,10 @@ class Quake3Test(unittest.TestCase):
             server = self.shake(place=("198.51.100.7", 1000 + number), **changed)
             for name, value in found.items():
                 self.assertEqual(getattr(server, name), value, changed)
+        # A value may read like a key
+        self.send(info(self.challenge() + rb"\hostname\challenge\protocol\71", hostname=None,
+                       protocol=None))
+        self.assertEqual(self.server().name, "challenge")
 
     def test_what_is_not_listed_and_why(self):
         self.start(quake3__games="!Nexuiz", quake3__tags="Warsow = Warsow", games__mine="Mine",
