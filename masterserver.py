@@ -1010,7 +1010,7 @@ class Server:
     ping_ms      milliseconds; None: it was not asked
     flavor       Hyperbol's: 0 is unofficial
     responding   it answers the poller; a list by TCP or UDP leaves it out if not
-    details      further texts by name, shown on its page
+    details      further texts by name; its page shows them, but for UNSHOWN_DETAILS (section 8)
     source       the address that its packets come from (differs from `address` behind a router)
     lifetime     seconds that it stays listed after last_seen; infinite where a connection or the
                  poller decides
@@ -1138,8 +1138,9 @@ class Registry:
     def __init__(self, rules):
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, address and port
-        # Of games that nobody but their servers names; they go with their last server
-        self.titles = {}
+        # Of games that nobody but their servers names, with the source of the server that brought
+        # the game; both go with its last server
+        self.titles, self.title_sources = {}, {}
         self.sources = collections.defaultdict(int)         # how many, by source_keys()
         self.total = 0
         self.generation = 0
@@ -1272,8 +1273,14 @@ class Registry:
             return
         self.take_out(server)
         if not self.games[server.game] and self.titles.pop(server.game, ""):
-            del self.games[server.game]
+            del self.games[server.game], self.title_sources[server.game]
         self.changed("gone", server)
+
+    def entitle(self, server, title):
+        """Give the server's game a title, unless an earlier server has given it one."""
+        if server.game not in self.titles:
+            self.titles[server.game] = title
+            self.title_sources[server.game] = server.source
 
     def take_out(self, server):
         """Out of the tables, and nobody is told."""
@@ -2080,8 +2087,9 @@ class PolledGame(Querier):
         """Its server in the list, or None."""
         return self.registry.get(target.game, *self.place(target))
 
-    def game_of(self, fields):
-        """The game that a server with this answer is listed under; raises Refused."""
+    def admitted_game(self, source, fields):
+        """The game under which a server of this source with this answer is listed; raises Refused.
+        """
         return self.game
 
     def take(self, target, fields, now, lifetime=math.inf):
@@ -2091,7 +2099,7 @@ class PolledGame(Querier):
         was_there = before is not None and before.responding
         fields = {"responding": True, "verified": "query", **fields}
         try:
-            game = self.game_of(fields)
+            game = self.admitted_game(target.address, fields)
             if before and before.game != game:
                 self.registry.remove(before)
             target.game = game
@@ -3766,88 +3774,185 @@ class Aio(TcpProtocol, Querier):
 
 # --- Quake III -----------------------------------------------------------------------------------
 
-QUAKE3_GETINFO = b"\xff\xff\xff\xffgetinfo "
+QUAKE3_HEAD = b"\xff\xff\xff\xff"       # every packet begins with it
+QUAKE3_HEARTBEAT = QUAKE3_HEAD + b"heartbeat"
+QUAKE3_GETINFO = QUAKE3_HEAD + b"getinfo "
+QUAKE3_INFO = QUAKE3_HEAD + b"infoResponse\n"
+QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
+QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_END = b"\\EOT\0\0\0"
-# What stands before the challenge, the challenge, what stands behind it; of another packet nothing
-QUAKE3_INFO = re.compile(
-    rb"\A(?:(\xff{4}infoResponse\n.*)\\challenge\\([\w-]{8})(\\.*|\Z)|.*)", re.S)
-# The game as in getserversExt or as in getservers, the protocol; the filters that there are
-QUAKE3_QUESTION = re.compile(
-    r"\xff{4}getservers(?:Ext (\S+)|(?: (\S+))??) (-?[0-9]{1,9})(?!\S)"
-    r"(?=(?:.*\s(empty)(?!\S))?)(?=(?:.*\s(full)(?!\S))?)"
-    r"(?=(?:.*\s(ipv4)(?!\S))?)(?=(?:.*\s(ipv6)(?!\S))?)"
-    r"(?=(?:.*\s(gametype=\S+|ffa|tourney|team|ctf)(?!\S))?).*", re.S)
-QUAKE3_GAMETYPES = {"0": "ffa", "1": "tourney", "3": "team", "4": "ctf"}
+QUAKE3_PACKET_BYTES = 1400              # of a list, as dpmaster: no network splits it
+QUAKE3_TEXT_BYTES = 255                 # of a key or a value; a longer one is skipped
+QUAKE3_CHALLENGE = re.compile(rb"[A-Za-z0-9_-]{8}")
+QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
+# The words of game types in a question
+QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
+QUAKE3_GAMETYPE = b"gametype="          # the number, or another word, stands behind it
 # Heartbeat tags and the games they stand for; servers of DarkPlaces tell theirs themselves. The
 # Flatlines say that a server shuts down, and like any heartbeat are believed if it is silent then
 QUAKE3_TAGS = {"DarkPlaces": "", "QuakeArena-1": "Quake3Arena", "Wolfenstein-1": "wolfmp",
                "EnemyTerritory-1": "et", "WolfFlatline-1": "wolfmp", "ETFlatline-1": "et"}
+# The game of a server that tells none, as Quake III 1.32 does not, by its protocol
+QUAKE3_GAME_OF_PROTOCOL = {
+    "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
+    "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
+    "72": "et", "80": "et", "83": "et", "84": "et"}
 QUAKE3_TITLES = {                       # by id in the registry; others have their gamename
     "quake3arena": "Quake III Arena", "openarena": "OpenArena", "xonotic": "Xonotic",
     "wolfmp": "Return to Castle Wolfenstein", "et": "Wolfenstein: Enemy Territory",
     "nexuiz": "Nexuiz", "warsow": "Warsow"}
+# What the numbers of game types mean to players of the games that the protocol was made for
+QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
+                "4": "capture the flag"}
+QUAKE3_MODES_OF = "quake3arena", "openarena"
 QUAKE3_GAMES = 64                       # at a time: each is a tab on the page
-# A key and its value, up to 255 bytes each; of a longer pair nothing
-QUAKE3_PAIR = re.compile(
-    rb"\\([^\\]{0,255})\\([^\\]{0,255})(?![^\\])|\\[^\\]*\\[^\\]*")
-# What an infoResponse must have, once the defaults are in it
+# New ones that one source may bring: a machine runs servers of one game, rarely of two
+QUAKE3_GAMES_PER_SOURCE = 4
+QUAKE3_QUESTIONS = 256                  # whose answers are kept: programs ask a few for each game
+# The form of what an infoResponse must have, once the defaults are in it
 QUAKE3_NEEDED = {"protocol": "0|-?[1-9][0-9]{0,8}", "clients": "-?[0-9]{1,9}",
-                 "sv_maxclients": "0*[1-9][0-9]{0,8}", "gamename": r"\S+", "gametype": r"\S+"}
+                 "sv_maxclients": "0*[1-9][0-9]{0,8}", "gametype": r"\S+"}
 
 
-def quake3_fields(data, gamename):
-    r"""What the `\key\value` pairs of an infoResponse tell, for the registry; `gamename`: if it is
-    not among them. Raises Malformed."""
-    told: Any = collections.defaultdict(str, gamename=gamename, gametype="0")
-    # PyPy's findall() gives texts for groups that are not there
-    told.update(map(decode_legacy, pair.groups(b"")) for pair in QUAKE3_PAIR.finditer(data))
+class Quake3Info(NamedTuple):
+    """What an infoResponse tells of its server."""
+
+    gamename: Optional[str]             # None: it has no such key
+    protocol: str
+    gametype: str
+    hostname: str                       # without colours
+    mapname: str
+    clients: int
+    max_clients: int
+    people: str                         # how many clients are no bots; "": not told
+
+
+def quake3_pairs(data):
+    r"""The `\key\value` pairs of an infoResponse, as bytes; of a key that comes twice the last."""
+    texts = data.split(b"\\")[1:]
+    return dict(zip(texts[::2], texts[1::2]))
+
+
+def quake3_info(pairs):
+    """The Quake3Info that these pairs of an infoResponse give. Raises Malformed."""
+    texts = {"gametype": "0"}
+    for key, value in pairs.items():
+        if len(key) <= QUAKE3_TEXT_BYTES and len(value) <= QUAKE3_TEXT_BYTES:
+            texts[decode_legacy(key)] = decode_legacy(value)
     for key, form in QUAKE3_NEEDED.items():
-        if not re.fullmatch(form, told[key]):
-            raise Malformed("%s: %a" % (key, told[key]))
-    name = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", told["hostname"])       # without colours
-    return {"name": clean(name), "map": told["mapname"], "mode": told["gametype"],
-            "version": told["protocol"], "players": int(told["clients"]),
-            "max_players": clamp(int(told["sv_maxclients"])),
-            "details": {"gamename": told["gamename"], "people": told["g_humanplayers"]}}
+        if not re.fullmatch(form, texts.get(key, "")):
+            raise Malformed("%s: %a" % (key, texts.get(key, "")))
+    gamename = texts.get("gamename")
+    if gamename is not None and len(gamename.split()) != 1:
+        raise Malformed("gamename: %a" % gamename)
+    hostname = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", texts.get("hostname", ""))
+    return Quake3Info(
+        gamename, texts["protocol"], texts["gametype"], clean(hostname),
+        texts.get("mapname", ""), int(texts["clients"]), clamp(int(texts["sv_maxclients"])),
+        texts.get("g_humanplayers", ""))
 
 
-def quake3_entry(server):
-    """Under what it is found: name, protocol, gametype. The words that a question must have for it.
-    What the answer has of it."""
-    address, details = ipaddress.ip_address(server.address), server.details
-    names, needs = {details["gamename"]}, {"ipv%d" % address.version}
-    if details.get("tag") != "DarkPlaces":
-        names.add("")
-    if server.players in (0, server.max_players) and details["gamename"] != "et":
-        needs.add("full" if server.players else "empty")
-    gametypes = {"", "gametype=" + server.mode, QUAKE3_GAMETYPES.get(server.mode, "")}
-    kind = b"\\" if address.version == 4 else b"/"
-    return (list(itertools.product(names, [server.version], gametypes)), needs,
-            kind + address.packed + struct.pack(">H", server.port))
+def quake3_fields(info, gamename):
+    """The same as attributes of Server; `gamename`: of the game that the server is of."""
+    return {"name": info.hostname, "map": info.mapname, "mode": info.gametype,
+            "version": info.protocol, "players": info.clients, "max_players": info.max_clients,
+            "details": {"gamename": gamename, "people": info.people}}
 
 
-def quake3_answers(servers):
-    """The function that makes the answers about these servers, by what QUAKE3_QUESTION finds."""
-    index = collections.defaultdict(list)
-    ours = [server for server in servers if "gamename" in server.details]
-    for keys, *entry in parts(ours, "quake3", quake3_entry):
-        for key in keys:
-            index[key].append(entry)
+def quake3_game(gamename, protocol=""):
+    """The id in the registry of the game with this gamename."""
+    game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
+    # OpenArena has kept the name that it comes from, and no other game has its protocol
+    return "openarena" if (game, protocol) == ("quake3arena", "71") else game
 
-    @functools.lru_cache(256)           # so many different questions
-    def answer(extended, plain, protocol, empty, full, ipv4, ipv6, gametype):
-        head = b"\xff\xff\xff\xffgetservers%sResponse" % (b"Ext" if extended else b"")
-        has = {empty, full, ipv4 or ipv6 or "ipv4", ipv6 or ipv4 or "ipv6"}
-        if not extended:
-            has = {empty, full, "ipv4"}
-        packets, entries = [head], index.get((extended or plain, protocol, gametype), [])
-        for needs, entry in (*entries, (has, QUAKE3_END)):
-            if needs <= has:
-                if len(packets[-1]) + len(entry) > 1400:        # as dpmaster: no network splits it
-                    packets.append(head)
-                packets[-1] += entry
-        return packets
-    return answer
+
+class Quake3Question(NamedTuple):
+    """What a player's program asks for by getservers or getserversExt."""
+
+    extended: bool                      # getserversExt
+    gamename: str                       # "": the anonymous games
+    protocol: str
+    gametype: str                       # "": any
+    empty: bool                         # with servers that nobody is on …
+    full: bool                          # … and with those that have no room
+    ipv4: bool
+    ipv6: bool
+
+
+def quake3_question(words):
+    """The Quake3Question that is asked by the words of this packet. Raises Malformed."""
+    command, *words = words
+    extended = command == QUAKE3_GETSERVERS_EXT
+    if not extended and command != QUAKE3_GETSERVERS:
+        raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
+    gamename = b""
+    # Without a name the protocol comes first; a name may begin with a digit
+    if words and (extended or not QUAKE3_NUMBER.fullmatch(words[0])):
+        gamename, *words = words
+    if not words or not QUAKE3_NUMBER.fullmatch(words[0]):
+        raise Malformed("a question without the number of a protocol")
+    protocol, *filters = words
+    gametype = ""
+    for word in filters:
+        if word.startswith(QUAKE3_GAMETYPE):
+            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
+        elif word in QUAKE3_GAMETYPES:
+            gametype = QUAKE3_GAMETYPES[word]
+    ipv4, ipv6 = b"ipv4" in filters, b"ipv6" in filters
+    if not extended:
+        ipv4, ipv6 = True, False
+    elif not ipv4 and not ipv6:
+        ipv4 = ipv6 = True
+    return Quake3Question(extended, decode_legacy(gamename), protocol.decode(), gametype,
+                          b"empty" in filters, b"full" in filters, ipv4, ipv6)
+
+
+class Quake3Entry(NamedTuple):
+    """A server in the lists of its game."""
+
+    gamenames: Sequence[str]            # by which it is found, "" among them if it is anonymous
+    protocol: str
+    gametype: str
+    empty: bool                         # only players that ask for empty servers get it, …
+    full: bool                          # … or only those that ask for full ones
+    ipv6: bool
+    packed: bytes                       # as it stands in a list
+
+    def answers(self, question):
+        """Does the server belong in the answer to this question about its game and protocol?"""
+        if self.empty and not question.empty or self.full and not question.full:
+            return False
+        if question.gametype not in ("", self.gametype):
+            return False
+        return question.ipv6 if self.ipv6 else question.ipv4
+
+
+def quake3_entry(server, anonymous):
+    """The Quake3Entry of a server; `anonymous`: the gamenames that are found without a name."""
+    address, gamename = ipaddress.ip_address(server.address), server.details["gamename"]
+    ipv6 = address.version == 6
+    empty = server.players == 0
+    full = not empty and server.players == server.max_players
+    if gamename == "et":                # whose players always get empty and full servers
+        empty = full = False
+    return Quake3Entry(
+        (gamename, "") if gamename in anonymous else (gamename,), server.version, server.mode,
+        empty, full, ipv6,
+        (b"/" if ipv6 else b"\\") + address.packed + struct.pack(">H", server.port))
+
+
+def quake3_packets(question, entries):
+    """The answer to a question; `entries`: those of its game and protocol."""
+    head = QUAKE3_HEAD + b"getserversResponse"
+    if question.extended:
+        head = QUAKE3_HEAD + b"getserversExtResponse"
+    packets = [head]
+    packed = [entry.packed for entry in entries if entry.answers(question)]
+    for piece in (*packed, QUAKE3_END):
+        if len(packets[-1]) + len(piece) > QUAKE3_PACKET_BYTES:
+            packets.append(head)
+        packets[-1] += piece
+    return packets
 
 
 class Quake3(UdpProtocol, PolledGame):
@@ -3860,10 +3965,11 @@ class Quake3(UdpProtocol, PolledGame):
         > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
 
-    Nothing is kept before an infoResponse with the right challenge. The poller has the servers that
-    are listed, by the address and port that each sends from. A heartbeat of one of them has it
-    polled at once, for the last time if it is silent then, as that may have been its farewell. To
-    the poller's own port its answer comes through, whatever is sent in its name to this one.
+    A heartbeat may be forged, so it only says "ask me": nothing is kept before an infoResponse with
+    the right challenge, and what is listed comes from that. The poller has the servers that are
+    listed, by the address and port that each sends from. A heartbeat of one of them has it polled
+    at once, for the last time if it is silent then, as that may have been its farewell. To the
+    poller's own port its answer comes through, whatever is sent in its name to this one.
     """
 
     game = "quake3"                     # for poller and /check; each gamename is a game in the list
@@ -3873,18 +3979,21 @@ class Quake3(UdpProtocol, PolledGame):
     def __init__(self, core):
         super().__init__(core)
         del core.announcers[self.game]          # heartbeats alone announce it
-        self.answers = RenderedList(self.registry, "", quake3_answers)
+        self.answers = RenderedList(self.registry, "", self.answers_about)
         self.registry.watch(self.watch, events=["listed", "gone"], every_master=True)
         self.read(core.settings)
 
     def read(self, settings):
-        # With another key each server is judged anew by its next answer, see told(). With a MAC of
-        # 6 bytes getinfo has 20, no more than a heartbeat; 50,000 guesses a second take 180 years.
-        # An answer has 2 s to come back, up to twice that counts
+        # With a MAC of 6 bytes getinfo has 20, no more than a heartbeat; 50,000 guesses a second
+        # take 180 years. An answer has 2 s to come back, up to twice that counts
         self.cookie = Cookie(os.urandom(16), 6, 2.0)
         self.settings = settings
-        self.tags = {**QUAKE3_TAGS, **dict(
-            re.split(r"\s*=\s*", tag) for tag in settings["quake3.tags"])}
+        self.tags = dict(QUAKE3_TAGS)
+        for line in settings["quake3.tags"]:
+            tag, _, gamename = line.partition("=")
+            self.tags[tag.strip()] = gamename.strip()
+        self.tag_gamenames = tuple(dict.fromkeys(self.tags.values()))       # each game once
+        self.registry.forget_parts()            # entries tell whether their server is anonymous
 
     def watch(self, event, server):
         """Every listed server is polled, also one that was restored from disk."""
@@ -3892,92 +4001,174 @@ class Quake3(UdpProtocol, PolledGame):
         if gamename and not server.master:
             super().watch(event, server)
         if gamename and event == "listed":
-            self.registry.titles[server.game] = QUAKE3_TITLES.get(server.game, gamename)
+            self.registry.entitle(server, QUAKE3_TITLES.get(server.game, gamename))
+
+    def answers_about(self, servers):
+        """The function that gives the packets that answer a Quake3Question about these servers."""
+        ours = [server for server in servers if "gamename" in server.details]
+        render = functools.partial(quake3_entry, anonymous=self.tag_gamenames)
+        entries = collections.defaultdict(list)         # by gamename and protocol
+        for entry in parts(ours, "quake3", render):
+            for gamename in entry.gamenames:
+                entries[gamename, entry.protocol].append(entry)
+
+        @functools.lru_cache(QUAKE3_QUESTIONS)
+        def answer(question):
+            return quake3_packets(question, entries.get((question.gamename, question.protocol), ()))
+        return answer
 
     def datagram(self, data, peer, now):
-        text, packets = data.decode("latin-1"), []
-        heartbeat = re.fullmatch(r"\xff{4}heartbeat (\S+)\s*", text)
-        question = QUAKE3_QUESTION.fullmatch(text)
         try:
-            if heartbeat:
-                packets = self.heartbeat(heartbeat[1], peer[:2], now)
-            elif not question:
-                self.told(data, peer[:2], now)
-            # By default a source gets 5 at once, then 1 a second
-            elif self.rules.udp_requests.allow(peer[0], now, 10):
-                packets = self.answers.get(now)(*question.groups(""))
+            packets = self.packets_for(data, peer[:2], now)
         except Malformed as wrong:
             self.registry.note(peer[0], self.game, peer[1], "bad packet", now, str(wrong))
             raise
         surplus = sum(map(len, packets)) - len(data)
-        allowed = self.rules.allow_surplus("quake3", peer[0], surplus, now)
-        return [(packet, peer) for packet in packets if allowed]
+        if not self.rules.allow_surplus("quake3", peer[0], surplus, now):
+            raise Limited
+        return [(packet, peer) for packet in packets]
+
+    def packets_for(self, data, place, now):
+        """The packets that answer this one from `place`. Raises Malformed and Limited."""
+        if data.startswith(QUAKE3_INFO):
+            self.refresh(data, place, now)
+            target = self.poller.find(self, *place)
+            if target is not None:                      # else it is refused
+                target.missed = 0
+            return []
+        words = data.split()
+        if len(words) == 2 and words[0] == QUAKE3_HEARTBEAT:
+            return self.heartbeat(words[1].decode("latin-1"), place, now)
+        question = quake3_question(words or [b""])
+        # By default a source gets 5 at once, then 1 a second
+        if not self.rules.udp_requests.allow(place[0], now, self.rules.request_tokens(10)):
+            raise Limited
+        return self.answers.get(now)(question)
+
+    # Heartbeats, and the challenge that an answer must have
 
     def heartbeat(self, tag, place, now):
-        target = self.poller.find(self, *place)
+        """A getinfo for a server that is listed, which is polled as well, or that may be listed."""
         if tag not in self.tags:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        if target is None:
-            self.registry.note(place[0], self.game, place[1], "announced", now)
-        elif target.missed == POLL_MISSED - 1:      # it is asked once a second, whatever comes
+        target = self.poller.find(self, *place)
+        if target is None or self.listed(target) is None:
+            if not self.may_be_listed(place, now):
+                return []
+            tag_gamename = self.tags[tag]
+        elif self.is_last_poll(target, now):            # it is asked once a second, whatever comes
             return []
         else:
-            target.missed, target.due = POLL_MISSED - 1, now
-        return [self.getinfo(tag, place, now)]
+            self.poller.begin(self, *place, now).missed = POLL_MISSED - 1
+            tag_gamename = ""                           # its game is known already
+        return [QUAKE3_GETINFO + self.challenge(tag_gamename, place, now)]
 
-    def getinfo(self, tag, place, now):
-        mac = self.cookie.make(repr((tag, place)).encode(), now)
-        return QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)
+    def may_be_listed(self, place, now):
+        """Is there room for a server here? For /check it is noted, or why not."""
+        source, port = place
+        try:
+            self.registry.admit(self.game, self.rules.listed_address(source), port, source)
+        except Refused as refused:
+            self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
+            return False
+        self.registry.note(source, self.game, port, "announced", now)
+        return True
 
-    def told(self, data, place, now):
-        """The server that an infoResponse lists or refreshes; None: refused. Raises Malformed."""
-        before, mac, after = QUAKE3_INFO.findall(data)[0]
-        mac = base64.urlsafe_b64decode(mac)
-        for tag in self.tags:
-            if self.cookie.good(mac, repr((tag, place)).encode(), now):
-                break
-        else:
-            raise Malformed("no infoResponse to a getinfo of the last 2 s")
-        target, packet = self.poller.find(self, *place), hash(self.cookie.key + before + after)
-        server = target and self.listed(target)
-        if server and server.fingerprint == packet:
+    def is_last_poll(self, target, now):
+        """Is the server polled just now, and goes if it is silent?"""
+        under_way = target.asked_at is not None or target.due <= now
+        return under_way and target.missed == POLL_MISSED - 1
+
+    def challenge(self, tag_gamename, place, now):
+        """For a getinfo; `tag_gamename`: what the heartbeat's tag stands for, "" for no game."""
+        return base64.urlsafe_b64encode(self.cookie.make(repr((tag_gamename, place)).encode(), now))
+
+    def proven_tag(self, challenge, place, now):
+        """The gamename that this challenge was made with, for `place`. Raises Malformed."""
+        if QUAKE3_CHALLENGE.fullmatch(challenge):
+            mac = base64.urlsafe_b64decode(challenge)
+            for tag_gamename in self.tag_gamenames:
+                if self.cookie.good(mac, repr((tag_gamename, place)).encode(), now):
+                    return tag_gamename
+        raise Malformed("no infoResponse to a getinfo of the last 2 s")
+
+    # What a server tells of itself
+
+    def refresh(self, data, place, now, measured=NO_DETAILS):
+        """List the server that sent this infoResponse from `place`, or refresh it; it may be
+        refused. Raises Malformed.
+
+        `measured`: attributes of Server that the poller adds."""
+        pairs = quake3_pairs(data)
+        challenge = pairs.get(b"challenge", b"")
+        tag_gamename = self.proven_tag(challenge, place, now)
+        # With 64 bits two of a million are alike once in 40 million times
+        fingerprint = hash((place, data.replace(challenge, b"", 1)))
+        server = self.registry.by_fingerprint.get(fingerprint)
+        if server is not None:
             self.registry.confirm(server, now)
+            if not measured:
+                return
+            self.registry.update(server, measured)
         else:
-            fields = quake3_fields(before + after, self.tags[tag])
-            fields["details"]["tag"] = tag
-            target = self.poller.add(self, *place)
-            server = self.take(target, fields, now, self.settings["quake3.timeout"])
-            if server:
-                self.registry.set_fingerprint(server, packet)
-        target.missed = 0
-        return server
+            server = self.take_info(quake3_info(pairs), tag_gamename, place, now, measured)
+        if server is not None:
+            self.registry.set_fingerprint(server, fingerprint)
 
-    def game_of(self, fields):
+    def take_info(self, info, tag_gamename, place, now, measured):
+        """The server that these answers list or refresh; None: it is refused."""
+        target = self.poller.find(self, *place)
+        listed = target and self.listed(target)
+        fields = quake3_fields(info, self.gamename(info, listed, tag_gamename))
+        target = self.poller.add(self, *place)
+        return self.take(target, {**fields, **measured}, now, self.settings["quake3.timeout"])
+
+    def gamename(self, info, listed, tag_gamename):
+        """The gamename that the server tells, or that its protocol stands for, or that it is listed
+        with, or that its heartbeat's tag stands for. Raises Malformed."""
+        gamename = info.gamename or QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
+        if not gamename and listed:
+            gamename = listed.details.get("gamename")
+        if not gamename and not tag_gamename:
+            raise Malformed("gamename: it is not told, and protocol %s is of no known game"
+                            % info.protocol)
+        return gamename or tag_gamename
+
+    def admitted_game(self, source, fields):
         gamename, games = fields["details"]["gamename"], self.settings["quake3.games"]
-        named = self.tags[fields["details"]["tag"]]
-        game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
-        if game == "quake3arena" and fields["version"] == "71":
-            game = "openarena"
+        game = quake3_game(gamename, fields["version"])
+        only = games and not games[0].startswith("!")
         # Under the id of another protocol's game nothing would be what it seems
-        if (game in SECTIONS or game in self.rules.games
-                or "!" + game in games or games and "!" not in games[0] and game not in games):
+        if (game in SECTIONS or game in self.rules.games or "!" + game in games
+                or only and game not in games):
             raise Refused("game", "%a is none of those here" % gamename)
-        if named and named != gamename:
-            raise Refused("game", "the heartbeat tag is that of %s, not of %a" % (named, gamename))
-        # Strangers keep out strangers alone
-        if len({*self.registry.titles, game}) > QUAKE3_GAMES and not named and game not in (
-                *games, *QUAKE3_TITLES):
-            raise Refused("limit", "at most %d games of this family" % QUAKE3_GAMES)
+        # Strangers keep out strangers alone, not the games that have a name here
+        named_games = {*QUAKE3_TITLES, *games, *map(quake3_game, self.tag_gamenames)}
+        if game not in self.registry.titles and game not in named_games:
+            self.admit_new_game(source, named_games)
         return game
 
+    def admit_new_game(self, source, named_games):
+        """Raise Refused if there are too many games, in all or of this source."""
+        if len(self.registry.titles) >= QUAKE3_GAMES:
+            raise Refused("limit", "at most %d games of this family" % QUAKE3_GAMES)
+        if self.rules.exempts(source):
+            return
+        bringers = [source_keys(bringer) for game, bringer in self.registry.title_sources.items()
+                    if game not in named_games]
+        for key, limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
+            if sum(key in keys for keys in bringers) >= limit:
+                raise Refused("limit", "at most %d new games of one source" % limit)
+
+    # As a Querier
+
     def query(self, target):
-        server = self.listed(target)        # None: it has come back from another source, and left
-        return self.getinfo(server and server.details.get("tag"), target.key[1:], target.asked_at)
+        return QUAKE3_GETINFO + self.challenge("", target.key[1:], target.asked_at)
 
     def answer(self, target, data, now):
-        server = self.told(data, target.key[1:], now)
-        if server:
-            self.registry.update(server, {"ping_ms": round(target.ping_ms)})
+        if not data.startswith(QUAKE3_INFO):
+            raise Malformed("no infoResponse")
+        self.refresh(data, target.key[1:], now, {"ping_ms": round(target.ping_ms)})
         return b""
 
 
@@ -4354,7 +4545,7 @@ PLAY = """\
 """
 
 FACT = """\
-<div class="$key"><dt>$key</dt><dd>$value</dd></div>
+<div$width><dt>$name</dt><dd>$value</dd></div>
 """
 
 HISTORY = """\
@@ -4686,7 +4877,7 @@ dl {
   gap: 1rem 2rem; margin: 0;
 }
 dl div { min-width: 0; padding-top: .5rem; border-top: 1px solid var(--line); }
-dl .Description { grid-column: 1 / -1; max-width: 48rem; }
+dl .wide { grid-column: 1 / -1; max-width: 48rem; }
 img { max-width: 100%; height: auto; }
 dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 .findings, .servers { margin: 0; padding: 0; list-style: none; }
@@ -5161,6 +5352,13 @@ def time_tag(then, wall):
                 exact=iso(then), words=ago(wall - then))
 
 
+def mode_words(server):
+    """The server's mode as players call it."""
+    if server.game in QUAKE3_MODES_OF:
+        return QUAKE3_MODES.get(server.mode, server.mode)
+    return server.mode
+
+
 def server_link(server, path="/server"):
     quote = urllib.parse.quote
     return "%s?game=%s&address=%s&port=%d" % (
@@ -5211,7 +5409,7 @@ def server_row(server, spark, title):
     before = ROW % (
         state, quote(server.game), quote(server.address), server.port,
         escape(server.name) or address, badges(server), escape(title),
-        escape(server.mode), escape(server.map), server.players, bar, spark,
+        escape(mode_words(server)), escape(server.map), server.players, bar, spark,
         escape(server.version))
     if server.game == "iceball":
         address = '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address)
@@ -5298,7 +5496,10 @@ def uptime(series, first_seen):
     return samples and "%.4g %% of the time" % (1000 * here // len(samples) / 10)
 
 
-FACTS = "Mode", "Map", "Version", "Description"
+# Of no interest to players: programs ask for servers by the gamename, and the tag of its heartbeat
+# comes from masters of an older version
+UNSHOWN_DETAILS = "gamename", "tag"
+DESCRIPTION = "Description"
 
 
 def server_facts(server):
@@ -5308,12 +5509,24 @@ def server_facts(server):
         players += " of %d" % server.max_players
     if server.playing is not None:
         players += ", %d of them playing" % server.playing
-    return [
+    facts = [
         ("Players", players),
-        *[(word, getattr(server, word.lower())) for word in FACTS],
+        ("Mode", mode_words(server)),
+        ("Map", server.map),
+        ("Version", server.version),
+        (DESCRIPTION, server.description),
         ("Ping from this master", server.ping_ms and "%.0f ms" % server.ping_ms),
-        ("Verified", VERIFIED[server.verified]),
-        *[(key.replace("_", " ").capitalize(), value) for key, value in server.details.items()]]
+        ("Verified", VERIFIED[server.verified])]
+    for name, value in server.details.items():
+        if name not in UNSHOWN_DETAILS:
+            facts.append((name.replace("_", " ").capitalize(), value))
+    return facts
+
+
+def fact(name, value):
+    """One fact of a server; a description has a line of its own."""
+    width = Html(' class="wide"') if name == DESCRIPTION else ""
+    return fill(FACT, width=width, name=name, value=value)
 
 
 def server_lead(server, game, listed, wall):
@@ -5321,7 +5534,7 @@ def server_lead(server, game, listed, wall):
     if not listed:
         return fill(GONE, seen=time_tag(server.last_seen, wall), link=server_link(server, "/check"))
     return Html(" · ".join([fill("<bdi>$part</bdi>", part=part)
-                            for part in (game, server.mode, server.map) if part]))
+                            for part in (game, mode_words(server), server.map) if part]))
 
 
 def server_page(look, server, listed, series, span, wall, base):
@@ -5347,7 +5560,7 @@ def server_page(look, server, listed, series, span, wall, base):
     return page(look, name, about=Html(about), path=link, main=fill(
         SERVER_PAGE, name=name, badges=marks, lead=lead, play=play, history=history, link=link,
         image=server_link(server, "/banner.svg"), base=base, address=address,
-        facts=[fill(FACT, key=key, value=value) for key, value in facts if value]))
+        facts=[fact(name, value) for name, value in facts if value]))
 
 
 def check_page(look, address, port, findings, listed, wall):
@@ -8722,9 +8935,17 @@ def ping_aio(host, port):
     return udp_ping(host, port, b"\0", lambda data: zip(names, aio_info(data)))
 
 
+def quake3_ping_answer(data):
+    """What an infoResponse tells, for `ping`. Raises Malformed."""
+    answer = quake3_info(quake3_pairs(data))
+    # So it was called for servers that tell no game, and scripts may read it
+    gamename = answer.gamename or QUAKE3_GAME_OF_PROTOCOL.get(answer.protocol, "Quake3Arena")
+    return quake3_fields(answer, gamename)
+
+
 def ping_quake3(host, port):
     return udp_ping(host, port, QUAKE3_GETINFO + b"challenge",
-                    lambda data: quake3_fields(data, "Quake3Arena"))
+                    quake3_ping_answer)
 
 
 def ping_luanti(host, port):

@@ -245,6 +245,20 @@ def fetch(port: int, path: str, *headers: str, method: str = "GET",
         return split_response(read_all(client))[:3]
 
 
+needs_forged_sources = unittest.skipUnless(
+    sys.platform == "linux" and os.geteuid() == 0, "a forged source needs root's rights on Linux")
+
+
+def send_forged(source: Tuple[str, int], place: Tuple[str, int], data: bytes) -> None:
+    """A datagram from whatever source, as root: with an IPv4 header of our own."""
+    udp = struct.pack(">HHHH", source[1], place[1], 8 + len(data), 0)       # 0: no checksum
+    # Version 4 and 5 words of header; 64 hops. The system fills in length and checksum
+    ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 0, 0, 0, 64, socket.IPPROTO_UDP, 0,
+                     socket.inet_aton(source[0]), socket.inet_aton(place[0]))
+    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as sock:
+        sock.sendto(ip + udp + data, (place[0], 0))
+
+
 def run_program(*options: str, input: str = "",
                 timeout: float = 20.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*START, *options], input=input, timeout=timeout, encoding="utf-8",
@@ -3894,10 +3908,10 @@ class Quake3Test(unittest.TestCase):
         self.quake3 = ms.Quake3(self.core)
 
     def send(self, data, now=0.0, place=place):
-        """The datagrams that come back; None: it is malformed."""
+        """The datagrams that come back; None: it is malformed or over a limit."""
         try:
             replies = self.quake3.datagram(data, place, now)
-        except ms.Malformed:
+        except (ms.Malformed, ms.Limited):
             return None
         self.assertEqual({to for _, to in replies} - {place}, set())
         return [reply for reply, _ in replies]
@@ -3911,6 +3925,12 @@ class Quake3Test(unittest.TestCase):
         """A server sends a heartbeat and answers; what is listed there then, or None."""
         self.send(info(self.challenge(tag, now, place), **changed), now, place)
         return self.server(place)
+
+    def lists(self, *questions):
+        """How many servers the answer to each question has; no limit and no age counts."""
+        self.registry.rules.read(self.core.settings)
+        self.quake3.answers.due = 0.0
+        return [len(self.ask(b"getservers " + question, 50.0)) for question in questions]
 
     def server(self, place=place):
         return next((server for server in self.registry.servers()
@@ -3974,6 +3994,10 @@ class Quake3Test(unittest.TestCase):
             server = self.shake(place=("198.51.100.7", 1000 + number), **changed)
             for name, value in found.items():
                 self.assertEqual(getattr(server, name), value, changed)
+        # A value may read like a key
+        self.send(info(self.challenge() + rb"\hostname\challenge\protocol\71", hostname=None,
+                       protocol=None))
+        self.assertEqual(self.server().name, "challenge")
 
     def test_what_is_not_listed_and_why(self):
         self.start(quake3__games="!Nexuiz", quake3__tags="Warsow = Warsow", games__mine="Mine",
@@ -3988,13 +4012,15 @@ class Quake3Test(unittest.TestCase):
                 (b"QuakeArena-1", {"protocol": b"6.8"}, "bad packet: protocol: '6.8'"),
                 (b"QuakeArena-1", {"protocol": b"7" * 256}, "bad packet: protocol: ''"),
                 (b"QuakeArena-1", {"gametype": b"a b"}, "bad packet: gametype: 'a b'"),
-                (b"DarkPlaces", {"gamename": None}, "bad packet: gamename: ''"),
+                (b"DarkPlaces", {"gamename": None},
+                 "bad packet: gamename: it is not told, and protocol 71 is of no known game"),
                 (b"DarkPlaces", {"gamename": b" "}, "bad packet: gamename: ''"),
+                (b"QuakeArena-1", {"gamename": b""}, "bad packet: gamename: ''"),
+                (b"QuakeArena-1", {"gamename": b"", "protocol": b"68"},
+                 "bad packet: gamename: ''"),
                 (b"DarkPlaces", {"gamename": b"a b"}, "bad packet: gamename: 'a b'"),
-                (b"QuakeArena-1", {"gamename": b"wolfmp"},
-                 "game: the heartbeat tag is that of Quake3Arena, not of 'wolfmp'"),
-                (b"Warsow", {"gamename": b"Xonotic"},
-                 "game: the heartbeat tag is that of Warsow, not of 'Xonotic'"),
+                (b"DarkPlaces", {"gamename": b"a\xa0b"}, "bad packet: gamename: 'a b'"),
+                (b"Warsow", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is none of those here"),
                 (b"DarkPlaces", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is none of those here"),
                 (b"DarkPlaces", {"gamename": b"IceBall"}, "game: 'IceBall' is none of those here"),
                 (b"DarkPlaces", {"gamename": b"mine"}, "game: 'mine' is none of those here"),
@@ -4009,7 +4035,7 @@ class Quake3Test(unittest.TestCase):
             self.assertIsNone(self.send(data), data)
         self.assertEqual(self.registry.total, 0)
 
-    def test_games_by_tag_and_gamename(self):
+    def test_games_by_gamename_then_by_protocol_then_by_tag(self):
         self.start(quake3__tags="Warsow = Warsow\nQFusion = Warsow")
         for port, (tag, gamename, protocol, game, title) in enumerate((
                 (b"QuakeArena-1", b"Quake3Arena", b"68", "quake3arena", "Quake III Arena"),
@@ -4020,6 +4046,13 @@ class Quake3Test(unittest.TestCase):
                 (b"Warsow", None, b"22", "warsow", "Warsow"),
                 (b"QFusion", b"Warsow", b"23", "warsow", "Warsow"),
                 (b"DarkPlaces", b"Xonotic", b"3", "xonotic", "Xonotic"),
+                (b"Wolfenstein-1", b"Quake3Arena", b"68", "quake3arena", "Quake III Arena"),
+                (b"Warsow", b"Xonotic", b"3", "xonotic", "Xonotic"),
+                (b"QuakeArena-1", None, b"60", "wolfmp", "Return to Castle Wolfenstein"),
+                (b"DarkPlaces", None, b"67", "quake3arena", "Quake III Arena"),
+                (b"DarkPlaces", None, b"50", "wolfmp", "Return to Castle Wolfenstein"),
+                (b"Warsow", None, b"84", "et", "Wolfenstein: Enemy Territory"),
+                (b"Wolfenstein-1", None, b"85", "wolfmp", "Return to Castle Wolfenstein"),
                 (b"DarkPlaces", b"My_Game.2/\xc3\xa9!", b"3", "my_game.2----"[:12],
                  "My_Game.2/é!")), 1000):
             server = self.shake(tag, place=(self.place[0], port), gamename=gamename,
@@ -4061,6 +4094,153 @@ class Quake3Test(unittest.TestCase):
         self.registry.remove(self.registry.servers()[0])
         self.assertEqual(len(self.registry.games), 63)
         self.assertTrue(self.shake(b"DarkPlaces", place=("198.51.100.64", 1), gamename=b"new"))
+
+    def test_a_forged_heartbeat_of_another_game_changes_nothing(self):
+        """It comes when the server's info has changed, before the next poll."""
+        self.start(quake3__tags="Warsow = Warsow")
+        for tag, told, game, question in (
+                (b"QuakeArena-1", {}, "openarena", b"71 empty"),
+                (b"QuakeArena-1", {"gamename": None, "protocol": b"68"}, "quake3arena",
+                 b"68 empty"),
+                (b"QuakeArena-1", {"gamename": None, "protocol": b"99"}, "quake3arena",
+                 b"99 empty"),
+                (b"Warsow", {"gamename": None, "protocol": b"22"}, "warsow", b"22 empty"),
+                (b"DarkPlaces", {"gamename": b"Xonotic", "protocol": b"3"}, "xonotic",
+                 b"Xonotic 3 empty")):
+            for forged in (b"Wolfenstein-1", b"DarkPlaces", b"QuakeArena-1", b"Warsow",
+                           b"ETFlatline-1"):
+                events: List[str] = []
+                server = self.shake(tag, **told)
+                self.registry.watch(lambda event, server: events.append(event))
+                self.poll([1], lambda challenge: info(challenge, **told))
+                self.assertIs(self.shake(forged, 40.0, mapname=b"new", **told), server, forged)
+                self.poll([41], lambda challenge: info(challenge, **told))
+                self.assertIs(self.shake(tag, 42.0, **told), server)
+                self.assertEqual((server.game, server.map, {*events}, self.lists(question)),
+                                 (game, "oa_dm1", {"changed"}, [1]), (tag, forged))
+                self.registry.watchers.pop()
+                self.registry.remove(server)
+
+    def test_a_server_that_becomes_another_game(self):
+        self.shake(b"QuakeArena-1", gamename=None, protocol=b"99")
+        for now, told, game in (
+                (10.0, {"gamename": b"Xonotic"}, "xonotic"),
+                (20.0, {"gamename": None, "protocol": b"99"}, "xonotic"),       # none is told
+                (30.0, {"gamename": None, "protocol": b"60"}, "wolfmp"),
+                (40.0, {"gamename": b"Quake3Arena", "protocol": b"71"}, "openarena")):
+            self.poll([now], lambda challenge: info(challenge, **told))
+            self.shake(b"EnemyTerritory-1", now + 2.0, **told)
+            self.assertEqual([server.game for server in self.registry.servers()], [game])
+
+    def test_anonymous_is_every_game_of_a_tag_whatever_tag_came(self):
+        for place, (tag, gamename) in enumerate((
+                (b"DarkPlaces", b"Quake3Arena"), (b"QuakeArena-1", b"wolfmp"),
+                (b"QuakeArena-1", b"Warsow"), (b"DarkPlaces", b"Xonotic")), 1000):
+            self.shake(tag, place=(self.place[0], place), protocol=b"9", gamename=gamename)
+        self.assertEqual(self.lists(b"9 empty"), [2])
+        for tags, count in ("Q=Warsow\nX = Xonotic", 4), ("Q = Warsow", 3), ("", 2):
+            reload(self.core, self.quake3, quake3__tags=tags)
+            self.assertEqual(self.lists(b"9 empty", b"Warsow 9 empty"), [count, 1], tags)
+
+    def test_a_shortcut_is_for_one_server_and_ends_when_that_changes(self):
+        """By polls and by heartbeats alike; a new round trip time is no reason to read again."""
+        with mock.patch.object(ms, "quake3_info", wraps=ms.quake3_info) as read:
+            first, second = [self.shake(place=(self.place[0], port)) for port in (1, 2)]
+            self.poll(range(1, 60), info)
+            for now, milliseconds in (91.0, 10), (121.0, 30):
+                for query, place in self.poller.tick(now):
+                    self.poller.datagram(info(query[12:]), place, now + milliseconds / 1000)
+            self.shake(place=second.key[1:], now=140.0)
+            self.assertEqual((read.call_count, first.ping_ms, second.last_seen), (2, 30, 140.0))
+            self.registry.remove(first)
+            self.shake(place=second.key[1:], now=141.0)
+            self.assertEqual(read.call_count, 2)
+            for number, change in enumerate((
+                    lambda: self.registry.update(second, {"players": 7}),   # by another master
+                    lambda: reload(self.core, self.quake3)), 3):
+                change()
+                self.shake(place=second.key[1:], now=140.0 + number)
+                self.assertEqual((read.call_count, second.players), (number, 0))
+
+    def test_a_heartbeat_begins_a_new_poll(self):
+        """The server was away, and is back while a poll is open or before the next one."""
+        for silent_until, missed in (4.0, 0), (40.0, 1), (70.0, 2), (72.0, 2):
+            self.start()
+            self.shake()
+            target = self.poller.find(self.quake3, *self.place)
+            target.phase = 0.0                              # polled at 30, 60, 90
+            target.due = 2.0 if silent_until == 4.0 else 30.0
+            now = 1.0
+            while now <= silent_until:
+                self.poller.tick(now)
+                now += 0.5
+            self.assertEqual((target.missed, self.registry.total), (missed, 1))
+            self.assertEqual(len(self.send(HEARTBEAT, now)), 1)
+            self.assertEqual(self.send(HEARTBEAT, now), [])
+            asked = []
+            for second in 1.0, 2.0, 3.0:
+                self.assertEqual(self.registry.total, 1)
+                asked += self.poller.tick(now + second)
+            self.assertEqual(len(asked), 3)
+            self.poller.datagram(info(asked[-1][0][12:]), self.place, now + 3.1)
+            self.poller.tick(now + 4.0)
+            self.assertEqual((target.missed, self.registry.total), (0, 1))
+
+    def test_who_cannot_be_listed_is_not_asked(self):
+        for settings, listed, why in (
+                ({"bans.203.0.113.0/24": "cheats"}, (), "banned: cheats"),
+                ({"limits__servers": "1"}, ("198.51.100.1",),
+                 "limit: this master lists at most 1 servers"),
+                ({"limits__servers_per_source": "1"}, ("203.0.113.9",),
+                 "limit: at most 1 servers of one address are listed")):
+            self.start(**settings)
+            for address in listed:
+                self.assertTrue(self.shake(place=(address, 1)))
+            self.assertEqual((self.send(HEARTBEAT), self.outcome()), ([], why))
+            for address in listed:                          # who is listed, is asked
+                self.assertEqual(len(self.send(HEARTBEAT, 50.0, (address, 1))), 1)
+
+    def test_the_first_title_of_a_game_stays(self):
+        first = self.shake(b"DarkPlaces", gamename=b"Smokin-Guns")
+        other = "198.51.100.7", 1
+        second = self.shake(b"DarkPlaces", place=other, gamename="sMoKiN☠gUnS".encode())
+        self.assertEqual((second.game, self.registry.titles),
+                         ("smokin-guns", {"smokin-guns": "Smokin-Guns"}))
+        self.registry.remove(first)
+        self.assertEqual(self.registry.titles, {"smokin-guns": "Smokin-Guns"})
+        self.registry.remove(second)
+        self.assertEqual((self.registry.titles, self.registry.title_sources), ({}, {}))
+        self.shake(b"DarkPlaces", place=other, gamename=b"SMOKIN-GUNS")
+        self.assertEqual(self.registry.titles, {"smokin-guns": "SMOKIN-GUNS"})
+
+    def test_new_games_of_one_source(self):
+        self.start(quake3__tags="Q = Tagged", limits__exempt="192.0.2.0/24")
+        def bring(address, port, game):
+            return self.shake(b"DarkPlaces", place=(address, port), gamename=game) is not None
+
+        # A source may be an address of IPv4, a /64 of IPv6, or a /48 with 16 times as much
+        for source, address, most in (
+                ("a", lambda number: "203.0.113.9", 4), ("b", lambda number: "198.51.100.7", 4),
+                ("c", lambda number: "2001:db8::%x" % (number + 1), 4),
+                ("d", lambda number: "2001:db8:1:%x::1" % number, 16 * 4 - 12),
+                ("e", lambda number: "192.0.2.1", 0)):
+            self.assertEqual(
+                [bring(address(number), 1 + number, b"%s-%d" % (source.encode(), number))
+                 for number in range(most + 1)], [True] * most + [False], source)
+            if source == "a":
+                self.assertEqual(self.outcome(("203.0.113.9", 5)),
+                                 "limit: at most 4 new games of one source")
+        # Neither limit is for games of its neighbours, nor for those that have a name here
+        for number, game in enumerate((b"a-0", b"A-1", b"Xonotic", b"Tagged", b"wolfmp"), 20):
+            self.assertTrue(bring("198.51.100.7", number, game), game)
+        for server in self.registry.servers():
+            self.registry.remove(server)
+        self.assertEqual(self.registry.title_sources, {})
+        self.assertTrue(all(bring("192.0.2.1", 1 + number, b"e-%d" % number)
+                            for number in range(20)))
+        self.start(quake3__games="g0, g1, g2, g3, g4, g5")
+        self.assertTrue(all(bring("203.0.113.9", 1 + number, b"g%d" % number)
+                            for number in range(6)))
 
     def test_only_the_right_challenge_from_the_same_place_in_time(self):
         good = info(self.challenge(now=10.0))
@@ -4174,7 +4354,9 @@ class Quake3Test(unittest.TestCase):
                 6: (b"EnemyTerritory-1", {"protocol": b"84", "gamename": b"et", "clients": b"8"}),
                 7: (b"DarkPlaces", {"protocol": b"68", "gamename": b"0ad", "clients": b"1"}),
                 8: (b"DarkPlaces", {"protocol": b"-3", "gamename": b"1942", "clients": b"1"}),
-                9: (b"Warsow", {"protocol": b"22", "gamename": None, "clients": b"1"})}.items():
+                9: (b"Warsow", {"protocol": b"22", "gamename": None, "clients": b"1"}),
+                11: (b"DarkPlaces", {"protocol": b"7", "gamename": "Größe".encode(),
+                                     "clients": b"1"})}.items():
             self.assertTrue(self.shake(tag, place=(self.place[0], port), **changed))
         ipv6 = ("2001:db8::9", 10)
         self.assertTrue(self.shake(place=ipv6, protocol=b"68", clients=b"2"))
@@ -4192,13 +4374,16 @@ class Quake3Test(unittest.TestCase):
                 (b"getserversExt 1942 -3", [8]), (b"getserversExt Quake3Arena 68", [1, 10]),
                 (b"getserversExt Quake3Arena 68 ipv4 ipv6 empty full", [1, 2, 3, 10]),
                 (b"getserversExt Quake3Arena 68 ipv4", [1]),
-                (b"getserversExt Quake3Arena 68 full ipv6", [10]), (b"getservers -3", [])):
+                (b"getserversExt Quake3Arena 68 full ipv6", [10]), (b"getservers -3", []),
+                (b"getservers 68 empty full ffa ctf", [3]), (b"getservers\t68  empty", [1, 2]),
+                ("getservers Größe 7".encode(), [11]),
+                ("getserversExt Größe 7".encode("latin-1"), [11])):
             for _ in range(2):          # made, and kept
                 self.registry.rules.read(self.core.settings)
                 self.assertEqual(sorted(self.ask(question)), ports, question)
         for question in (b"getservers", b"getservers ", b"getservers x", b"getservers 6x",
                          b"getserversExt 71", b"getserversExt Quake3Arena", b"getserversX 71",
-                         b"getserversExt Quake3Arena empty"):
+                         b"getserversExt Quake3Arena empty", b"getserversExt", b"getservers et"):
             self.assertIsNone(self.send(OUT + question), question)
         entry, = re.findall(rb"/(.{18})", self.send(
             OUT + b"getserversExt Quake3Arena 68 ipv6", place=("192.0.2.2", 1))[0], re.S)
@@ -4216,8 +4401,52 @@ class Quake3Test(unittest.TestCase):
 
     def test_a_source_gets_a_few_lists_and_then_one_now_and_then(self):
         asker, question = ("192.0.2.1", 5000), OUT + b"getservers 71"
-        answers = [len(self.send(question, second / 10, asker)) for second in range(300)]
-        self.assertEqual((answers[:6], 30 <= sum(answers) <= 36), ([1, 1, 1, 1, 1, 0], True))
+        answers = [self.send(question, second / 10, asker) is not None for second in range(300)]
+        self.assertEqual((answers[:6], 30 <= sum(answers) <= 36), ([True] * 5 + [False], True))
+
+    def test_what_a_limit_turns_away_is_counted(self):
+        question, asker = OUT + b"getservers 71", ("192.0.2.1", 5)
+        for limits, answered in (
+                ({}, 5), ({"limits__requests": "5/9"}, 2),  # which is less than a question costs
+                ({"limits__requests": "1/1"}, 2)):
+            self.start(**limits)
+            for _ in range(answered):
+                self.assertEqual(len(self.quake3.datagram(question, asker, 1.0)), 1, limits)
+            with self.assertRaises(ms.Limited):
+                self.quake3.datagram(question, asker, 1.0)
+        self.start(quake3__tags="Q = Quake3Arena")
+        _, most = ms.SURPLUS_BYTES                          # all of them together have used it up
+        self.registry.rules.allow_surplus("quake3", "192.0.2.9", most, 1.0)
+        for data in question, OUT + b"heartbeat Q\n":
+            with self.assertRaises(ms.Limited):
+                self.quake3.datagram(data, asker, 1.0)
+
+
+@needs_forged_sources
+class Quake3Forged(unittest.TestCase):
+    def test_a_heartbeat_in_the_name_of_a_listed_server(self):
+        """It gets in before the poll that would show the server's new map."""
+        told, events = {"mapname": b"first"}, []
+        with master(quake3__port="0", poll__interval="3600") as server, FakeServer(
+                lambda data: [info(data[12:], **told)]) as game:
+            place, here = ("127.0.0.1", port_of(server, "quake3")), ("127.0.0.1", game.port)
+            registry = server.registry
+            game.sock.sendto(HEARTBEAT, place)
+            eventually(lambda: registry.total and registry.servers()[0].ping_ms is not None)
+            listed, = registry.servers()
+            registry.watch(lambda event, server: events.append(event))
+            for number, tag in enumerate((b"Wolfenstein-1", b"DarkPlaces")):
+                told["mapname"] = b"new-%d" % number
+                send_forged(here, place, OUT + b"heartbeat %s\n" % tag)
+                eventually(lambda: listed.map == told["mapname"].decode())
+                self.assertEqual((registry.servers(), listed.game), ([listed], "openarena"))
+                eventually(lambda: server.poller.targets[("quake3", *here)].missed == 0)
+            self.assertEqual({*events}, {"changed"})
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as player:
+                player.settimeout(5)
+                player.sendto(OUT + b"getservers 71 empty full", place)
+                self.assertEqual(player.recv(2048), QUAKE3_LIST_HEAD + b"\\" + socket.inet_aton(
+                    here[0]) + struct.pack(">H", here[1]) + QUAKE3_EOT)
 
 
 @unittest.skipUnless(os.path.exists(OPENARENA_SERVER) and shutil.which("quakestat"),
@@ -4443,7 +4672,7 @@ class PagesTest(unittest.TestCase):
     def test_server_page(self):
         server = make_server(mode="\u05de", map="<m>", players=1200, playing=3, ping_ms=23.4,
                              description="Builders welcome.", details={"free_slots": "none"})
-        fact = '<div class="%s"><dt>%s</dt><dd>%s</dd></div>'
+        fact = '<div%s><dt>%s</dt><dd>%s</dd></div>'
         self.holds(
             page_of(web_of([server]), link_to(server)),
             # Each part of the lead has its own direction
@@ -4452,9 +4681,9 @@ class PagesTest(unittest.TestCase):
             'aria-current="page">Day<', 'span=week" aria-current="false">Week<',
             "1200 of 32, 3 of them playing", "<code>192.0.2.1:27790</code>",
             "It answered this master&#x27;s handshake", ms.time_tag(WALL - 12, WALL),
-            *[fact % (key, key, value) for key, value in (
-                ("Ping from this master", "23 ms"), ("Free slots", "none"),
-                ("Description", "Builders welcome."))])
+            *[fact % row for row in (
+                ("", "Ping from this master", "23 ms"), ("", "Free slots", "none"),
+                (' class="wide"', "Description", "Builders welcome."))])
         for first_seen, words in ((-3600.0, ">100 % of"), (-72000.0, ">93.9 % of")):
             server.first_seen = first_seen
             self.holds(page_of(web_of([server]), link_to(server)), words)
@@ -4470,6 +4699,22 @@ class PagesTest(unittest.TestCase):
         page = page_of(web, link_to(server))
         for part in "Play<", "chart":               # no history is kept
             self.assertNotIn(part, page)
+
+    def test_modes_in_words_and_what_is_not_shown(self):
+        details = {"gamename": "Hidden3Arena", "tag": "Hidden-1", "people": "2"}
+        for game, mode, words in (
+                ("quake3arena", "0", "free for all"), ("quake3arena", "1", "tournament"),
+                ("openarena", "3", "team deathmatch"), ("openarena", "4", "capture the flag"),
+                ("openarena", "7", "7"), ("openarena", "CA", "CA"), ("xonotic", "0", "0")):
+            web = web_of([make_server(game=game, mode=mode, details=details, version="71")])
+            page = page_of(web, link_to(web.registry.servers()[0]))
+            self.holds(page, "<dt>Mode</dt><dd>%s</dd>" % words, " · <bdi>%s</bdi> · " % words,
+                       "<dt>People</dt><dd>2</dd>",
+                       "players · %s · %s · " % (web.look.game_title(game), words))
+            for part in "Hidden", "Tag<", "Gamename<":
+                self.assertNotIn(part, page)
+            self.holds(page_of(web, "/"), '<td role="cell">%s<td' % words)
+            self.holds(page_of(web, "/servers.json"), '"mode":"%s"' % mode)
 
     def test_badges(self):
         server = make_server(name="Once", official=True, confirmed=False, responding=False,
@@ -5119,7 +5364,7 @@ class FuzzTest(unittest.TestCase):
     MAY_STAY = {*"queriers counts games watchers lists titles requests".split(),
                 "waiting", "by_source", "altered", "tags"}
     DECODERS = (ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info,
-                ms.luanti_goodbye, lambda data: ms.quake3_fields(data, ""))
+                ms.luanti_goodbye, lambda data: ms.quake3_info(ms.quake3_pairs(data)))
 
     def setUp(self):
         self.chance = random.Random(20)
@@ -5320,7 +5565,7 @@ class AmplificationTest(unittest.TestCase):
         for number in range(15):
             address = "198.51.100.%d" % (100 + number)
             self.core.registry.hear("openarena", address, 1000, address, 0.0, 1e6, {
-                "version": "71", "details": {"gamename": "Quake3Arena", "tag": "QuakeArena-1"}})
+                "version": "71", "details": {"gamename": "Quake3Arena"}})
         self.protocols = {name: protocol for name, protocol in protocols_of(self.core).items()
                           if isinstance(protocol, ms.UdpProtocol)}
 
@@ -8478,7 +8723,8 @@ class ClusterTest(ClusterCase):
                          [[True, True], [False, True]])
 
     def test_the_quake_iii_family_of_others(self) -> None:
-        """It has a title, stands in the game's own list and is not polled; its tag may be lost."""
+        """It has a title, stands in the game's own list and is not polled; a master of an older
+        version tells a tag as well."""
         a, b = map(self.start, "ab")
         core = make_core()._replace(registry=b.registry)
         quake3 = ms.Quake3(core)
@@ -9581,16 +9827,6 @@ def zone_answer(question: bytes) -> List[bytes]:
             + arenas * (options >> 1)]
 
 
-def send_forged(source: Tuple[str, int], place: Tuple[str, int], data: bytes) -> None:
-    """A datagram from whatever source, as root: with an IPv4 header of our own."""
-    udp = struct.pack(">HHHH", source[1], place[1], 8 + len(data), 0)       # 0: no checksum
-    # Version 4 and 5 words of header; 64 hops. The system fills in length and checksum
-    ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 0, 0, 0, 64, socket.IPPROTO_UDP, 0,
-                     socket.inet_aton(source[0]), socket.inet_aton(place[0]))
-    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as sock:
-        sock.sendto(ip + udp + data, (place[0], 0))
-
-
 def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socket.socket], None]:
     """A master that sends the answer to this question alone."""
     def serve(sock: socket.socket) -> None:
@@ -9881,7 +10117,7 @@ class SubSpaceOnTheWire(unittest.TestCase):
                 owner(named(b"New name"), place)
                 eventually(lambda: shown() == [("New name", listed[0][1])])
 
-    @unittest.skipUnless(sys.platform == "linux" and os.geteuid() == 0, "needs root on Linux")
+    @needs_forged_sources
     def test_forged_sources(self) -> None:
         """Another address of a zone's machine is another zone, which does not answer; port 0 would
         stand for an announcement by HTTP."""
