@@ -6559,13 +6559,14 @@ class NewsTest(unittest.TestCase):
         self.addCleanup(patch.stop)
         return ms.News(self.core.settings, self.registry, self.gauges)
 
-    def hear(self, players, port=1, game="mygame", **fields):
-        return self.registry.hear(game, "203.0.113.9", port, "203.0.113.9", self.now, 1e9,
+    def hear(self, players, port=1, game="mygame", address="203.0.113.9", **fields):
+        return self.registry.hear(game, address, port, address, self.now, 1e9,
                                   {"name": "S", "players": players, **fields})
 
     def messages(self, news, seconds=1.0):
         """How many messages wait now; then time passes, as the news are told."""
-        waiting = [hook.jobs.get() for hook in news.hooks for _ in range(hook.jobs.qsize())]
+        waiting = [hook.jobs.get() for hook in news.hooks.values()
+                   for _ in range(hook.jobs.qsize())]
         self.now += seconds
         news.tick(self.now)
         return len(waiting)
@@ -6593,13 +6594,83 @@ class NewsTest(unittest.TestCase):
             self.hear(players)
         self.assertEqual(self.messages(news), 0)
 
-    def test_another_master_tells_of_it(self):
-        news = self.news()
-        news.tells_of = lambda key: key[2] != 1
-        for port, told in (1, 0), (2, 1):
+    def test_another_master_sends_it(self):
+        """What that one sends stands in the account of this one as well, which may go on alone."""
+        news, alone = self.news(notify__again_after="100"), True
+        news.sends = lambda now: alone
+        news.tick(self.now)
+        for alone, seconds, sent in (False, 50, 0), (True, 60, 0), (True, 1, 1):
+            self.hear(0)
+            self.hear(2)
+            self.assertEqual(self.messages(news, seconds), sent)
+
+    def test_one_source_has_two_messages(self):
+        """The addresses that crowd, how many of their messages are sent, while another one's is as
+        well; how many more the first of them has then, and how many when its time is over."""
+        for addresses, sent, more, more_later, settings in (
+                (["203.0.113.9"] * 9, 2, 0, 2, {}),
+                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 2, {}),
+                (["2001:db8:0:%x::1" % network for network in range(1, 9)], 8, 1, 1, {}),
+                (["203.0.113.9"] * 9, 9, 3, 3, {"limits__exempt": "203.0.113.9"})):
+            news = self.news(notify__again_after="1000", **settings)
+            news.tick(self.now)
+            for port, address in enumerate(addresses, 1):       # takes the next port each time
+                self.hear(0, port, address=address)
+                self.registry.remove(self.hear(9, port, address=address))
+            self.hear(0, 1, address="198.51.100.1")
+            self.hear(2, 1, address="198.51.100.1")
+            self.assertEqual(self.messages(news, 998), sent + 1, addresses)
+            for first_port, expected in (101, more), (201, more_later):
+                for port in range(first_port, first_port + 3):
+                    self.hear(0, port, address=addresses[0])
+                    self.registry.remove(self.hear(9, port, address=addresses[0]))
+                self.assertEqual(self.messages(news, 2), expected, addresses)
+
+    def test_a_48_has_the_share_of_many_sources(self):
+        news = self.news(notify__again_after="86400", limits__servers_per_source="1000")
+        news.tick(self.now)
+        sent = 0
+        for network in range(60):
             for players in 0, 2:
-                self.hear(players, port)
-            self.assertEqual(self.messages(news), told)
+                self.hear(players, address="2001:db8:0:%x::1" % network)
+            sent += self.messages(news, 10)
+        self.assertEqual(sent, ms.NEWS_PER_SOURCE * ms.SITE_SOURCES)
+        self.assertEqual(max(map(len, news.sent_by_source.values())), sent)
+
+    def test_the_account_is_bounded(self):
+        news = self.news(notify__again_after="86400")
+        with mock.patch.object(ms, "KNOWN_SERVERS", 5):
+            for host in range(1, 20):
+                for players in 0, 2:
+                    self.hear(players, address="198.18.0.%d" % host)
+                self.assertEqual(self.messages(news, 10), 1)
+        self.assertEqual((len(news.sent_at), len(news.sent_by_source)), (5, 5))
+
+    def test_a_server_that_another_master_has_heard_goes_on(self):
+        """Who heard it and its players, one after another; after which of it there is a message."""
+        for wanted, *steps in (
+                ("2", ("b", 0), ("b", 2)),
+                ("2", ("b", 0), ("", 2)),                       # taken over without a "gone"
+                ("", ("b", 5), ("", 5)),
+                ("4", ("b", 5), ("", 5), ("", 0), ("b", 5)),    # and given back
+                ("", ("", 5), ("b", 5), ("", 6)),
+                ("", ("", 0), (None, 0), ("b", 2))):            # a tick later it is a new one
+            news, found, key = self.news(), "", ("mygame", "203.0.113.9", 1)
+            for step, (master, players) in enumerate(steps, 1):
+                server = self.registry.get(*key)
+                if master is None:
+                    self.registry.drop(server)
+                elif not master:
+                    self.hear(players)
+                elif server and server.master == master:
+                    self.registry.update(server, {"players": players})
+                else:
+                    self.registry.remove(server)
+                    server = ms.Server(*key, "203.0.113.9", self.now, 1e9, players=players)
+                    server.master = master
+                    self.registry.insert(server)
+                found += str(step) * self.messages(news)
+            self.assertEqual(found, wanted, steps)
 
     def test_what_was_not_known_before_is_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
@@ -6623,31 +6694,32 @@ class NewsTest(unittest.TestCase):
         self.registry.update(framed, {"players": 0})
         for server in self.registry.servers():
             self.registry.remove(server)
-        self.assertEqual(news.few, set())              # nothing is kept of who has gone
+        news.tick(self.now)
+        self.assertEqual((news.had_few, news.departed), (set(), []))    # nothing is kept of them
 
     def test_only_what_the_ini_wants(self):
         for settings, wanted in (
                 ({}, "123"), ({"notify__games": "iceball, b"}, "13"),
                 ({"notify__players": "4"}, ""),
-                ({"notify__official_only": "yes", "official__203.0.113.9:2": "yes"}, "2"),
+                ({"notify__official_only": "yes", "official__198.18.0.2:2": "yes"}, "2"),
                 ({"webhooks__two": "text http://b/"}, "123")):
             news = self.news(**settings)
             for players in 0, 3:
                 for port, game in ((1, "iceball"), (2, "aio"), (3, "b")):
-                    self.hear(players, port, game, published="S")
-            found = "".join(sorted(str(port) for _, _, port in news.told))
-            self.assertEqual({hook.jobs.qsize() for hook in news.hooks}, {len(wanted)})
+                    self.hear(players, port, game, "198.18.0.%d" % port, published="S")
+            found = "".join(sorted(str(port) for _, _, port in news.sent_at))
+            self.assertEqual({hook.jobs.qsize() for hook in news.hooks.values()}, {len(wanted)})
             self.assertEqual(found, wanted, settings)
 
     def test_a_flood_is_ten_messages_and_bounded(self):
-        news = self.news(limits__servers_per_source="2000", notify__again_after="60")
-        told = 0
+        news = self.news(notify__again_after="60")
+        sent = 0
         for _ in range(3):                              # minutes
-            for players, port in itertools.product((0, 2), range(1, 1001)):
-                self.hear(players, port)
-            told += self.messages(news, 60)
-        self.assertEqual((told, self.gauges["news_dropped_total"]), (30, 2970))
-        self.assertEqual((len(news.told), news.few), (10, set()))
+            for players, host in itertools.product((0, 2), range(1000)):
+                self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
+            sent += self.messages(news, 60)
+        self.assertEqual((sent, self.gauges["news_dropped_total"]), (30, 2970))
+        self.assertEqual(news.had_few, set())
 
     NAMES = ("@everyone @here", "<@&1> <!channel> &lt; &", "[a](http://b) http://c www.d.e",
              "**x**", "`x` ``` ~~x~~ _x_ __", '" \\" $name %s', "日本 # 1. > -",
@@ -6661,7 +6733,7 @@ class NewsTest(unittest.TestCase):
                 name, name, ms.server_link(server))
             bodies = {}
             for format in ms.NEWS_FORMATS:
-                type, body = ms.news_message(format, server, settings, WALL)
+                type, body = ms.NEWS_FORMATS[format](server, settings, WALL)
                 bodies[format] = body.decode("utf-8")
                 self.assertEqual(type, "text/plain; charset=utf-8" if format == "text" else
                                  "application/json; charset=utf-8")
@@ -6684,8 +6756,8 @@ class NewsTest(unittest.TestCase):
         for text, settings in (
                 ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
                 ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
-            self.assertEqual(ms.news_message("text", empty, ms.Settings(settings), 0.0)[1].decode(),
-                             text)
+            self.assertEqual(ms.text_news(empty, ms.Settings(settings), 0.0),
+                             ("text/plain; charset=utf-8", text.encode()))
 
     def test_failures_are_tried_again_and_told_once(self):
         """Statuses, the pauses after them, and what is logged."""
@@ -6718,7 +6790,7 @@ class NewsTest(unittest.TestCase):
             self.hear(2)
             self.now += 6.0
             news.tick(self.now)
-        old = news.hooks
+        old = list(news.hooks.values())
         self.assertEqual([hook.jobs.qsize() for hook in old], [ms.WORKER_JOBS] * 2)
         with mock.patch.object(threading.Thread, "join"):
             reload(self.core, news, webhooks__third="text http://third/")
@@ -6726,9 +6798,9 @@ class NewsTest(unittest.TestCase):
             for hook in old:
                 hook.work()                             # ends, and tells what waits to nobody
         posted.assert_not_called()
-        self.assertEqual([hook.name for hook in news.hooks], ["webhook third"])
-        self.hear(0, 99)
-        self.hear(2, 99)
+        self.assertEqual([hook.name for hook in news.hooks.values()], ["webhook third"])
+        self.hear(0, address="198.51.100.1")
+        self.hear(2, address="198.51.100.1")
         self.assertEqual(self.messages(news), 1)
 
     def test_nobody_to_tell(self):
@@ -6736,7 +6808,30 @@ class NewsTest(unittest.TestCase):
         reload(self.core, news)
         for players in 0, 2:
             self.hear(players)
-        self.assertEqual((news.hooks, dict(news.told)), ([], {}))
+        self.assertEqual((news.hooks, dict(news.sent_at)), ({}, {}))
+
+    def test_a_reload_stops_nothing_that_stays(self):
+        """A message that is tried again when the settings are read: by the line of its webhook
+        then, how often it is posted in all."""
+        ours = "json https://h.example/SECRET"
+        for lines, tries in (({"ours": ours}, 3), ({"ours": ours, "new": "text http://n/"}, 3),
+                             ({"ours": "text http://elsewhere/"}, 1), ({"other": ours}, 1),
+                             ({}, 1)):
+            news = self.news()
+            self.hear(0)
+            self.hear(2)
+            settings = {"webhooks__" + name: line for name, line in lines.items()}
+
+            def read_settings(seconds, news=news, settings=settings):
+                reload(self.core, news, **settings)
+            with mock.patch.object(ms.log, "warning"), \
+                    mock.patch.object(threading.Thread, "join"), \
+                    mock.patch.object(ms, "post_url", return_value=("500", "")) as posted, \
+                    mock.patch.object(ms.time, "sleep", side_effect=read_settings):
+                tell, _ = news.hooks["ours"].jobs.get()
+                tell()
+            self.assertEqual(posted.call_count, tries, lines)
+            self.assertEqual({name: hook.line for name, hook in news.hooks.items()}, lines)
 
 
 class Receiver(http.server.ThreadingHTTPServer):
