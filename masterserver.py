@@ -4086,7 +4086,7 @@ METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
 
 BADGES = {          # what each means, shown as its title
     "official": "Marked as official by the operator of this list",
-    "unconfirmed": "Listed before this master was restarted, not heard from since",
+    "unconfirmed": "Listed before its master was restarted, not heard from since",
     "self-reported": "Not verified: this master cannot query it",
     "not responding": "Known to this master, but does not answer its queries",
 }
@@ -7510,7 +7510,7 @@ class MasterLogs:
     def close(self):
         """Give the lease up, so that the next process of this name has it at once."""
         with contextlib.suppress(NameTaken, Malformed, OSError, ValueError):
-            if self.link and self.renewed_at is not None and self.own_lease():
+            if self.link and self.own_lease():
                 self.link.ask("DEL", self.lease)
         self.disconnect()
 
