@@ -6384,27 +6384,27 @@ def news_text(server, settings, escape=str):
         players=server.players, max_players=server.max_players or "?").strip()
 
 
-def discord_news(server, settings, epoch):
+def discord_news(server, settings, shown):
     text = news_text(server, settings, escaped_markdown)
     return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
 
 
-def slack_news(server, settings, epoch):
+def slack_news(server, settings, shown):
     text = news_text(server, settings, parted_marks)
     return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
 
 
-def text_news(server, settings, epoch):
+def text_news(server, settings, shown):
     return TEXT_TYPE, news_text(server, settings).encode()
 
 
-def json_news(server, settings, epoch):
-    shown = with_times(server_json(server), server, epoch, "")
+def json_news(server, settings, shown):
     text = to_json(news_text(server, settings))
     return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, shown)
 
 
-# By the format that [webhooks] names: what makes the type and the body of a message about a server
+# By the format that [webhooks] names: what makes the type and the body of a message about a server;
+# `shown` is the server as /servers.json has it
 NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
 
 
@@ -7091,8 +7091,9 @@ class News:
             keep_latest(self.sent_by_source, key, (*times, self.now)[-limit:], KNOWN_SERVERS)
         if self.sends(self.now):
             until = time.monotonic() + WEBHOOK_WITHIN_S
+            shown = with_times(server_json(server), server, self.epoch, self.registry.master)
             for hook in self.hooks.values():
-                message = NEWS_FORMATS[hook.format](server, self.settings, self.epoch)
+                message = NEWS_FORMATS[hook.format](server, self.settings, shown)
                 hook.submit(functools.partial(hook.tell, until, *message), None)
 
 
@@ -7590,7 +7591,8 @@ class MasterLogs:
         """The LogEntry that a record of another master's log is."""
         try:
             values = list(json.loads(record))
-            row = ListedRow(*values[:len(ListedRow._fields)])
+            columns = len(ListedRow._fields)
+            row, more = ListedRow(*values[:columns]), values[columns:]
             times = row.expires, row.first_seen, row.last_seen
             if (not row.has_types() or not math.isfinite(sum(times))
                     or not re.fullmatch(WORD, row.game)):
@@ -7603,7 +7605,7 @@ class MasterLogs:
         if server:
             server.master = master
             # A master of an older version does not say; all that it tells was heard
-            server.confirmed = values[len(ListedRow._fields):][:1] != [False]
+            server.confirmed = not more or more[0] is not False
             if server.lifetime == math.inf:
                 server.lifetime = RESTORED_S
         return LogEntry((row.game, row.address, row.port), server)
@@ -7684,16 +7686,16 @@ class Cluster:
         if isinstance(result, Exception):
             self.logs.disconnect()
             self.linked_at = 0.0
-            self.failed(result, now)
+            self.link_failed(result, now)
         elif result is not None:                    # not from open()
-            self.linked(now)
+            self.link_works(now)
             for news in result:
                 self.take_news(news, now)
             self.exchanged_at = now
             self.others = {news.master: news.has_webhooks for news in result}
         self.proceed(now)
 
-    def failed(self, error, now):
+    def link_failed(self, error, now):
         """Say what is wrong. That the name is taken is said only when no process of this master
         that was killed can have the lease any more."""
         health = self.server.health
@@ -7706,7 +7708,7 @@ class Cluster:
         elif now - self.kept_out_since >= CLUSTER_LEASE_S + CLUSTER_MARGIN_S:
             report(health, "cluster", str(error))
 
-    def linked(self, now):
+    def link_works(self, now):
         self.kept_out_since = None
         if not self.linked_at:
             self.linked_at = now
@@ -7803,9 +7805,7 @@ class Cluster:
     def tick(self, now):
         """Once a second: who leaves, who is still there, who has room, how it stands."""
         self.expire(now)
-        room = max(0, self.registry.rules.servers - self.registry.total)
-        for key in list(itertools.islice(self.without_room, room)):
-            self.show_latest(key)
+        self.catch_up()
         counts = collections.Counter({self.name: 0})
         for listed in self.registry.games.values():
             for server in listed.values():
@@ -7817,6 +7817,12 @@ class Cluster:
             lag_seconds=round(now - self.exchanged_at, 1),
             pending=len(self.pending) if self.linked_at else counts[self.name],
             reconnects_total=max(0, self.tally.connections - 1))
+
+    def catch_up(self):
+        """List what there was no room for, if there is now: 20 ms a second at most."""
+        room = max(0, self.registry.rules.servers - self.registry.total)
+        for key in list(itertools.islice(self.without_room, min(room, CLUSTER_BATCH))):
+            self.show_latest(key)
 
     def expire(self, now):
         """Forget the servers of masters that were not heard for the servers' lifetimes."""
@@ -9211,10 +9217,11 @@ def command_notify(arguments):
     """Tell of a server that does not exist, and say what each webhook answered."""
     settings, good = load_settings(arguments), True
     server = Server("iceball", "203.0.113.7", 20737, "", 0.0, 0.0, "A test of the news")
+    shown = with_times(server_json(server), server, time.time(), "")
     for name in arguments.name or settings["webhooks"] or [""]:
         with failing_with(EXIT_USAGE, "[webhooks] has no such NAME", KeyError):
             format, url = settings["webhooks"][name].split()
-        status, _ = post_url(url, *NEWS_FORMATS[format](server, settings, time.time()))
+        status, _ = post_url(url, *NEWS_FORMATS[format](server, settings, shown))
         say("%s: %s" % (name, status))
         good &= status.startswith("2")
     return EXIT_OK if good else EXIT_FAILED

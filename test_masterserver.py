@@ -6733,7 +6733,8 @@ class NewsTest(unittest.TestCase):
                 name, name, ms.server_link(server))
             bodies = {}
             for format in ms.NEWS_FORMATS:
-                type, body = ms.NEWS_FORMATS[format](server, settings, WALL)
+                type, body = ms.NEWS_FORMATS[format](
+                    server, settings, ms.with_times(ms.server_json(server), server, WALL, ""))
                 bodies[format] = body.decode("utf-8")
                 self.assertEqual(type, "text/plain; charset=utf-8" if format == "text" else
                                  "application/json; charset=utf-8")
@@ -6756,7 +6757,7 @@ class NewsTest(unittest.TestCase):
         for text, settings in (
                 ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
                 ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
-            self.assertEqual(ms.text_news(empty, ms.Settings(settings), 0.0),
+            self.assertEqual(ms.text_news(empty, ms.Settings(settings), b""),
                              ("text/plain; charset=utf-8", text.encode()))
 
     def test_failures_are_tried_again_and_told_once(self):
@@ -8500,6 +8501,18 @@ class ClusterTest(ClusterCase):
             self.run_for(2)
             self.assertEqual((len(self.shown(b)), self.shown(b)[1][2]), (5, 5))
 
+    def test_many_are_caught_up_little_by_little(self) -> None:
+        with mock.patch.object(ms, "CLUSTER_BATCH", 10):
+            a, b = self.start("a"), self.start("b", limits__servers="1")
+            a.registry.rules.servers_per_source = 100
+            for port in range(1, 41):
+                self.hear(a, port)
+            self.run_for(3)
+            b.registry.rules.servers = 35
+            for shown in 11, 21, 31, 35, 35:
+                b.link.catch_up()
+                self.assertEqual(len(self.shown(b)), shown)
+
     def test_others_servers_are_no_business_of_protocols_and_disk(self) -> None:
         a, b = map(self.start, "ab")
         core = make_core()._replace(registry=b.registry)
@@ -8671,6 +8684,16 @@ class ClusterNewsTest(ClusterCase):
                 self.run_for(2)
             self.assertEqual(self.sent(), {wanted: 1} if wanted else {}, (at, heard))
             self.clear()
+
+    def test_a_body_names_the_master_that_has_heard_the_server(self) -> None:
+        self.start_with_hooks("ab", "a")
+        self.masters["a"].news.read(settings_of({"webhooks__ours": "json http://h/"}))
+        for name, port in zip("ab", (1, 2)):
+            for players in 0, 2:
+                self.hear(self.masters[name], port, players=players)
+                self.run_for(2)
+            tell, _ = self.masters["a"].news.hooks["ours"].jobs.get()
+            self.assertEqual(json.loads(tell.args[2])["server"]["master"], name)
 
     def test_an_aio_server_of_another_master(self) -> None:
         """The name as published, with its counter, stays with the master that has heard it."""
