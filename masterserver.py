@@ -6963,7 +6963,7 @@ class Webhook(WorkerThread):
         self.format, self.url = line.split()
 
     def dismiss(self):
-        """It is told nothing more, of what waits neither."""
+        """Send nothing more, and nothing of what waits."""
         self.dismissed = True
         self.stop(0.0)
 
@@ -7001,7 +7001,7 @@ class News:
     def __init__(self, settings, registry, gauges):
         self.gauges, self.registry, self.hooks = gauges, registry, {}
         self.had_few = set()                        # servers that told of fewer players, by key
-        self.departed = []                          # of these, who has gone since the last tick
+        self.departed = []                          # those of them that left since the last tick
         # When there was a message about each server, and those about each source
         self.sent_at = collections.OrderedDict()
         self.sent_by_source = collections.OrderedDict()
@@ -7064,7 +7064,7 @@ class News:
             return False
         if self.settings["notify.official_only"] and not server.official:
             return False
-        # While its master could not be heard, that one sent the message itself
+        # While its master could not be heard here, that master sent the message itself
         if not self.follows(server, self.now):
             return False
         if self.now - self.sent_at.get(server.key, -math.inf) < again_after:
@@ -7803,7 +7803,8 @@ class Cluster:
                 self.show_latest(key)
 
     def tick(self, now):
-        """Once a second: who leaves, who is still there, who has room, how it stands."""
+        """Once a second: drop the servers of masters that have gone, list those that there is
+        room for now, keep the others listed, and say how the link does."""
         self.expire(now)
         self.catch_up()
         counts = collections.Counter({self.name: 0})
