@@ -310,16 +310,59 @@ read_page_url = read_form("(https?://[!-~]*[!-.0-~])?", "https://HOST, with no /
 # A name that keys, metrics and JSON carry as it is; or nothing
 WORD = "[A-Za-z0-9._-]{1,64}"
 read_word = read_form("(%s)?" % WORD, "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-# TLS, user, password, host, port, database; or a path
-ENGINE_URL = (r"(?:redis(s?)://(?:([^:@/]*):([^@/]*)@)?([^][:@/]+|\[[^]]+\])(?::(\d{1,5}))?"
-              r"(?:/(\d*))?|unix://(/.+))?\Z")
-read_engine = read_form(
-    ENGINE_URL, "redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
-    " in a password write %40 for @ and %2F for /")
+ENGINE_FORM = ("redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
+               " in a password write %40 for @ and %2F for /")
 # No user and no password: urllib would take them for the host
 read_webhook = read_form(
     r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
     "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
+
+
+class EngineAddress(NamedTuple):
+    """Where Redis or Valkey is: the path of a Unix socket, or a host and a port."""
+
+    path: str = ""
+    tls: bool = False
+    user: str = ""
+    password: str = ""
+    host: str = ""
+    port: int = 6379                    # Redis's own default
+    database: int = 0
+
+
+def read_engine(text):
+    """An EngineAddress, or None; the error does not repeat the text, which has a password in it."""
+    text = text.strip()
+    try:
+        return engine_address(text) if text else None
+    except ValueError:
+        raise ValueError("expected " + ENGINE_FORM) from None
+
+
+def engine_address(url):
+    """The EngineAddress of an ENGINE_FORM; raises ValueError."""
+    if "\n" in url:
+        raise ValueError("more than one line")
+    scheme, _, after_scheme = url.partition("://")
+    if scheme == "unix":
+        if not re.match("/.", after_scheme):
+            raise ValueError("no path")
+        return EngineAddress(path=urllib.parse.unquote(after_scheme))
+    if scheme not in ("redis", "rediss"):
+        raise ValueError("another scheme")
+    place, _, database = after_scheme.partition("/")
+    login, has_login, host_and_port = place.rpartition("@")
+    user, has_password, password = login.partition(":")
+    if has_login and not has_password:
+        raise ValueError("a user without a password")
+    match = re.fullmatch(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?", host_and_port)
+    if not match:
+        raise ValueError("no host and port")
+    host, port = match.groups("6379")
+    return EngineAddress(
+        tls=scheme == "rediss", user=urllib.parse.unquote(user),
+        password=urllib.parse.unquote(password), host=urllib.parse.unquote(host.strip("[]")),
+        port=read_number(1, 65535)(port), database=read_number(0, 65535)(database or "0"))
 
 
 def read_own_game_id(text):
@@ -1452,8 +1495,25 @@ SCHEMA = (
 SERVER_ID = "(SELECT id FROM server WHERE game = ? AND address = ? AND port = ?)"
 GONE_SERVERS = " FROM server WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
 
-# Game, address, port, expires, first seen, last seen, fields as a JSON list
-LISTED_ROW = str, str, int, float, float, float, str
+
+class ListedRow(NamedTuple):
+    """A listed server as it is stored, and as masters tell it to each other.
+
+    The times are wall-clock seconds; `fields` is a JSON list in the order of STORED (section 11),
+    and before it is encoded the list itself."""
+    game: str
+    address: str
+    port: int
+    expires: float
+    first_seen: float
+    last_seen: float
+    fields: Any
+
+    def has_types(self) -> bool:
+        """Is each value of the type that an encoded row has there?"""
+        return tuple(map(type, self)) == (str, str, int, float, float, float, str)
+
+
 Counts = List[Optional[int]]        # of players; None where the server or the master was away
 DISK_ERRORS = sqlite3.Error, OSError        # what any method of Database may raise
 
@@ -1533,13 +1593,13 @@ class Database:
         self._wall = wall
 
         def work(db):
-            rows = db.execute(
+            rows = [ListedRow(*row) for row in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
-                " FROM listed JOIN server ON id = server ORDER BY server").fetchall()
+                " FROM listed JOIN server ON id = server ORDER BY server")]
             for row in rows:
-                if tuple(map(type, row)) != LISTED_ROW:
+                if not row.has_types():
                     raise TypeError("a row has values of another type")
-                stored_fields(row[-1])
+                stored_fields(row.fields)
             return rows
         return self._run(work)
 
@@ -4468,7 +4528,7 @@ METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
 
 BADGES = {          # what each means, shown as its title
     "official": "Marked as official by the operator of this list",
-    "unconfirmed": "Listed before this master was restarted, not heard from since",
+    "unconfirmed": "Listed before its master was restarted, not heard from since",
     "self-reported": "Not verified: this master cannot query it",
     "not responding": "Known to this master, but does not answer its queries",
 }
@@ -6768,32 +6828,51 @@ ROUTES = {
 
 # --- News ----------------------------------------------------------------------------------------
 
-# By format: which marks in a name mean something, what is put there so that it reads as it is
-# written and makes no mention and no link, and the body. Slack's format, which others take for
-# Markdown, has no backslash; a zero-width space parts a mark from what it is about.
-NEWS_FORMATS = {
-    "discord": ("[!-/:-@[-`{-~]", r"\\\g<0>",
-                b'{"content":%(text)s,"allowed_mentions":{"parse":[]}}'),
-    "slack": (r"([!-/:-@[-`{-~])\1*", "\\g<0>\u200b", b'{"text":%(escaped)s}'),
-    "text": ("", "", b"%(plain)s"),
-    "json": ("", "", b'{"event":"players","text":%(text)s,"server":%(server)s}'),
-}
+def escaped_markdown(name):
+    """A name that Markdown shows as it is written: a backslash stands before every mark."""
+    return re.sub("[!-/:-@[-`{-~]", r"\\\g<0>", name)
 
 
-def news_message(format, server, settings, epoch):
-    """The type and the body of a message about this server."""
-    marks, instead, body = NEWS_FORMATS[format]
-    names = {"name": server.name or endpoint(server.address, server.port),
-             "game": {**GAME_TITLES, **settings["games"]}.get(
-                 server.game, server.details.get("gamename", server.game)),
-             "map": server.map or "?"}
-    url = settings["http.url"] and settings["http.url"] + server_link(server)
-    text = string.Template(settings["notify.text"]).safe_substitute(
-        {key: re.sub(marks, instead, name) for key, name in names.items()}, url=url,
+def parted_marks(name):
+    """A name for Slack's format, which has no backslash and which others take for Markdown: a
+    zero-width space parts each mark, or run of equal marks, from what it would act on."""
+    return re.sub(r"([!-/:-@[-`{-~])\1*", "\\g<0>\u200b", name)
+
+
+def news_text(server, settings, escape=str):
+    """What [notify] text says of this server; `escape` makes a name harmless in the format."""
+    game = server.details.get("gamename", server.game)
+    titles = {**GAME_TITLES, **settings["games"]}
+    return string.Template(settings["notify.text"]).safe_substitute(
+        name=escape(server.name or endpoint(server.address, server.port)),
+        game=escape(titles.get(server.game, game)), map=escape(server.map or "?"),
+        url=settings["http.url"] and settings["http.url"] + server_link(server),
         players=server.players, max_players=server.max_players or "?").strip()
-    return TEXT_TYPE if format == "text" else JSON_TYPE, body % {
-        b"text": to_json(text), b"escaped": to_json(html.escape(text, quote=False)),
-        b"plain": text.encode(), b"server": with_times(server_json(server), server, epoch, "")}
+
+
+def discord_news(server, settings, shown):
+    text = news_text(server, settings, escaped_markdown)
+    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
+
+
+def slack_news(server, settings, shown):
+    text = news_text(server, settings, parted_marks)
+    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
+
+
+def text_news(server, settings, shown):
+    return TEXT_TYPE, news_text(server, settings).encode()
+
+
+def json_news(server, settings, shown):
+    text = to_json(news_text(server, settings))
+    return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, shown)
+
+
+# By the format that [webhooks] names: what makes the type and the body of a message about a server;
+# `shown` is the server as /servers.json has it
+NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
+
 
 # ================================================================================================
 # 10  The table of protocols
@@ -7309,7 +7388,10 @@ class WorkerThread:
 WEBHOOK_S = 10.0                    # for each try
 WEBHOOK_TRIES = 3                   # of one message
 WEBHOOK_RETRY_S = 5.0               # later, unless the answer names a time
+WEBHOOK_WITHIN_S = 2 * MINUTE       # later it is no news: the players may have left again
 NEWS_PER_MINUTE = 10                # more is no news, and receivers have limits
+# … of which one source has so few within `again_after`: it can list 32 servers, and say anything
+NEWS_PER_SOURCE = 2
 
 
 class AnyStatus(urllib.request.HTTPErrorProcessor):
@@ -7338,16 +7420,23 @@ def post_url(url, type, body):
 class Webhook(WorkerThread):
     """A receiver of news, told in a thread of its own: one that hangs keeps nobody else waiting."""
 
-    failing, wanted = False, True
+    failing, dismissed = False, False
 
-    def __init__(self, name, place):
+    def __init__(self, name, line):
+        """`line`: FORMAT URL, as the ini has it."""
         super().__init__("webhook " + name, lambda *result: None)
-        self.format, self.url = place.split()
+        self.line = line
+        self.format, self.url = line.split()
+
+    def dismiss(self):
+        """Send nothing more, and nothing of what waits."""
+        self.dismissed = True
+        self.stop(0.0)
 
     def tell(self, until, type, body):
         """Tell it one message, which is no news any more after `until`; a 429 is no try."""
         tries = 0
-        while self.wanted and tries < WEBHOOK_TRIES and time.monotonic() < until:
+        while not self.dismissed and tries < WEBHOOK_TRIES and time.monotonic() < until:
             status, pause = post_url(self.url, type, body)
             good = status.startswith("2")
             if good == self.failing:        # once, and when it works again
@@ -7360,63 +7449,118 @@ class Webhook(WorkerThread):
 
 
 class News:
-    """Tells webhooks when a listed server's players become as many as the ini says. Those that it
-    has when it is listed, or heard again after a restart, are no news.
+    """Tells webhooks when a listed server's players become as many as the ini says.
+
+    It watches the servers of all masters and keeps, by their identity, which of them had fewer
+    players: a server goes on where it was when another master has heard it. Every master follows
+    all servers in this way and keeps the same account of messages, and one of them sends: a
+    Cluster says which, see `sends` and `follows`.
 
     Used as a protocol is: told the time, the settings, and `epoch` as Web."""
 
     now = epoch = 0.0                               # now: of the last tick
-    # Of several masters that have heard a server one tells of it: is it this one?
-    tells_of = staticmethod(lambda key: True)
+    # Does this master send the messages?
+    sends = staticmethod(lambda now: True)
+    # Was the master that has heard this server heard without a break?
+    follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        self.gauges, self.wanted, self.hooks = gauges, {}, []
-        self.few = set()                            # servers that told of fewer players
-        self.told = collections.OrderedDict()       # when it was told, by server
-        self.latest = collections.deque([-math.inf] * NEWS_PER_MINUTE, NEWS_PER_MINUTE)
+        self.gauges, self.registry, self.hooks = gauges, registry, {}
+        self.had_few = set()                        # servers that told of fewer players, by key
+        self.departed = []                          # those of them that left since the last tick
+        # When there was a message about each server, and those about each source
+        self.sent_at = collections.OrderedDict()
+        self.sent_by_source = collections.OrderedDict()
+        self.sent_last = collections.deque([-math.inf] * NEWS_PER_MINUTE, NEWS_PER_MINUTE)
         gauges["news_dropped_total"] = 0
-        registry.watch(self.watch)
+        registry.watch(self.watch, every_master=True)
         self.read(settings)
 
     def read(self, settings):
-        self.settings = settings
-        if settings["webhooks"] != self.wanted:
-            self.stop()
-            self.wanted = settings["webhooks"]
-            self.hooks = [Webhook(*hook) for hook in self.wanted.items()]
+        """Take new settings over. A webhook whose line is the same goes on with what it sends."""
+        self.settings, before = settings, self.hooks
+        self.hooks = {}
+        for name, line in settings["webhooks"].items():
+            hook = before.get(name)
+            self.hooks[name] = hook if hook and hook.line == line else Webhook(name, line)
+        for name, hook in before.items():
+            if self.hooks.get(name) is not hook:
+                hook.dismiss()
 
     def stop(self):
-        for hook in self.hooks:
-            hook.wanted = False
-            hook.stop(0.0)
+        for hook in self.hooks.values():
+            hook.dismiss()
 
     def tick(self, now):
         self.now = now
+        # A server that left here may have been listed again at once, as another master has it
+        for key in self.departed:
+            if self.registry.get(*key) is None:
+                self.had_few.discard(key)
+        self.departed.clear()
 
     def watch(self, event, server):
-        settings, now, had_few = self.settings, self.now, server in self.few
-        self.few.discard(server)
-        # From the server itself, and by this master; AIO's framed ones are listed before they tell
-        if event == "gone" or not server.confirmed or not server.responding or not (
-                server.published or server.version or server.game != "aio"):
+        key = server.key
+        if event == "gone":
+            if key in self.had_few:
+                self.departed.append(key)
+        elif not server.confirmed or not server.responding:
+            self.had_few.discard(key)               # what it tells when it is heard is no news
+        elif not self.tells_players(server):
             return
-        if server.players < settings["notify.players"]:
-            self.few.add(server)
-        elif (not had_few or not self.hooks or not self.tells_of(server.key)
-              or server.game not in (settings["notify.games"] or [server.game])
-              or settings["notify.official_only"] and not server.official
-              or now - self.told.get(server.key, -math.inf) < settings["notify.again_after"]):
-            return
-        elif now - self.latest[0] < MINUTE:
+        elif server.players < self.settings["notify.players"]:
+            self.had_few.add(key)
+        elif key in self.had_few:
+            self.had_few.remove(key)
+            if self.is_news(server):
+                self.publish(server)
+
+    @staticmethod
+    def tells_players(server):
+        """AIO's framed servers are listed before they are asked for anything."""
+        return bool(server.game != "aio" or server.published or server.version
+                    or server.max_players)
+
+    def is_news(self, server):
+        """Is there to be a message about this server, which had few players and has many?"""
+        games, again_after = self.settings["notify.games"], self.settings["notify.again_after"]
+        if not self.hooks:
+            return False
+        if games and server.game not in games:
+            return False
+        if self.settings["notify.official_only"] and not server.official:
+            return False
+        # While its master could not be heard here, that master sent the message itself
+        if not self.follows(server, self.now):
+            return False
+        if self.now - self.sent_at.get(server.key, -math.inf) < again_after:
+            return False
+        # A stranger can list many servers and say of each what he likes
+        return not self.source_had_its_share(server, again_after)
+
+    def source_had_its_share(self, server, again_after):
+        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
+            times = self.sent_by_source.get(key, ())
+            if len(times) >= limit and self.now - times[-limit] < again_after:
+                return not self.registry.rules.exempts(server.source)
+        return False
+
+    def publish(self, server):
+        """Enter a message in the account; send it if no other master does."""
+        if self.now - self.sent_last[0] < MINUTE:
             self.gauges["news_dropped_total"] += 1
-        else:
-            self.latest.append(now)
-            keep_latest(self.told, server.key, now, KNOWN_SERVERS)
-            for hook in self.hooks:
-                # Who plays may have left after two minutes
-                hook.submit(functools.partial(
-                    hook.tell, time.monotonic() + 2 * MINUTE,
-                    *news_message(hook.format, server, settings, self.epoch)), None)
+            return
+        self.sent_last.append(self.now)
+        keep_latest(self.sent_at, server.key, self.now, KNOWN_SERVERS)
+        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
+            times = self.sent_by_source.get(key, ())
+            keep_latest(self.sent_by_source, key, (*times, self.now)[-limit:], KNOWN_SERVERS)
+        if self.sends(self.now):
+            until = time.monotonic() + WEBHOOK_WITHIN_S
+            shown = with_times(server_json(server), server, self.epoch, self.registry.master)
+            for hook in self.hooks.values():
+                message = NEWS_FORMATS[hook.format](server, self.settings, shown)
+                hook.submit(functools.partial(hook.tell, until, *message), None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
@@ -7560,10 +7704,16 @@ CLEANERS: Dict[Union[str, type], Callable[[Any], Any]] = {
 
 
 def stored_row(server, epoch):
-    """A LISTED_ROW, the fields not yet encoded. `epoch`: wall clock minus monotonic clock."""
+    """Its ListedRow, the fields not yet encoded. `epoch`: wall clock minus monotonic clock."""
     seen = server.last_seen + epoch
-    return (*server.key, seen + min(server.lifetime, DAY), server.first_seen + epoch, seen,
-            [getattr(server, name) for name in STORED])
+    return ListedRow(
+        server.game, server.address, server.port, expires=seen + min(server.lifetime, DAY),
+        first_seen=server.first_seen + epoch, last_seen=seen,
+        fields=[getattr(server, name) for name in STORED])
+
+
+def encoded_row(row):
+    return row._replace(fields=ENCODER.encode(row.fields))
 
 
 def restored_server(row, now, wall):
@@ -7648,7 +7798,7 @@ class SavedList:
 
         def write():
             # Encoding 10,000 rows takes 60 ms
-            self.database.save([(*row[:6], ENCODER.encode(row[6])) for row in rows], gone)
+            self.database.save(list(map(encoded_row, rows)), gone)
             return self.database.sample(wall, sample) if sample else None
 
         def written(result, now):
@@ -7669,10 +7819,17 @@ class SavedList:
 
 REPLY_BYTES = 64 << 20      # a thousand records as long as Luanti's can be
 CLUSTER_BATCH = 1000        # records written or read at once: 400 kB as a rule
+CLUSTER_BATCHES = 60        # of one log at once: 60,000 servers; in the loop 15 ms a thousand
+CLUSTER_MASTERS = 16        # people run two or three
+CLUSTER_RETRY_S = 1.0       # before each connection: all is told again within 5 s
 CLUSTER_PACE_S = 0.3        # between two exchanges; news takes two of them at most
 CLUSTER_LEASE_S = 10        # a master that was silent for so long is gone, and its log as well
+CLUSTER_MARGIN_S = 2.0      # after a lease: the next try is a second later, its answer perhaps more
 CLUSTER_LOG = 4             # a log has so many records for each listed server, and for …
 CLUSTER_LOG_SERVERS = 1000  # … so many more; then a new one is begun
+# Servers of all other masters that are remembered: two lists as long as clients take, 50,000, at
+# some 2 kB a server
+CLUSTER_SERVERS = 100_000
 ENGINE_ANSWER_S = 3.0       # it takes a millisecond; one that forks or saves may take a second
 
 
@@ -7688,24 +7845,24 @@ class EngineLink:
     file: Any = None
 
     def __init__(self, engine):
-        """`engine`: an ENGINE_URL."""
-        tls, user, self.password, host, port, database, path = map(
-            urllib.parse.unquote, re.findall(ENGINE_URL, engine)[0])
-        host = host.strip("[]")
-        self.sock = socket.socket(socket.AF_UNIX) if path else socket.create_connection(
-            (host, int(port or 6379)), ENGINE_ANSWER_S)
+        """`engine`: an EngineAddress."""
+        self.password = engine.password
+        if engine.path:
+            self.sock = socket.socket(socket.AF_UNIX)
+        else:
+            self.sock = socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
         try:
             self.sock.settimeout(ENGINE_ANSWER_S)
-            if path:
-                self.sock.connect(path)
-            if tls:
+            if engine.path:
+                self.sock.connect(engine.path)
+            if engine.tls:
                 import ssl              # 10 ms, which nobody else needs
                 self.sock = ssl.create_default_context().wrap_socket(
-                    self.sock, server_hostname=host)
+                    self.sock, server_hostname=engine.host)
             self.file = self.sock.makefile("rb")
-            if self.password:
-                self.ask("AUTH", *filter(None, (user, self.password)))
-            self.ask("SELECT", database or "0")
+            if engine.password:
+                self.ask("AUTH", *filter(None, (engine.user, engine.password)))
+            self.ask("SELECT", engine.database)
         except BaseException:
             self.close()
             raise
@@ -7745,216 +7902,377 @@ class EngineLink:
         return self.file.read(length + 2)[:-2]
 
 
-class Cluster:
-    """Several masters with one list, through Redis or Valkey.
+class NameTaken(Exception):
+    """Another process holds the lease under this master's name."""
+
+
+class LogEntry(NamedTuple):
+    """What a record in a log says of one server."""
+
+    key: Key
+    server: Optional[Server]            # None: it has gone, or cannot be read
+
+
+class MasterNews(NamedTuple):
+    """What is new in another master's log."""
+
+    master: str
+    has_webhooks: bool
+    is_new_log: bool                    # then the entries are all that this master has heard
+    entries: List[LogEntry]
+
+
+class MasterLogs:
+    """The leases and the logs that masters have in Redis or Valkey, as one of them uses them.
 
     A master writes the servers that it has heard itself to a log, a list of its own, as JSON: all
     of them at first, then those that have changed; one without fields has gone. Its lease is a key
-    that expires and names the log, which expires as well.
+    that expires. It names the log, which expires as well, and says whether this master has
+    webhooks. This is an exchange:
 
-        > GET masterserver:a                                    5e1f…, or all begins anew
-        > RPUSH masterserver:5e1f… ["iceball","203.0.113.7",20737,…]
-        > EXPIRE masterserver:5e1f… 10
-        > SET masterserver:a 5e1f… EX 10
+        > GET masterserver:a                            5e1f…-1 news: it is our own lease
+        > RPUSH masterserver:5e1f…-1 ["iceball","203.0.113.7",20737,…]
+        > EXPIRE masterserver:5e1f…-1 10
+        > SET masterserver:a "5e1f…-1 news" EX 10       with NX where nobody had it
         > SADD masterserver a
-        > SMEMBERS masterserver                                 a, b
-        > GET masterserver:b                                    77aa…
-        > LRANGE masterserver:77aa… 200 699                     what is new in its log
+        > SMEMBERS masterserver                         a, b
+        > GET masterserver:b                            77aa…-4
+        > LRANGE masterserver:77aa…-4 200 699           what is new in its log
 
-    Each connection begins a log of its own, and so does a log that has grown long. What an old
-    connection delivers late goes where nobody reads any more, and nobody is told of a log before it
-    is complete.
+    A log is named after the process that writes it, by a number that is drawn when this starts, so
+    that a process knows its own lease: two that have one name, as both come from one image, cannot
+    both have it. Each connection begins another log, and so does a log that has grown long. What an
+    old connection delivers late goes where nobody reads any more, and nobody is told of a log
+    before it is complete.
+
+    All of this can block; the cluster's thread alone calls it, and close() once that has ended.
+    Raises NameTaken, or what EngineLink raises."""
+
+    link: Any = None
+    renewed_at: Any = None                      # None: this connection has not had the lease yet
+    log, logs_begun = b"", 0                    # the log's name, with the number of logs in it
+    length = 0                                  # how many records it has
+
+    def __init__(self, engine, prefix, name, tally):
+        self.engine, self.prefix, self.name, self.tally = engine, prefix.encode(), name, tally
+        self.process = b"%016x" % CHANCE.getrandbits(64)
+        self.lease = self.key(name.encode())
+        self.read_until = {}                    # how many records, by the name of the log
+
+    def key(self, name):
+        return self.prefix + b":" + name
+
+    def open(self):
+        """Connect, and see that nobody else holds this master's name."""
+        time.sleep(CLUSTER_RETRY_S)
+        self.link = EngineLink(self.engine)
+        self.renewed_at, self.read_until = None, {}
+        self.own_lease()
+
+    def disconnect(self):
+        if self.link:
+            self.link.close()
+        self.link = None
+
+    def close(self):
+        """Give the lease up, so that the next process of this name has it at once."""
+        with contextlib.suppress(NameTaken, Malformed, OSError, ValueError):
+            if self.link and self.own_lease():
+                self.link.ask("DEL", self.lease)
+        self.disconnect()
+
+    def own_lease(self):
+        """The lease of this process, b"" if nobody has it; raises NameTaken."""
+        lease = self.link.ask("GET", self.lease)
+        if lease and not lease.startswith(self.process):
+            raise NameTaken("another master is called %s as well; change its [cluster] name"
+                            % self.name)
+        return lease
+
+    def exchange(self, records, begins_log, has_webhooks):
+        """Tell what is new here, and CLUSTER_PACE_S later read what is new elsewhere: a MasterNews
+        for each other master. `records`: ListedRows, and whether each server is confirmed."""
+        lease = self.own_lease()
+        if self.renewed_at is not None and not lease:
+            raise Malformed(self.why_lease_ended())
+        if begins_log:
+            self.logs_begun += 1
+            self.log, self.length = b"%s-%d" % (self.process, self.logs_begun), 0
+        self.write(records)
+        self.renew(lease, has_webhooks)
+        time.sleep(CLUSTER_PACE_S)
+        return self.news()
+
+    def why_lease_ended(self):
+        held_up_s = time.monotonic() - self.renewed_at
+        if held_up_s >= CLUSTER_LEASE_S:
+            return "this master was held up for %d s, and its lease has ended" % held_up_s
+        return "this master's records have disappeared from Redis (restart, flush or eviction)"
+
+    def write(self, records):
+        for at in range(0, len(records), CLUSTER_BATCH):
+            self.link.ask("RPUSH", self.key(self.log), *[
+                to_json((*encoded_row(row), confirmed))
+                for row, confirmed in records[at:at + CLUSTER_BATCH]])
+        self.length += len(records)
+        self.link.ask("EXPIRE", self.key(self.log), CLUSTER_LEASE_S)
+
+    def renew(self, lease, has_webhooks):
+        """Renew the lease, or take it where nobody has it; the log is complete."""
+        value = self.log + (b" news" if has_webhooks else b"")
+        only_if_free = () if lease else ("NX",)
+        if self.link.ask("SET", self.lease, value, "EX", CLUSTER_LEASE_S, *only_if_free) != b"OK":
+            self.own_lease()
+            raise Malformed("the lease could not be taken")
+        self.renewed_at = time.monotonic()
+        self.link.ask("SADD", self.prefix, self.name)
+
+    def news(self):
+        news, read = [], {}
+        for master in self.link.ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
+            name = master.decode("ascii", "replace")
+            log, _, mark = self.link.ask("GET", self.key(master)).partition(b" ")
+            if not log:
+                self.link.ask("SREM", self.prefix, master)
+            elif name != self.name and re.fullmatch(WORD, name):
+                records = self.read(log)
+                entries = [self.entry(name, record) for record in records]
+                read[log] = self.read_until.get(log, 0) + len(records)
+                news.append(MasterNews(name, mark == b"news", log not in self.read_until, entries))
+        self.read_until = read
+        return news
+
+    def read(self, log):
+        """The records that are new in this log."""
+        begin, records = self.read_until.get(log, 0), []
+        for _ in range(CLUSTER_BATCHES):
+            at = begin + len(records)
+            batch = self.link.ask("LRANGE", self.key(log), at, at + CLUSTER_BATCH - 1)
+            records += batch
+            if len(batch) < CLUSTER_BATCH:
+                break
+        return records
+
+    def entry(self, master, record):
+        """The LogEntry that a record of another master's log is."""
+        try:
+            values = list(json.loads(record))
+            columns = len(ListedRow._fields)
+            row, more = ListedRow(*values[:columns]), values[columns:]
+            times = row.expires, row.first_seen, row.last_seen
+            if (not row.has_types() or not math.isfinite(sum(times))
+                    or not re.fullmatch(WORD, row.game)):
+                raise ValueError("values of another type")
+            row = row._replace(address=read_address(row.address))
+            server = restored_server(row, time.monotonic(), time.time())
+        except (ValueError, TypeError, RecursionError, Refused) as error:
+            failed(Malformed(error), self.tally, master, "cluster", record)
+            return LogEntry(("", "", 0), None)
+        if server:
+            server.master = master
+            # A master of an older version does not say; all that it tells was heard
+            server.confirmed = not more or more[0] is not False
+            if server.lifetime == math.inf:
+                server.lifetime = RESTORED_S
+        return LogEntry((row.game, row.address, row.port), server)
+
+
+def default_master_name(database):
+    """The host's name, and a number that stays with the database."""
+    number = CHANCE.getrandbits(32)
+    if database:
+        with contextlib.suppress(*DISK_ERRORS):
+            number = database.number(number)
+    host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())[:50]
+    return "%s-%08x" % (host, number)
+
+
+class Cluster:
+    """Several masters with one list, through MasterLogs.
 
     A thread makes the exchanges, one at a time, as they can block; everything else is done in the
     loop. Without a link each master serves what it knows; what it has to tell is a mark a server,
     in `pending`."""
 
-    link: Any = None                            # the thread's while it makes an exchange
-    publication, length = b"", 0                # the log, and its records
+    # What an own server takes from another master, which heard it later. How this master knows the
+    # server, who may change it and whether the ini names it are its own business
+    TAKEN_OVER = STORED.keys() - {"source", "claim", "pinned"}
+
     linked_at = 0.0                             # 0: it is not
+    kept_out_since: Optional[float] = None      # from then on another process has the name
 
     def __init__(self, server):
         self.server, self.registry, settings = server, server.registry, server.settings
-        self.engine, self.prefix = settings["cluster.redis"], settings["cluster.prefix"]
-        self.number, self.known_at = CHANCE.getrandbits(32), time.monotonic()
-        if server.database:
-            with contextlib.suppress(*DISK_ERRORS):
-                self.number = server.database.number(self.number)
-        host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())[:50]
-        self.name = settings["cluster.name"] or "%s-%08x" % (host, self.number)
+        self.name = settings["cluster.name"] or default_master_name(server.database)
         self.registry.master = self.name
         self.tally = server.tallies.setdefault("cluster", Tally())
-        self.words = collections.defaultdict(dict)      # servers by master and key
+        self.logs = MasterLogs(settings["cluster.redis"], settings["cluster.prefix"], self.name,
+                               self.tally)
+        self.pending = {}                               # own servers by key; None: it has gone
+        self.exchanged_at = time.monotonic()            # of the last exchange, or of the start
+        self.others = {}                                # in it: by name, has it webhooks?
+        self.remote_servers = collections.defaultdict(dict)     # by master and key
         self.heard_at = {}                              # by master
+        self.without_room = {}                          # keys of what the list had no room for
         self.thread = WorkerThread("cluster", server.post)
-        self.registry.watch(self.mark)
-        server.news.tells_of = self.tells_of
+        self.registry.watch(self.own_changed)
+        server.news.sends, server.news.follows = self.sends_news, self.follows
         server.protocols.append(self)
         self.proceed(time.monotonic())
 
     def close(self):
-        if self.thread.stop(ENGINE_ANSWER_S) and self.link:
-            self.link.close()
+        if self.thread.stop(ENGINE_ANSWER_S):
+            self.logs.close()
 
-    # In the thread
-
-    def connect(self):
-        time.sleep(1.0)                             # complete again within 5 s
-        self.link, self.read_until = EngineLink(self.engine), {}
-
-    def exchange(self, rows):
-        """Tell what is new here, and CLUSTER_PACE_S later read what is new elsewhere."""
-        ask, key = self.link.ask, self.prefix.encode() + b":%s"
-        lease, own_log = key % self.name.encode(), key % self.publication
-        found = ask("GET", lease)
-        if found and found[:8] != self.publication[:8]:
-            raise Malformed("another master is called %s as well" % self.name)
-        if self.length and found != self.publication:
-            raise Malformed("what was written there has gone")
-        for at in range(0, len(rows), CLUSTER_BATCH):
-            ask("RPUSH", own_log, *[to_json((*row[:6], ENCODER.encode(row[6])))
-                                    for row in rows[at:at + CLUSTER_BATCH]])
-        self.length += len(rows)
-        ask("EXPIRE", own_log, CLUSTER_LEASE_S)
-        ask("SET", lease, self.publication, "EX", CLUSTER_LEASE_S)
-        ask("SADD", self.prefix, self.name)
-        time.sleep(CLUSTER_PACE_S)
-        return self.news(ask, key)
-
-    def news(self, ask, key):
-        """Of each other master: its name, whether its log is a new one, and what is new in it."""
-        news, read = [], {}
-        for master in ask("SMEMBERS", self.prefix)[:16]:         # people run two or three
-            name, publication = master.decode("ascii", "replace"), ask("GET", key % master)
-            if not publication:
-                ask("SREM", self.prefix, master)
-            elif name != self.name and re.fullmatch(WORD, name):
-                at, words = self.read_until.get(publication, 0), []
-                for _ in range(60):                 # 60,000 servers; in the loop 15 ms a thousand
-                    records = ask("LRANGE", key % publication, at, at + CLUSTER_BATCH - 1)
-                    words += [self.hear(name, record) for record in records]
-                    at += len(records)
-                    if len(records) < CLUSTER_BATCH:
-                        break
-                read[publication] = at
-                news.append((name, publication not in self.read_until, words))
-        self.read_until = read
-        return news
-
-    def hear(self, name, record):
-        """What another master says of one of its servers: its key, and the server or None."""
-        try:
-            row = list(json.loads(record))[:7]
-            if (tuple(map(type, row)) != LISTED_ROW or not math.isfinite(sum(row[3:6]))
-                    or not re.fullmatch(WORD, row[0])):
-                raise ValueError("values of another type")
-            row[1] = read_address(row[1])
-            word = restored_server(row, time.monotonic(), time.time())
-        except (ValueError, TypeError, RecursionError, Refused) as error:
-            failed(Malformed(error), self.tally, name, "cluster", record)
-            return ("", "", 0), None
-        if word:
-            word.master, word.confirmed = name, True
-            if word.lifetime == math.inf:
-                word.lifetime = RESTORED_S
-        return tuple(row[:3]), word
-
-    # In the loop
+    # Exchanges
 
     def proceed(self, now):
         """Begin an exchange, or connect first."""
-        if self.link is None:                       # then all is told anew
+        if self.logs.link is None:                  # then all is told anew
             self.pending = {}
-            self.thread.submit(self.connect, self.exchanged)
+            self.thread.submit(self.logs.open, self.exchanged)
             return
         most = CLUSTER_LOG * (self.registry.total + CLUSTER_LOG_SERVERS)
-        if not self.linked_at or self.length > most:
-            # By the number a master that was started again knows its own lease
-            self.publication = b"%08x%016x" % (self.number, CHANCE.getrandbits(64))
-            self.length = 0
+        begins_log = not self.linked_at or self.logs.length > most
+        if begins_log:
             self.pending = {server.key: server for server in self.registry.servers()
                             if not server.master}
-        rows = [stored_row(server, time.time() - now) if server else (*key, 0.0, 0.0, 0.0, [])
-                for key, server in self.pending.items()]
+        epoch, records = time.time() - now, []
+        for (game, address, port), server in self.pending.items():
+            if server:
+                records.append((stored_row(server, epoch), server.confirmed))
+            else:
+                records.append((ListedRow(game, address, port, 0.0, 0.0, 0.0, []), True))
         self.pending = {}
-        self.thread.submit(functools.partial(self.exchange, rows), self.exchanged)
+        self.thread.submit(functools.partial(
+            self.logs.exchange, records, begins_log, bool(self.server.news.hooks)), self.exchanged)
 
     def exchanged(self, result, now):
         """Take what an exchange has brought; the next one follows."""
         if isinstance(result, Exception):
-            if self.link:
-                self.link.close()
-            self.link, self.linked_at = None, 0.0
-            report(self.server.health, "cluster", ascii(error_text(result)))
-            result = []
-        elif result is not None:                    # not from connect()
-            self.known_at = now
-            if not self.linked_at:
-                self.linked_at = now
-                self.tally.connections += 1
-                self.server.health.pop("cluster", None)
-                log.info("linked to the other masters as %s", self.name)
-        for name, fresh, words in result or ():
-            self.heard_at[name] = now
-            known, changed = self.words[name], dict(words)
-            if fresh:
-                changed.update(known)
-                known.clear()
-            for key, word in words:
-                known.pop(key, None)
-                if word and len(known) < self.registry.rules.servers:
-                    known[key] = word
-            for key in changed:
-                self.show(key)
+            self.logs.disconnect()
+            self.linked_at = 0.0
+            self.link_failed(result, now)
+        elif result is not None:                    # not from open()
+            self.link_works(now)
+            for news in result:
+                self.take_news(news, now)
+            self.exchanged_at = now
+            self.others = {news.master: news.has_webhooks for news in result}
         self.proceed(now)
 
-    def tells_of(self, key):
-        """The first by its name."""
-        return all(self.name < name or key not in words for name, words in self.words.items())
+    def link_failed(self, error, now):
+        """Say what is wrong. That the name is taken is said only when no process of this master
+        that was killed can have the lease any more."""
+        health = self.server.health
+        if not isinstance(error, NameTaken):
+            self.kept_out_since = None
+            report(health, "cluster", ascii(error_text(error)))
+        elif self.kept_out_since is None:
+            self.kept_out_since = now
+            health.pop("cluster", None)
+        elif now - self.kept_out_since >= CLUSTER_LEASE_S + CLUSTER_MARGIN_S:
+            report(health, "cluster", str(error))
 
-    def mark(self, event, server):
+    def link_works(self, now):
+        self.kept_out_since = None
+        if not self.linked_at:
+            self.linked_at = now
+            self.tally.connections += 1
+            self.server.health.pop("cluster", None)
+            log.info("linked to the other masters as %s", self.name)
+
+    # Other masters' servers
+
+    def take_news(self, news, now):
+        """Remember what another master tells, and show it."""
+        self.heard_at[news.master] = now
+        servers = self.remote_servers[news.master]
+        changed = dict.fromkeys(entry.key for entry in news.entries)
+        if news.is_new_log:
+            changed.update(servers)
+            servers.clear()
+        room = CLUSTER_SERVERS - sum(map(len, self.remote_servers.values()))
+        for key, server in news.entries:
+            if servers.pop(key, None):
+                room += 1
+            if server and room > 0:
+                servers[key] = server
+                room -= 1
+        for key in changed:
+            self.show_latest(key)
+
+    def show_latest(self, key):
+        """List a server as the other master that heard it last tells it; one that no other master
+        knows any more leaves, unless this one has heard it itself."""
+        registry, server = self.registry, self.registry.get(*key)
+        told = self.latest_told(key)
+        self.without_room.pop(key, None)
+        if told is None:
+            if server and server.master:
+                registry.drop(server)
+        elif server is None and registry.total >= registry.rules.servers:
+            self.without_room[key] = None
+        elif server is None:
+            registry.insert(copy.copy(told))
+        elif server.master:
+            fields = {name: getattr(told, name) for name in (*STORED, "confirmed", "master")}
+            registry.update(server, fields)
+        elif not self.own_word_stands(server, told):
+            registry.update(server, {name: getattr(told, name) for name in self.TAKEN_OVER})
+
+    def latest_told(self, key):
+        """The server as the other master that heard it last tells it; None: no master does, or
+        the rules of this one do not let it be listed."""
+        told = [servers[key] for servers in self.remote_servers.values() if key in servers]
+        latest = max(told, key=lambda server: server.last_seen, default=None)
+        if latest is not None:
+            try:
+                self.registry.admit(*key, latest.source, latest.name, pinned=True)
+            except Refused:
+                return None
+        return latest
+
+    @staticmethod
+    def own_word_stands(server, told):
+        """Does what this master has heard itself stand against what another one tells? It does if
+        it was heard later, and where this master has a connection or polls the server."""
+        return server.lifetime == math.inf or server.last_seen >= told.last_seen
+
+    def own_changed(self, event, server):
         self.pending[server.key] = None if event == "gone" else server
         if event == "gone":
-            self.show(server.key)
+            self.show_latest(server.key)
 
-    def show(self, key):
-        """List a server as the latest word has it. One that this master has heard itself, and
-        later, stands, as does what it knows by a connection or a poll."""
-        registry, server = self.registry, self.registry.get(*key)
-        said = [words[key] for words in self.words.values() if key in words]
-        word = max(said, key=lambda word: word.last_seen, default=None)
-        with contextlib.suppress(Refused):
-            if word:
-                registry.admit(*key, word.source, word.name, pinned=True)
-                if server is None and registry.total < registry.rules.servers:
-                    registry.insert(copy.copy(word))
-                elif server and (server.master or server.last_seen < word.last_seen
-                                 and server.lifetime < math.inf):
-                    fields = {name: getattr(word, name) for name in STORED.keys() - {"source"}}
-                    registry.update(server, {**fields, "master": server.master and word.master})
-                return
-        if server and server.master:
-            registry.drop(server)
+    # News
+
+    def masters_heard(self, now):
+        """By name, has it webhooks? The other masters of the last exchange, for as long as their
+        leases and this master's own lease last without another one. So a master that loses the
+        link begins to send its own news when the others cease to count on it."""
+        return self.others if now < self.exchanged_at + CLUSTER_LEASE_S else {}
+
+    def sends_news(self, now):
+        """Is this the first, by name, of the masters that have webhooks?"""
+        return all(self.name < name for name, has_webhooks in self.masters_heard(now).items()
+                   if has_webhooks)
+
+    def follows(self, server, now):
+        """Is it this master's own server, or that of one that was heard without a break?"""
+        return not server.master or server.master in self.masters_heard(now)
 
     # As a protocol
 
     def read(self, settings):
-        for words in self.words.values():
-            for key in words:
-                self.show(key)
+        for servers in self.remote_servers.values():
+            for key in servers:
+                self.show_latest(key)
 
     def tick(self, now):
-        """Once a second: who leaves, who is still there, how it stands."""
-        for name, words in list(self.words.items()):
-            # Without a link nobody can be heard
-            vouched = max(self.heard_at[name], self.linked_at, self.registry.deaf_until) + (
-                ENGINE_ANSWER_S if self.linked_at else HOUR)
-            for key, word in list(words.items()):
-                if vouched + word.lifetime <= now:
-                    del words[key]
-                    self.show(key)
-            if not words:
-                del self.words[name], self.heard_at[name]
+        """Once a second: drop the servers of masters that have gone, list those that there is
+        room for now, keep the others listed, and say how the link does."""
+        self.expire(now)
+        self.catch_up()
         counts = collections.Counter({self.name: 0})
         for listed in self.registry.games.values():
             for server in listed.values():
@@ -7963,9 +8281,28 @@ class Cluster:
                     server.last_seen = now
         self.server.cluster.update(
             connected=self.linked_at > 0, servers=dict(counts),
-            lag_seconds=round(now - self.known_at, 1),
+            lag_seconds=round(now - self.exchanged_at, 1),
             pending=len(self.pending) if self.linked_at else counts[self.name],
             reconnects_total=max(0, self.tally.connections - 1))
+
+    def catch_up(self):
+        """List what there was no room for, if there is now: 20 ms a second at most."""
+        room = max(0, self.registry.rules.servers - self.registry.total)
+        for key in list(itertools.islice(self.without_room, min(room, CLUSTER_BATCH))):
+            self.show_latest(key)
+
+    def expire(self, now):
+        """Forget the servers of masters that were not heard for the servers' lifetimes."""
+        for name, servers in list(self.remote_servers.items()):
+            # Without a link nobody can be heard
+            vouched = max(self.heard_at[name], self.linked_at, self.registry.deaf_until) + (
+                ENGINE_ANSWER_S if self.linked_at else HOUR)
+            for key, server in list(servers.items()):
+                if vouched + server.lifetime <= now:
+                    del servers[key]
+                    self.show_latest(key)
+            if not servers:
+                del self.remote_servers[name], self.heard_at[name]
 
 
 # --- The running program -------------------------------------------------------------------------
@@ -9355,10 +9692,11 @@ def command_notify(arguments):
     """Tell of a server that does not exist, and say what each webhook answered."""
     settings, good = load_settings(arguments), True
     server = Server("iceball", "203.0.113.7", 20737, "", 0.0, 0.0, "A test of the news")
+    shown = with_times(server_json(server), server, time.time(), "")
     for name in arguments.name or settings["webhooks"] or [""]:
         with failing_with(EXIT_USAGE, "[webhooks] has no such NAME", KeyError):
             format, url = settings["webhooks"][name].split()
-        status, _ = post_url(url, *news_message(format, server, settings, time.time()))
+        status, _ = post_url(url, *NEWS_FORMATS[format](server, settings, shown))
         say("%s: %s" % (name, status))
         good &= status.startswith("2")
     return EXIT_OK if good else EXIT_FAILED

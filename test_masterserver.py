@@ -7138,13 +7138,14 @@ class NewsTest(unittest.TestCase):
         self.addCleanup(patch.stop)
         return ms.News(self.core.settings, self.registry, self.gauges)
 
-    def hear(self, players, port=1, game="mygame", **fields):
-        return self.registry.hear(game, "203.0.113.9", port, "203.0.113.9", self.now, 1e9,
+    def hear(self, players, port=1, game="mygame", address="203.0.113.9", **fields):
+        return self.registry.hear(game, address, port, address, self.now, 1e9,
                                   {"name": "S", "players": players, **fields})
 
     def messages(self, news, seconds=1.0):
         """How many messages wait now; then time passes, as the news are told."""
-        waiting = [hook.jobs.get() for hook in news.hooks for _ in range(hook.jobs.qsize())]
+        waiting = [hook.jobs.get() for hook in news.hooks.values()
+                   for _ in range(hook.jobs.qsize())]
         self.now += seconds
         news.tick(self.now)
         return len(waiting)
@@ -7172,13 +7173,83 @@ class NewsTest(unittest.TestCase):
             self.hear(players)
         self.assertEqual(self.messages(news), 0)
 
-    def test_another_master_tells_of_it(self):
-        news = self.news()
-        news.tells_of = lambda key: key[2] != 1
-        for port, told in (1, 0), (2, 1):
+    def test_another_master_sends_it(self):
+        """What that one sends stands in the account of this one as well, which may go on alone."""
+        news, alone = self.news(notify__again_after="100"), True
+        news.sends = lambda now: alone
+        news.tick(self.now)
+        for alone, seconds, sent in (False, 50, 0), (True, 60, 0), (True, 1, 1):
+            self.hear(0)
+            self.hear(2)
+            self.assertEqual(self.messages(news, seconds), sent)
+
+    def test_one_source_has_two_messages(self):
+        """The addresses that crowd, how many of their messages are sent, while another one's is as
+        well; how many more the first of them has then, and how many when its time is over."""
+        for addresses, sent, more, more_later, settings in (
+                (["203.0.113.9"] * 9, 2, 0, 2, {}),
+                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 2, {}),
+                (["2001:db8:0:%x::1" % network for network in range(1, 9)], 8, 1, 1, {}),
+                (["203.0.113.9"] * 9, 9, 3, 3, {"limits__exempt": "203.0.113.9"})):
+            news = self.news(notify__again_after="1000", **settings)
+            news.tick(self.now)
+            for port, address in enumerate(addresses, 1):       # takes the next port each time
+                self.hear(0, port, address=address)
+                self.registry.remove(self.hear(9, port, address=address))
+            self.hear(0, 1, address="198.51.100.1")
+            self.hear(2, 1, address="198.51.100.1")
+            self.assertEqual(self.messages(news, 998), sent + 1, addresses)
+            for first_port, expected in (101, more), (201, more_later):
+                for port in range(first_port, first_port + 3):
+                    self.hear(0, port, address=addresses[0])
+                    self.registry.remove(self.hear(9, port, address=addresses[0]))
+                self.assertEqual(self.messages(news, 2), expected, addresses)
+
+    def test_a_48_has_the_share_of_many_sources(self):
+        news = self.news(notify__again_after="86400", limits__servers_per_source="1000")
+        news.tick(self.now)
+        sent = 0
+        for network in range(60):
             for players in 0, 2:
-                self.hear(players, port)
-            self.assertEqual(self.messages(news), told)
+                self.hear(players, address="2001:db8:0:%x::1" % network)
+            sent += self.messages(news, 10)
+        self.assertEqual(sent, ms.NEWS_PER_SOURCE * ms.SITE_SOURCES)
+        self.assertEqual(max(map(len, news.sent_by_source.values())), sent)
+
+    def test_the_account_is_bounded(self):
+        news = self.news(notify__again_after="86400")
+        with mock.patch.object(ms, "KNOWN_SERVERS", 5):
+            for host in range(1, 20):
+                for players in 0, 2:
+                    self.hear(players, address="198.18.0.%d" % host)
+                self.assertEqual(self.messages(news, 10), 1)
+        self.assertEqual((len(news.sent_at), len(news.sent_by_source)), (5, 5))
+
+    def test_a_server_that_another_master_has_heard_goes_on(self):
+        """Who heard it and its players, one after another; after which of it there is a message."""
+        for wanted, *steps in (
+                ("2", ("b", 0), ("b", 2)),
+                ("2", ("b", 0), ("", 2)),                       # taken over without a "gone"
+                ("", ("b", 5), ("", 5)),
+                ("4", ("b", 5), ("", 5), ("", 0), ("b", 5)),    # and given back
+                ("", ("", 5), ("b", 5), ("", 6)),
+                ("", ("", 0), (None, 0), ("b", 2))):            # a tick later it is a new one
+            news, found, key = self.news(), "", ("mygame", "203.0.113.9", 1)
+            for step, (master, players) in enumerate(steps, 1):
+                server = self.registry.get(*key)
+                if master is None:
+                    self.registry.drop(server)
+                elif not master:
+                    self.hear(players)
+                elif server and server.master == master:
+                    self.registry.update(server, {"players": players})
+                else:
+                    self.registry.remove(server)
+                    server = ms.Server(*key, "203.0.113.9", self.now, 1e9, players=players)
+                    server.master = master
+                    self.registry.insert(server)
+                found += str(step) * self.messages(news)
+            self.assertEqual(found, wanted, steps)
 
     def test_what_was_not_known_before_is_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
@@ -7202,31 +7273,32 @@ class NewsTest(unittest.TestCase):
         self.registry.update(framed, {"players": 0})
         for server in self.registry.servers():
             self.registry.remove(server)
-        self.assertEqual(news.few, set())              # nothing is kept of who has gone
+        news.tick(self.now)
+        self.assertEqual((news.had_few, news.departed), (set(), []))    # nothing is kept of them
 
     def test_only_what_the_ini_wants(self):
         for settings, wanted in (
                 ({}, "123"), ({"notify__games": "iceball, b"}, "13"),
                 ({"notify__players": "4"}, ""),
-                ({"notify__official_only": "yes", "official__203.0.113.9:2": "yes"}, "2"),
+                ({"notify__official_only": "yes", "official__198.18.0.2:2": "yes"}, "2"),
                 ({"webhooks__two": "text http://b/"}, "123")):
             news = self.news(**settings)
             for players in 0, 3:
                 for port, game in ((1, "iceball"), (2, "aio"), (3, "b")):
-                    self.hear(players, port, game, published="S")
-            found = "".join(sorted(str(port) for _, _, port in news.told))
-            self.assertEqual({hook.jobs.qsize() for hook in news.hooks}, {len(wanted)})
+                    self.hear(players, port, game, "198.18.0.%d" % port, published="S")
+            found = "".join(sorted(str(port) for _, _, port in news.sent_at))
+            self.assertEqual({hook.jobs.qsize() for hook in news.hooks.values()}, {len(wanted)})
             self.assertEqual(found, wanted, settings)
 
     def test_a_flood_is_ten_messages_and_bounded(self):
-        news = self.news(limits__servers_per_source="2000", notify__again_after="60")
-        told = 0
+        news = self.news(notify__again_after="60")
+        sent = 0
         for _ in range(3):                              # minutes
-            for players, port in itertools.product((0, 2), range(1, 1001)):
-                self.hear(players, port)
-            told += self.messages(news, 60)
-        self.assertEqual((told, self.gauges["news_dropped_total"]), (30, 2970))
-        self.assertEqual((len(news.told), news.few), (10, set()))
+            for players, host in itertools.product((0, 2), range(1000)):
+                self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
+            sent += self.messages(news, 60)
+        self.assertEqual((sent, self.gauges["news_dropped_total"]), (30, 2970))
+        self.assertEqual(news.had_few, set())
 
     NAMES = ("@everyone @here", "<@&1> <!channel> &lt; &", "[a](http://b) http://c www.d.e",
              "**x**", "`x` ``` ~~x~~ _x_ __", '" \\" $name %s', "日本 # 1. > -",
@@ -7240,7 +7312,8 @@ class NewsTest(unittest.TestCase):
                 name, name, ms.server_link(server))
             bodies = {}
             for format in ms.NEWS_FORMATS:
-                type, body = ms.news_message(format, server, settings, WALL)
+                type, body = ms.NEWS_FORMATS[format](
+                    server, settings, ms.with_times(ms.server_json(server), server, WALL, ""))
                 bodies[format] = body.decode("utf-8")
                 self.assertEqual(type, "text/plain; charset=utf-8" if format == "text" else
                                  "application/json; charset=utf-8")
@@ -7263,8 +7336,8 @@ class NewsTest(unittest.TestCase):
         for text, settings in (
                 ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
                 ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
-            self.assertEqual(ms.news_message("text", empty, ms.Settings(settings), 0.0)[1].decode(),
-                             text)
+            self.assertEqual(ms.text_news(empty, ms.Settings(settings), b""),
+                             ("text/plain; charset=utf-8", text.encode()))
 
     def test_failures_are_tried_again_and_told_once(self):
         """Statuses, the pauses after them, and what is logged."""
@@ -7297,7 +7370,7 @@ class NewsTest(unittest.TestCase):
             self.hear(2)
             self.now += 6.0
             news.tick(self.now)
-        old = news.hooks
+        old = list(news.hooks.values())
         self.assertEqual([hook.jobs.qsize() for hook in old], [ms.WORKER_JOBS] * 2)
         with mock.patch.object(threading.Thread, "join"):
             reload(self.core, news, webhooks__third="text http://third/")
@@ -7305,9 +7378,9 @@ class NewsTest(unittest.TestCase):
             for hook in old:
                 hook.work()                             # ends, and tells what waits to nobody
         posted.assert_not_called()
-        self.assertEqual([hook.name for hook in news.hooks], ["webhook third"])
-        self.hear(0, 99)
-        self.hear(2, 99)
+        self.assertEqual([hook.name for hook in news.hooks.values()], ["webhook third"])
+        self.hear(0, address="198.51.100.1")
+        self.hear(2, address="198.51.100.1")
         self.assertEqual(self.messages(news), 1)
 
     def test_nobody_to_tell(self):
@@ -7315,7 +7388,30 @@ class NewsTest(unittest.TestCase):
         reload(self.core, news)
         for players in 0, 2:
             self.hear(players)
-        self.assertEqual((news.hooks, dict(news.told)), ([], {}))
+        self.assertEqual((news.hooks, dict(news.sent_at)), ({}, {}))
+
+    def test_a_reload_stops_nothing_that_stays(self):
+        """A message that is tried again when the settings are read: by the line of its webhook
+        then, how often it is posted in all."""
+        ours = "json https://h.example/SECRET"
+        for lines, tries in (({"ours": ours}, 3), ({"ours": ours, "new": "text http://n/"}, 3),
+                             ({"ours": "text http://elsewhere/"}, 1), ({"other": ours}, 1),
+                             ({}, 1)):
+            news = self.news()
+            self.hear(0)
+            self.hear(2)
+            settings = {"webhooks__" + name: line for name, line in lines.items()}
+
+            def read_settings(seconds, news=news, settings=settings):
+                reload(self.core, news, **settings)
+            with mock.patch.object(ms.log, "warning"), \
+                    mock.patch.object(threading.Thread, "join"), \
+                    mock.patch.object(ms, "post_url", return_value=("500", "")) as posted, \
+                    mock.patch.object(ms.time, "sleep", side_effect=read_settings):
+                tell, _ = news.hooks["ours"].jobs.get()
+                tell()
+            self.assertEqual(posted.call_count, tries, lines)
+            self.assertEqual({name: hook.line for name, hook in news.hooks.items()}, lines)
 
 
 class Receiver(http.server.ThreadingHTTPServer):
@@ -8554,6 +8650,7 @@ class EngineInMemory:
 
     def __init__(self, clock: Any) -> None:
         self.clock, self.here = clock, True
+        self.commands: collections.Counter[str] = collections.Counter()
         self.flush()
 
     def flush(self) -> None:
@@ -8570,13 +8667,19 @@ class EngineInMemory:
             raise ConnectionRefusedError("refused")
         key, *words = [part.encode() if isinstance(part, str) else part for part in parts]
         now = self.clock.monotonic()
+        self.commands[command] += 1
         for log in [log for log, end in self.log_ends.items() if end <= now]:
             del self.log_ends[log], self.logs[log]
         if command == "GET":
             text, end = self.texts.get(key, (b"", 0.0))
             return text if end > now else b""
         if command == "SET":
+            if words[3:] == [b"NX"] and self.ask("GET", key):
+                return b""
             self.texts[key] = words[0], now + words[2]
+            return b"OK"
+        if command == "DEL":
+            self.texts.pop(key, None)
         elif command == "RPUSH":
             self.logs[key] += words
         elif command == "EXPIRE" and key in self.logs:
@@ -8596,13 +8699,15 @@ class ClusterCase(unittest.TestCase):
     """Masters that share an engine, without sockets, threads or the time."""
 
     def setUp(self) -> None:
-        self.now, self.masters = 1000.0, {}
+        self.now, self.masters, self.cut_off = 1000.0, {}, set()
         self.clock = SimpleNamespace(time=lambda: T0 + self.now, sleep=lambda seconds: None,
                                      monotonic=lambda: self.now)
         self.engine = EngineInMemory(self.clock)
         for patch in (mock.patch.object(ms, "time", self.clock),
                       mock.patch.object(ms, "EngineLink", self.connect),
                       mock.patch.object(ms, "WorkerThread", lambda name, post: DiskThread()),
+                      mock.patch.object(threading.Thread, "start"),
+                      mock.patch.object(threading.Thread, "join"),
                       mock.patch.object(ms, "log")):
             self.log = patch.start()
             self.addCleanup(patch.stop)
@@ -8617,7 +8722,7 @@ class ClusterCase(unittest.TestCase):
         registry = ms.Registry(ms.Rules(chosen))
         server = SimpleNamespace(settings=chosen, registry=registry, tallies={}, cluster={},
                                  health={}, database=None, protocols=[], post=None,
-                                 news=SimpleNamespace())
+                                 news=ms.News(chosen, registry, {}))
         with mock.patch.object(DiskThread, "work"):
             server.link = ms.Cluster(server)
         server.link.thread.at_once = False
@@ -8627,16 +8732,19 @@ class ClusterCase(unittest.TestCase):
     def run_for(self, seconds: float, every: Callable[[], Any] = lambda: None) -> None:
         for step in range(int(seconds * 2)):
             self.now += 0.5
-            for server in list(self.masters.values()):
+            for name, server in list(self.masters.items()):
                 job, done = server.link.thread.jobs.pop()
-                try:
-                    result = job()
-                except Exception as error:
-                    result = error
+                reachable = self.engine.here and name not in self.cut_off
+                with mock.patch.object(self.engine, "here", reachable):
+                    try:
+                        result = job()
+                    except Exception as error:
+                        result = error
                 done(result, self.now)
                 if step % 2:
                     server.registry.expire(self.now)
                     server.link.tick(self.now)
+                    server.news.tick(self.now)
             every()
 
     def hear(self, server: Any, port: int = 1, lifetime: float = 120.0, game: str = "iceball",
@@ -8647,6 +8755,17 @@ class ClusterCase(unittest.TestCase):
     def shown(self, server: Any) -> Dict[int, Tuple[str, str, int]]:
         """By port: the master that has heard it, its name and players."""
         return {one.port: (one.master, one.name, one.players) for one in server.registry.servers()}
+
+
+    def sent(self) -> Dict[str, int]:
+        """By master: how many messages it has sent since this was asked last."""
+        sent: Dict[str, int] = collections.Counter()
+        for name, server in self.masters.items():
+            for hook in server.news.hooks.values():
+                while hook.jobs.qsize():
+                    hook.jobs.get()
+                    sent[name] += 1
+        return dict(sent)
 
 
 class ClusterTest(ClusterCase):
@@ -8711,16 +8830,6 @@ class ClusterTest(ClusterCase):
         self.hear(b, name="fourth")
         self.run_for(2)
         self.assertEqual((connected.name, self.shown(c)[1][1]), ("third", "fourth"))
-
-    def test_one_of_them_tells_webhooks(self) -> None:
-        a, b = map(self.start, "ab")
-        for server, ports in (a, (1, 2)), (b, (2, 3)):
-            for port in ports:
-                self.hear(server, port)
-        self.run_for(2)
-        self.assertEqual([[server.news.tells_of(("iceball", "203.0.113.9", port))
-                           for port in ports] for server, ports in ((a, (1, 2)), (b, (2, 3)))],
-                         [[True, True], [False, True]])
 
     def test_the_quake_iii_family_of_others(self) -> None:
         """It has a title, stands in the game's own list and is not polled; a master of an older
@@ -8811,28 +8920,93 @@ class ClusterTest(ClusterCase):
         self.assertEqual(sorted(self.shown(b)), [2], "nobody knows of the others any more")
 
     def test_two_of_one_name(self) -> None:
-        one = self.start("a")
-        self.hear(one)
-        two = self.start("a")
-        self.hear(two, 2)
-        other = self.start("b")
-        self.masters = {"one": one, "b": other}
-        self.run_for(5)
-        self.masters["two"] = two                       # who came first goes on as before
+        """The second one keeps out from the first moment, and says so when it can be no process
+        of its own before any more."""
+        one, two, other = self.start("a"), self.start("a"), self.start("b")
+        self.hear(one, 1, 1e6)
+        self.hear(two, 2, 1e6)
+        self.masters = {"one": one, "two": two, "b": other}     # begin in the same moment
         gone: List[Any] = []
-        other.registry.watch(lambda event, server: gone.append(event), every_master=True)
-        self.run_for(30)
-        self.assertIn("another master is called a", two.health["cluster"])
-        self.assertEqual((one.health, other.health, gone, self.shown(other)),
-                         ({}, {}, [], {1: ("a", "S1", 0)}))
-        del self.masters["one"]                         # and when it has gone, the other has it
+        other.registry.watch(lambda event, server: gone.append(event), events=["gone"],
+                             every_master=True)
+        self.run_for(11)
+        self.assertEqual((one.health, two.health, self.log.error.mock_calls), ({}, {}, []))
+        self.run_for(300)
+        name_taken = "another master is called a as well; change its [cluster] name"
+        self.assertEqual(two.health, {"cluster": name_taken})
+        self.log.error.assert_called_once_with(
+            "trouble with the %s: %s", "cluster", name_taken)
+        self.assertEqual((one.health, other.health, gone, one.cluster["reconnects_total"]),
+                         ({}, {}, [], 0))
+        self.assertEqual([self.shown(server) for server in (one, two, other)], [
+            {1: ("", "S1", 0)}, {2: ("", "S2", 0)}, {1: ("a", "S1", 0)}])
+        del self.masters["one"]                         # when it has gone, the other has the name
         self.run_for(20)
         self.assertEqual((two.health, self.shown(other)[2]), ({}, ("a", "S2", 0)))
-        again = self.start("a")                         # it was started again, with its database
-        again.link.number = two.link.number
-        self.masters["two"] = again
-        self.run_for(5)
-        self.assertEqual(again.health, {})
+
+    def test_a_master_that_keeps_out_costs_little(self) -> None:
+        one, two = self.start("a"), self.start("a")
+        for port in range(1, 30):
+            self.hear(two, port)
+        self.masters = {"one": one}
+        self.run_for(3)
+        self.masters = {"two": two}
+        self.engine.texts[b"masterserver:a"] = b"another process-1", math.inf
+        self.engine.commands.clear()
+        self.run_for(60)
+        self.assertEqual(self.engine.commands.keys(), {"GET"})
+
+    def test_it_was_killed_or_stopped_and_is_back(self) -> None:
+        """Seconds until it shares again, with nothing to say of that."""
+        for stopped, longest in (True, 2), (False, 13):
+            a, b = map(self.start, "ab")
+            self.hear(a)
+            self.run_for(3)
+            if stopped:
+                a.link.logs.close()
+            again, began = self.start("a"), self.now
+            self.hear(again, 2)
+            while 2 not in self.shown(b):
+                self.run_for(1)
+                self.assertEqual((again.health, b.health), ({}, {}))
+            self.assertLessEqual(self.now - began, longest)
+            self.log.error.assert_not_called()
+            for server in again, b:
+                server.link.logs.close()
+            self.engine.flush()
+
+    def test_a_process_that_was_held_up_has_lost_its_name(self) -> None:
+        """Another one of its name came while it was: it keeps out, and takes no lease away."""
+        one, two, other = self.start("a"), self.start("a"), self.start("b")
+        self.hear(one)
+        self.hear(two, 2)
+        self.masters = {"one": one, "b": other}
+        self.run_for(3)
+        self.masters = {"two": two, "b": other}
+        self.run_for(20)
+        self.masters = {"one": one, "two": two, "b": other}
+        self.run_for(60)
+        self.assertEqual((one.cluster["connected"], two.health), (False, {}))
+        self.assertIn("another master is called a as well", one.health["cluster"])
+        one.link.logs.close()                           # it gives up nothing that it has not
+        self.run_for(2)
+        self.assertEqual((two.health, two.cluster["connected"]), ({}, True))
+
+    def test_why_a_lease_has_ended(self) -> None:
+        for held_up, words in ((False, "disappeared from Redis (restart, flush or eviction)"),
+                               (True, "this master was held up for 2")):
+            a = self.start("a")
+            self.run_for(3)
+            self.log.error.reset_mock()
+            if held_up:
+                self.now += 20
+            else:
+                self.engine.flush()
+            self.run_for(5)
+            [(_, logged, _)] = self.log.error.mock_calls
+            self.assertIn(words, logged[2])
+            self.assertEqual(a.health, {})
+            a.link.logs.close()
 
     def test_a_master_that_was_held_up(self) -> None:
         """Its log has expired, and the others have given it up."""
@@ -8867,8 +9041,8 @@ class ClusterTest(ClusterCase):
             self.hear(a, port, **fields)
         self.run_for(2)
         self.assertEqual(sorted(self.shown(b)), [1, 2, 3])
-        for settings, ports in (({"server__refuse_names": "bad"}, [1, 3]),
-                                ({"bans__203.0.113.0/24": ""}, []), ({}, [1, 2, 3])):
+        for settings, ports in (({"server__refuse_names": "bad"}, [1, 3, 4]),
+                                ({"bans__203.0.113.0/24": ""}, []), ({}, [1, 2, 3, 4])):
             b.registry.apply_rules(settings_of({"games__mygame": "My Game", **settings}))
             b.link.read(None)
             self.assertEqual(sorted(self.shown(b)), ports, settings)
@@ -8877,9 +9051,57 @@ class ClusterTest(ClusterCase):
         b.registry.rules.servers = 3
         self.hear(self.start("c"), 5)
         self.run_for(2)
-        self.assertEqual(len(self.shown(b)), 3)
+        self.assertEqual(len(self.shown(b)), 4)
         with self.assertRaises(ms.Refused):
             self.hear(b, 6)
+
+    def test_a_full_list_catches_up(self) -> None:
+        """What others said is shown when there is room, by that they have said it and no more."""
+        a, b, c = self.start("a"), self.start("b", limits__servers="3"), self.start("c")
+        for port in 1, 2, 3, 4, 5:
+            self.hear(a, port)
+        self.hear(b, 9)
+        self.hear(c, 6)
+        self.hear(c, 7)
+        self.run_for(2)
+        shown = self.shown(b)
+        self.assertEqual(len(shown), 3)
+        waiting = {1, 2, 3, 4, 5, 6, 7} - shown.keys()
+        forgotten = waiting.pop()
+        for server in a, c:
+            server.registry.remove(server.registry.get("iceball", "203.0.113.9", forgotten))
+        self.run_for(2)
+        b.registry.remove(b.registry.get("iceball", "203.0.113.9", 9))
+        self.run_for(1)
+        self.assertEqual(len(self.shown(b)), 3)
+        b.registry.apply_rules(settings_of({"limits__servers": "99"}))
+        self.run_for(1)                                 # without Cluster.read()
+        self.assertEqual(self.shown(b).keys(), {1, 2, 3, 4, 5, 6, 7} - {forgotten})
+        self.assertEqual(b.link.without_room, {})
+
+    def test_what_others_say_is_bounded(self) -> None:
+        with mock.patch.object(ms, "CLUSTER_SERVERS", 5):
+            a, b, c = map(self.start, "abc")
+            for server, ports in (a, (1, 2, 3, 4)), (c, (11, 12, 13, 14)):
+                for port in ports:
+                    self.hear(server, port)
+            self.run_for(3)
+            self.assertEqual(len(self.shown(b)), 5)
+            self.hear(a, 1, players=5)                  # one that is remembered has its place
+            self.run_for(2)
+            self.assertEqual((len(self.shown(b)), self.shown(b)[1][2]), (5, 5))
+
+    def test_many_are_caught_up_little_by_little(self) -> None:
+        with mock.patch.object(ms, "CLUSTER_BATCH", 10):
+            a, b = self.start("a"), self.start("b", limits__servers="1")
+            a.registry.rules.servers_per_source = 100
+            for port in range(1, 41):
+                self.hear(a, port)
+            self.run_for(3)
+            b.registry.rules.servers = 35
+            for shown in 11, 21, 31, 35, 35:
+                b.link.catch_up()
+                self.assertEqual(len(self.shown(b)), shown)
 
     def test_others_servers_are_no_business_of_protocols_and_disk(self) -> None:
         a, b = map(self.start, "ab")
@@ -8913,26 +9135,52 @@ class ClusterTest(ClusterCase):
         hyperbol.missed(target, self.now)
         self.assertTrue(b.registry.get("hyperbol", "203.0.113.9", 8).responding)
 
-    def test_iceball_says_again_what_another_master_has_changed(self) -> None:
-        """A server that was elsewhere, and says here what it said here before."""
-        a, b = map(self.start, "ab")
-        iceball = ms.Iceball(make_core()._replace(registry=a.registry))
-        peer, packet = ("203.0.113.9", 1), announcement(1, players=3)
+    def test_a_server_says_again_what_another_master_has_changed(self) -> None:
+        """It tells two masters, the later word counts; what it told one of them before is no
+        reason to take it for known. And a server that came from elsewhere tells what it told."""
+        for make, say, port in ((ms.Iceball, self.iceball_says, 20737),
+                                (ms.Quake3, self.quake3_says, 27960)):
+            a, b = map(self.start, "ab")
+            cores = [make_core()._replace(registry=server.registry) for server in (a, b)]
+            at_a, at_b = [(core, make(core)) for core in cores]
+            for place, players in (at_a, 0), (at_a, 0), (at_b, 1), (at_a, 0), (at_b, 0), (at_b, 7):
+                say(*place, players)
+                self.run_for(2)
+                self.assertEqual([self.shown(server)[port][2] for server in (a, b)],
+                                 [players, players], make)
+            for server in a, b:
+                server.link.logs.close()
+            self.engine.flush()
 
-        def announce() -> None:
+    def iceball_says(self, core: Any, iceball: ms.Iceball, players: int) -> None:
+        """A game server announces, and returns what it is told unless that is known already."""
+        packet, peer = announcement(players=players), ("203.0.113.9", 40000)
+        [answer] = iceball.repeated([packet], [peer], self.now)
+        if answer is None:
             [(answer, _)] = iceball.datagram(packet, peer, self.now)
             iceball.datagram(b"HSHK" + answer[4:], peer, self.now)
-        announce()
+
+    def quake3_says(self, core: Any, quake3: ms.Quake3, players: int) -> None:
+        """A game server sends a heartbeat, and answers every getinfo."""
+        place = "203.0.113.9", 27960
+        for getinfo, _ in quake3.datagram(HEARTBEAT, place, self.now):
+            quake3.datagram(info(getinfo[12:], clients=b"%d" % players), place, self.now)
+        for getinfo, _ in core.poller.tick(self.now):
+            core.poller.datagram(info(getinfo[12:], clients=b"%d" % players), place, self.now)
+
+    def test_what_an_own_server_takes_from_another_master(self) -> None:
+        """Who owns a zone is this master's own business, as is what its ini names."""
+        a, b, c = map(self.start, "abc")
+        own = self.hear(a, name="old", claim={"password": "ours"})
         self.now += 1
-        self.assertEqual(iceball.repeated([packet], [peer], self.now), [ms.ICEBALL_SAME])
-        self.now += 1
-        self.hear(b, players=9, max_players=64)
+        self.hear(b, name="new", claim={"password": "theirs"})
         self.run_for(2)
-        self.assertEqual(self.shown(a)[1][2], 9)
-        self.assertEqual(iceball.repeated([packet], [peer], self.now), [None])
-        announce()
+        self.assertEqual((own.name, own.claim), ("new", {"password": "ours"}))
+        foreign = c.registry.get("iceball", "203.0.113.9", 1)
+        self.assertEqual((foreign.name, foreign.claim), ("new", {"password": "theirs"}))
+        self.hear(b, name="newer", claim={"password": "another"})
         self.run_for(2)
-        self.assertEqual((self.shown(a)[1][2], self.shown(b)[1][2]), (3, 3))
+        self.assertEqual((foreign.name, foreign.claim), ("newer", {"password": "another"}))
 
     def test_records_of_other_versions_and_broken_ones(self) -> None:
         b = self.start("b")
@@ -8976,8 +9224,8 @@ class ClusterTest(ClusterCase):
 
     def say(self, server: Any, record: bytes) -> None:
         """What another master has written."""
-        word = server.link.hear("a", record)
-        server.link.exchanged([("a", False, [word])], self.now)
+        entry = server.link.logs.entry("a", record)
+        server.link.exchanged([ms.MasterNews("a", False, False, [entry])], self.now)
         del server.link.thread.jobs[1:]
 
     def test_names_and_masters_of_no_sense(self) -> None:
@@ -8991,6 +9239,127 @@ class ClusterTest(ClusterCase):
         self.engine.names.update((b"n%d" % number, None) for number in range(500))
         self.run_for(60)
         self.assertEqual((b.cluster["servers"], b.health), ({"b": 0}, {}))
+
+
+class ClusterNewsTest(ClusterCase):
+    """Messages to webhooks: a crossing is seen at every master, and one of them sends."""
+
+    HOOK = "text http://hook.example/"
+
+    def start_with_hooks(self, names: str, at: str) -> None:
+        """Masters of these names; those in `at` have webhooks."""
+        for name in names:
+            hooks = {"webhooks__ours": self.HOOK} if name in at else {}
+            self.start(name, **hooks)
+        self.run_for(3)
+
+    def clear(self) -> None:
+        for server in self.masters.values():
+            server.link.logs.close()
+        self.masters.clear()
+        self.cut_off.clear()
+        self.engine.flush()
+
+    def test_one_master_sends_each_message(self) -> None:
+        """Which masters have webhooks, which of them hears how many players, who sends."""
+        for at, heard, wanted in (
+                ("abc", "c0 c2", "a"), ("bc", "c0 c2", "b"), ("b", "a0 a5", "b"),
+                ("b", "b0 b5", "b"), ("c", "a0 b0 a5 b5", "c"), ("ab", "a0 b0 b5 a5", "a"),
+                ("ab", "b0 a5", "a"), ("b", "b0 a5", "b"), ("ab", "a0 b5", "a"),
+                ("ab", "a5", ""), ("ab", "b5 a5", ""), ("ab", "b5 a5 b6", ""),
+                ("", "a0 a5", "")):
+            self.start_with_hooks("abc", at)
+            for name, players in heard.split():
+                self.hear(self.masters[name], players=int(players))
+                self.run_for(2)
+            self.assertEqual(self.sent(), {wanted: 1} if wanted else {}, (at, heard))
+            self.clear()
+
+    def test_a_body_names_the_master_that_has_heard_the_server(self) -> None:
+        self.start_with_hooks("ab", "a")
+        self.masters["a"].news.read(settings_of({"webhooks__ours": "json http://h/"}))
+        for name, port in zip("ab", (1, 2)):
+            for players in 0, 2:
+                self.hear(self.masters[name], port, players=players)
+                self.run_for(2)
+            tell, _ = self.masters["a"].news.hooks["ours"].jobs.get()
+            self.assertEqual(json.loads(tell.args[2])["server"]["master"], name)
+
+    def test_an_aio_server_of_another_master(self) -> None:
+        """The name as published, with its counter, stays with the master that has heard it."""
+        self.start_with_hooks("ab", "a")
+        for players in 0, 2:
+            self.hear(self.masters["b"], game="aio", lifetime=math.inf, published="S [n/8]",
+                      players=players, max_players=8)
+            self.run_for(2)
+        self.assertEqual(self.sent(), {"a": 1})
+
+    def test_a_restart_is_no_news_elsewhere_either(self) -> None:
+        for name in "az":
+            self.start_with_hooks("b" + name, "b" + name)
+            self.hear(self.masters[name], players=0)
+            self.run_for(2)
+            self.masters[name].link.logs.close()
+            again = self.start(name, webhooks__ours=self.HOOK)
+            restored = ms.Server("iceball", "203.0.113.9", 1, "203.0.113.9", self.now, 120.0, "S1")
+            restored.confirmed = False
+            again.registry.insert(restored)
+            self.run_for(3)
+            shown = self.masters["b"].registry.get(*restored.key)
+            self.assertEqual((shown.master, shown.confirmed), (name, False))
+            self.hear(again, players=5)
+            self.run_for(2)
+            self.assertEqual((self.sent(), shown.confirmed, shown.players), ({}, True, 5))
+            self.hear(again, players=0)
+            self.run_for(2)
+            self.hear(again, players=5)
+            self.run_for(2)
+            self.assertEqual(self.sent(), {min("b", name): 1})
+            self.clear()
+
+    def test_without_a_link(self) -> None:
+        """The master that is cut off, the one that hears the server, seconds of the cut before
+        the server's players come and after that; who sends, once."""
+        for cut_off, hears, before, after, wanted in (
+                ("a", "a", 15, 5, "a"), ("b", "b", 15, 5, "b"), ("a", "b", 15, 5, "b"),
+                ("b", "a", 15, 5, "a"), ("b", "b", 3, 2, "a"), ("a", "b", 3, 2, "a"),
+                ("a", "a", 3, 2, "a"), ("b", "a", 3, 2, "a"), ("ab", "b", 15, 600, "b"),
+                ("ab", "a", 600, 15, "a")):
+            self.start_with_hooks("ab", "ab")
+            self.hear(self.masters[hears], lifetime=1e6)
+            self.run_for(3)
+            self.cut_off = set(cut_off)
+            self.run_for(before)
+            self.hear(self.masters[hears], lifetime=1e6, players=5)
+            self.run_for(after)
+            self.cut_off.clear()
+            self.run_for(20)
+            self.assertEqual(self.sent(), {wanted: 1}, (cut_off, hears, before))
+            self.clear()
+
+    def test_another_takes_over(self) -> None:
+        """When the first master goes, or has no webhooks any more; what it sent is not sent again.
+        """
+        for stopped in True, False:
+            self.start_with_hooks("abc", "ab")
+            c = self.masters["c"]
+            for port in 1, 2:
+                self.hear(c, port)
+            self.run_for(2)
+            self.hear(c, 1, players=5)
+            self.run_for(2)
+            self.assertEqual(self.sent(), {"a": 1})
+            if stopped:
+                self.masters.pop("a").link.logs.close()
+            else:
+                self.masters["a"].news.read(settings_of({}))
+            self.hear(c, 1)
+            self.run_for(2)
+            for port in 1, 2:
+                self.hear(c, port, players=5)
+            self.run_for(2)
+            self.assertEqual(self.sent(), {"b": 1})
+            self.clear()
 
 
 class RedisCase(unittest.TestCase):
@@ -9056,6 +9425,61 @@ class RedisTest(RedisCase):
         self.assertIn(b'\nmasterserver_cluster_servers{master="a"} 2\n',
                       fetch(port_of(masters[2], "http"), "/metrics")[2])
         self.assertEqual((trouble.call_count, masters[2].health), (3, {}))
+
+    def test_two_from_one_image(self) -> None:
+        """The same database and the same host name: the first one shares, the second one keeps
+        out. One that was killed is back under its name when its lease has ended, one that was
+        stopped has given it up, and nobody has anything to say of that."""
+        self.engine()
+        image = os.path.join(self.folder, "image.db")
+        database = ms.Database(image)
+        database.number(7)
+        database.close()
+
+        def start(number: int) -> ms.MasterServer:
+            path = os.path.join(self.folder, "%d.db" % number)
+            if not os.path.exists(path):
+                shutil.copy(image, path)
+            one = master(cluster__redis="unix://" + self.path, server__database=path,
+                         http__ports="0")
+            one.start()
+            self.addCleanup(one.stop)
+            return one
+
+        def connected(one: ms.MasterServer) -> Any:
+            return one.cluster.get("connected")
+
+        def kill(one: ms.MasterServer) -> None:
+            with mock.patch.object(ms.MasterLogs, "close", ms.MasterLogs.disconnect):
+                one.stop()
+
+        def lease(one: ms.MasterServer) -> Any:
+            with contextlib.closing(ms.EngineLink(one.link.logs.engine)) as link:
+                return link.ask("GET", "masterserver:" + one.link.name)
+
+        for name, value in (("CLUSTER_LEASE_S", 2), ("CLUSTER_MARGIN_S", 0.5), ("TICK_S", 0.1),
+                            ("CLUSTER_RETRY_S", 0.2), ("CLUSTER_PACE_S", 0.1)):
+            patch = mock.patch.object(ms, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        with mock.patch.object(ms.log, "error") as error:
+            first = start(1)
+            eventually(lambda: connected(first))
+            second = start(2)
+            eventually(lambda: second.health, 8.0)
+            self.assertIn("another master is called " + first.link.name, second.health["cluster"])
+            self.assertEqual((first.link.name, connected(second), first.health),
+                             (second.link.name, False, {}))
+            self.assertEqual((first.cluster["reconnects_total"], error.call_count), (0, 1))
+            second.stop()
+            self.assertTrue(lease(first))                   # which was not the second one's
+            kill(first)
+            self.assertTrue(lease(first))
+            again = start(1)
+            eventually(lambda: connected(again), 8.0)
+            self.assertEqual((again.health, error.call_count), ({}, 1))
+            again.stop()
+            self.assertEqual((lease(again), error.call_count), (b"", 1))
 
     def everybody_shows(self, masters: List[ms.MasterServer], expected: Dict[int, int]) -> bool:
         return all({server.port: server.players for server in one.registry.servers()} == expected
@@ -9139,16 +9563,19 @@ class EngineLinkTest(unittest.TestCase):
         link.sock.sendall.assert_called_with(b"*2\r\n$4\r\nLLEN\r\n$6\r\nmylist\r\n")
 
     def test_urls(self) -> None:
-        for url, parts in (
-                ("redis://h", ("", "", "", "h", "", "", "")),
-                (" redis://:p%40@h:7/3", ("", "", "p%40", "h", "7", "3", "")),
-                ("rediss://u:p@[::1]", ("s", "u", "p", "[::1]", "", "", "")),
-                ("redis://[::1]:7", ("", "", "", "[::1]", "7", "", "")),
-                ("unix:///run/r.sock", ("", "", "", "", "", "", "/run/r.sock"))):
-            self.assertEqual(re.findall(ms.ENGINE_URL, ms.read_engine(url))[0], parts)
-        self.assertEqual(ms.read_engine(""), "")
+        address = ms.EngineAddress
+        for url, expected in (
+                ("redis://h", address(host="h")),
+                (" redis://:p%40@h:7/3", address(password="p@", host="h", port=7, database=3)),
+                ("redis://:a#b?c:d[e]@h", address(password="a#b?c:d[e]", host="h")),
+                ("rediss://u:p@[::1]", address(tls=True, user="u", password="p", host="::1")),
+                ("redis://[::1]:7/", address(host="::1", port=7)),
+                ("unix:///run/r.sock", address(path="/run/r.sock")), ("", None)):
+            self.assertEqual(ms.read_engine(url), expected)
         for url in ("redis:/:secret@h", "redis://:secret@h:x", "redis://:sec/ret@h", "unix://",
-                    "redis://:secret@", "http://secret", "redis://:secret@h/x", "secret"):
+                    "redis://:secret@", "http://secret", "redis://:secret@h/x", "secret",
+                    "redis://:secret@h:0", "redis://:secret@h:99999", "redis://secret@h",
+                    "redis://:secret@h\n  x", "redis://:secret@h/-1"):
             with self.assertRaises(ms.SettingsError) as raised:
                 ms.Settings({"cluster.redis": url})
             self.assertNotRegex(str(raised.exception), "secret|sec/")
