@@ -347,7 +347,9 @@ def read_form(pattern, expected):
 
 
 read_game_id = read_form("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-read_page_url = read_form("(https?://[!-~]*[!-.0-~])?", "https://HOST, with no / at its end")
+# No user and no password, as everybody sees it
+read_page_url = read_form(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
+                          "https://HOST, with no / at its end and no @")
 # A name that keys, metrics and JSON carry as it is; or nothing
 WORD = "[A-Za-z0-9._-]{1,64}"
 read_word = read_form("(%s)?" % WORD, "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
@@ -8640,9 +8642,13 @@ ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram; a round trip around the w
 ASK_TOTAL_S = OUTPUT_TOTAL_S        # for all of a list: our master gives no reader longer
 FETCH_S = 10.0                      # silence of a list server, after which it has gone
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
+LIST_SERVERS = 65536                # of one game; a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
 AIO_LIST_BYTES = 3 + 65535 * 258    # a framed list at its longest
 HYPERBOL_LIST_S = 5.0               # the document's script waits so long for the master
+QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
+                     b"\xff\xff\xff\xffgetserversResponse")
+QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}        # by what a server in a list begins with
 
 
 @contextlib.contextmanager
@@ -8674,12 +8680,15 @@ def udp_ask(sock, question, answer, tries=ASK_TRIES):
     raise TimeoutError("no answer from UDP port %d%s" % (sock.getpeername()[1], wrong))
 
 
-def tcp_ask(sock, question, answer=None):
+def tcp_ask(sock, question, answer=None, entry_bytes=0):
     """Send `question`: what `answer(data)` makes of what has come, as soon as that is not None;
     without `answer` all that comes until the other side closes.
 
-    The socket's own timeout bounds each piece, ASK_TOTAL_S bounds all. Raises OSError, Malformed.
-    """
+    The socket's own timeout bounds each piece, ASK_TOTAL_S bounds all; `entry_bytes`, of a list of
+    nothing but entries of so many bytes, bounds it to LIST_SERVERS. Raises OSError, Malformed."""
+    most, words = FETCH_BYTES, "%d bytes" % FETCH_BYTES
+    if entry_bytes:
+        most, words = entry_bytes * LIST_SERVERS, "%d servers" % LIST_SERVERS
     sock.sendall(question)
     data, until = bytearray(), time.monotonic() + ASK_TOTAL_S
     for more in iter(lambda: sock.recv(RECV_BYTES), b""):
@@ -8687,13 +8696,18 @@ def tcp_ask(sock, question, answer=None):
         found = answer(data) if answer else None
         if found is not None:
             return found
-        if len(data) > FETCH_BYTES:
-            raise Malformed("more than %d bytes" % FETCH_BYTES)
-        if time.monotonic() > until:
-            raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
+        if len(data) > most:
+            raise Malformed("more than " + words)
+        check_total_time(until)
     if answer:
         raise Malformed("no list came before the end")
     return data
+
+
+def check_total_time(until):
+    """Raise TimeoutError if what is not complete yet has taken ASK_TOTAL_S, until `until`."""
+    if time.monotonic() > until:
+        raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
 
 
 def ping_subspace(host, port):
@@ -8780,62 +8794,130 @@ def list_hyperbol(host, port):
     with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
         key, _ = hyperbol_greeting(sock.recv(HYPERBOL_GREETING.size))   # it is one segment
         # The document: always 255, for all
-        entries = hyperbol_entries(tcp_ask(sock, struct.pack("<IB3x", key, 255)))
+        entries = hyperbol_entries(tcp_ask(
+            sock, struct.pack("<IB3x", key, 255), entry_bytes=HYPERBOL_ENTRY.size))
     return [dict(zip(("address", "port", "flavor"), entry)) for entry in entries]
 
 
 def list_aio(host, port):
-    # The text has names. A master without that dialect waits for more, or hangs up
-    with contextlib.suppress(socket.timeout, ConnectionResetError, Malformed):
+    """The text form, as it has names; the framed form from a master without that dialect, which
+    waits for more or hangs up, and from one whose text cannot be read."""
+    try:
         return list_aio_text(host, port)
-    return list_aio_framed(host, port)
+    except (socket.timeout, ConnectionResetError, Malformed) as error:
+        text_error = error_text(error)
+    try:
+        return list_aio_framed(host, port)
+    except (OSError, Malformed) as error:
+        raise Malformed("no list as text (%s), and none in frames (%s)" % (
+            text_error, error_text(error))) from None
 
 
 def list_aio_text(host, port):
-    def listing(data):
-        # Greetings may come before it, with any number
-        start = re.search(rb"(?:^|[%\0\r\n])12#", data)
-        return data[start.end():-2] if start and data.endswith(b"#%") else None
-
     with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        text = tcp_ask(sock, b"12#%\n", listing).decode("utf-8", "replace")
-    fields = [clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS)
-              for field in text.split("#")]
-    return [{"name": name, "description": description, "address": address, "port": int(port)}
-            for name, description, address, port in zip(*(fields[at::4] for at in range(4)))
-            # The document's entry for an empty list is none
-            if not name.startswith("No servers currently online")]
+        return aio_text_entries(tcp_ask(sock, b"12#%\n", aio_text_fields))
 
 
-def list_aio_framed(host, port):
-    def listing(data):                  # after the greeting
-        return aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
+def aio_text_fields(data):
+    """What stands between `12#` and `#%` at the end; None: it is not whole yet.
 
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        payload, _ = tcp_ask(sock, aio_frame(b"\2"), listing)
-    if payload[:1] != b"\2":
-        raise Malformed("type: not a list")
-    servers, at = [], 3
-    try:
-        while at < len(payload):
-            address, port = struct.unpack_from("<%dsH" % payload[at], payload, at + 1)
-            servers.append({"address": clean(address.decode("ascii", "replace")), "port": port})
-            at += payload[at] + 3
-    except struct.error as error:
-        raise Malformed("list: %s" % error) from None
+    Greetings may come before it, with any number."""
+    start = re.search(rb"(?:^|[%\0\r\n])12#", data)
+    if not start or not data.endswith(b"#%"):
+        return None
+    return data[start.end():-len(b"#%")]
+
+
+def aio_text_entries(data):
+    """The servers of a text list, by its fields `name#description#address#port#` and so on.
+
+    Raises Malformed."""
+    if data.count(b"#") >= 4 * LIST_SERVERS:
+        raise Malformed("more than %d servers" % LIST_SERVERS)
+    fields = [aio_unescape(field) for field in data.decode("utf-8", "replace").split("#")]
+    servers = []
+    for name, description, address, port in zip(*(fields[at::4] for at in range(4))):
+        if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+            raise Malformed("port: %a" % port)
+        # The document's entry for an empty list is no server
+        if not name.startswith("No servers currently online"):
+            servers.append({"name": name, "description": description, "address": address,
+                            "port": int(port)})
     return servers
 
 
-def list_quake3(host, port, *wanted):
-    """`wanted`: the gamename, the protocol."""
-    question = ("\xff\xff\xff\xffgetserversExt %s %d empty full" % wanted).encode("latin-1")
+def aio_unescape(field):
+    return clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS)
+
+
+def list_aio_framed(host, port):
+    def payload(data):
+        """What is in the frame that follows the greeting; None: it is not whole yet."""
+        unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
+        return unframed and unframed[0]
+
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        return aio_framed_entries(tcp_ask(sock, aio_frame(b"\2"), payload))
+
+
+def aio_framed_entries(payload):
+    """The servers of a framed list; raises Malformed.
+
+        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
+    if payload[:1] != b"\2":
+        raise Malformed("type: not a list")
+    servers, at = [], 3
+    while at < len(payload):
+        begin = at + 1
+        end = begin + payload[at]
+        at = end + 2
+        if len(payload) < at:
+            raise Malformed("a list that is cut off")
+        address = clean(payload[begin:end].decode("ascii", "replace"))
+        servers.append({"address": address, "port": int.from_bytes(payload[end:at], "little")})
+    return servers
+
+
+def list_quake3(host, port, gamename, protocol):
+    question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
+    until = time.monotonic() + ASK_TOTAL_S
     with udp_socket(host, port) as sock:
-        data, _ = udp_ask(sock, question, bytes)
-        while not data.endswith(QUAKE3_END) and len(data) < FETCH_BYTES:
-            data += sock.recv(MAX_DATAGRAM_BYTES)
-    entries = re.findall(rb"[\\/]((?<=/).{16}|(?<=\\).{4})(..)", data[:-len(QUAKE3_END)], re.S)
-    return [{"address": str(ipaddress.ip_address(packed)), "port": int.from_bytes(port, "big")}
-            for packed, port in entries]
+        (servers, complete), _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        while not complete:
+            check_total_time(until)
+            try:
+                more, complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
+            except socket.timeout:
+                raise TimeoutError("timed out: the end of the list did not come") from None
+            servers += more
+            if len(servers) > LIST_SERVERS:
+                raise Malformed("more than %d servers" % LIST_SERVERS)
+    return servers
+
+
+def quake3_list_part(data):
+    r"""The servers in one datagram of a list, and whether it is the last. Raises Malformed.
+
+        ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
+        \ "EOT" 000000                                  this only at the end of the last one
+
+    All is in network order; to `getservers` the answer is "getserversResponse", without IPv6."""
+    heads = [head for head in QUAKE3_LIST_HEADS if data.startswith(head)]
+    if not heads:
+        raise Malformed("a list begins with getserversResponse or getserversExtResponse")
+    servers, at = [], len(heads[0])
+    while at < len(data) and data[at:] != QUAKE3_END:
+        size = QUAKE3_ADDRESS_BYTES.get(data[at:at + 1])
+        if size is None:
+            raise Malformed("a server begins with \\ or /, not with %a" % data[at:at + 1])
+        begin = at + 1
+        end = begin + size
+        at = end + 2
+        if len(data) < at:
+            raise Malformed("a list that is cut off")
+        servers.append({"address": str(ipaddress.ip_address(data[begin:end])),
+                        "port": int.from_bytes(data[end:at], "big")})
+    return servers, at < len(data)
 
 
 def list_from_json(host, port, path, read):
@@ -9208,8 +9290,9 @@ PATH begins in the user's folder (in the root if it begins with %2F); if it does
 last part is the file's name.
 
 Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer from it; 4 it is
-not a Hyperbol master; 6 its list is empty; 7 the file cannot be written; 8 the upload failed. With
---every it goes on until a signal or Ctrl+C, and ends with 0."""
+not a Hyperbol master, or its list has more than 65,536 servers; 6 its list is empty; 7 the file
+cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends
+with 0."""
 
 
 def command_export(arguments):

@@ -494,6 +494,7 @@ class SettingsTest(unittest.TestCase):
                 (ms.read_iceball_version, "31.31.127-1023 0.0 0.2a-4",
                  "32.1 0.32 0.2.128 0.2-1024 0 0.2ab 0.2A"),
                 (ms.read_own_game_id, "a" * 32 + " my-game_2", "a" * 33 + " A a.b iceball http "),
+                (ms.read_page_url, "https://h http://h:5/a", "https://h/ https://u:p@h https://"),
                 (ms.read_public, "1.0.0.0 223.255.255.255 2001:db8::1 ::ffff:1.2.3.4",
                  "0.1.2.3 224.0.0.1 255.255.255.255 :: ff02::1 ::ffff:224.0.0.1 a.example"),
                 (ms.read_rate, "0.01/1 1000000", "0.009/1 1000001 1/0.9 1/1000001")):
@@ -9436,7 +9437,7 @@ class FakeServer(threading.Thread):
     """Answers datagrams on one loopback port with `answer(data)`, a list of datagrams, or serves
     one TCP connection after another with `serve(sock)`."""
 
-    def __init__(self, answer: Optional[Callable[[bytes], List[bytes]]] = None,
+    def __init__(self, answer: Optional[Callable[[bytes], Iterable[bytes]]] = None,
                  serve: Optional[Callable[[socket.socket], Any]] = None) -> None:
         super().__init__(daemon=True)
         self.answer, self.serve = answer, serve
@@ -9632,6 +9633,73 @@ class ClientTools(unittest.TestCase):
         with FakeServer(serve=scripted(greeting, b"12#%\n", b"12#%")) as server:
             self.assertEqual(command("list", server.place, "--game", "aio")[1], "no servers\n")
 
+    def test_a_text_list_that_cannot_be_read(self) -> None:
+        """Then the framed form is asked; if that comes to nothing too, both are told."""
+        framed = hexa("11000000 02 0100 0b") + b"203.0.113.9" + hexa("8269")
+
+        def serve(sock: socket.socket) -> None:
+            question = sock.recv(1000)
+            as_text = question.startswith(b"12#")
+            sock.sendall(b"12#Court#D#203.0.113.9#%s#%%" % port if as_text
+                         else hexa("01000000 00") + answer)
+        for port in b"port", b"", b"-1", b"70000", b"123456":
+            for answer in framed, b"":
+                with FakeServer(serve=serve) as server:
+                    if answer:
+                        found = self.ask("list", server.place, "--game", "aio")["servers"]
+                        self.assertEqual(found, [{"address": "203.0.113.9", "port": 27010}])
+                    else:
+                        self.assertRegex(
+                            self.failing("list", server.place, "--game", "aio"),
+                            r"no list as text \(port: .*\), and none in frames \(no list came")
+
+    def test_lists_that_are_too_long(self) -> None:
+        """Of so many bytes that entries have no room for more than LIST_SERVERS."""
+        entries = entry("127.0.0.1", 5) * 3
+        text = b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"
+        for game, serve in (("hyperbol", scripted(HBSL, b"", entries)),
+                            ("aio", scripted(hexa("01000000 00"), b"12#%\n", text))):
+            for most, told in ((3, ""), (2, "more than 2 servers")):
+                with mock.patch.object(ms, "LIST_SERVERS", most), FakeServer(serve=serve) as server:
+                    status, out, err = command("list", "--game", game, server.place)
+                self.assertEqual((status, out.count("\n")), (0, 3) if not told else (1, 0), game)
+                self.assertIn(told, err)
+        packet = QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 9060")
+        with mock.patch.object(ms, "LIST_SERVERS", 2), \
+                FakeServer(lambda data: [packet] * 3) as server:
+            self.assertIn("more than 2 servers", self.failing(
+                "list", server.place, "--game", "quake3"))
+
+    def test_datagrams_of_a_quake3_list(self) -> None:
+        one, six = b"\\" + hexa("454f5400 0001"), b"/" + bytes(15) + hexa("01 5c2f")
+        rows = [{"address": "69.79.84.0", "port": 1}, {"address": "::1", "port": 23599}]
+        for data, servers, complete in (
+                (QUAKE3_LIST_HEAD, [], False), (QUAKE3_EXT_HEAD + QUAKE3_EOT, [], True),
+                (QUAKE3_LIST_HEAD + one + QUAKE3_EOT, rows[:1], True),
+                (QUAKE3_EXT_HEAD + one + six, rows, False),
+                (QUAKE3_EXT_HEAD + six + one + QUAKE3_EOT, rows[::-1], True)):
+            self.assertEqual(ms.quake3_list_part(data), (servers, complete), data)
+            for end in range(len(data)):
+                with contextlib.suppress(ms.Malformed):
+                    ms.quake3_list_part(data[:end])
+        for data in (b"", OUT + b"getserversExt Xonotic 3", QUAKE3_EXT_HEAD + b"\n" + one,
+                     QUAKE3_EXT_HEAD + one[:-1], QUAKE3_EXT_HEAD + six + b"\\EOT"):
+            self.assertRaises(ms.Malformed, ms.quake3_list_part, data)
+
+    def test_a_quake3_list_that_never_ends(self) -> None:
+        """Datagram after datagram, each in time, for longer than any list takes."""
+        over = threading.Event()
+        self.addCleanup(over.set)
+        packet = QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 9060")
+
+        def drip(data: bytes) -> Iterable[bytes]:
+            while not over.wait(0.005):
+                yield packet
+        with mock.patch.object(ms, "ASK_TOTAL_S", 0.2), FakeServer(drip) as server:
+            told = self.failing("list", "--game", "quake3", server.place)
+            over.set()
+        self.assertIn("not complete within 0.2 s", told)
+
     def test_lists_that_are_none(self) -> None:
         ok, greeting = b"HTTP/1.1 200 OK\r\n\r\n", hexa("01000000 00")
         for fetch, answer in (
@@ -9656,10 +9724,13 @@ class ClientTools(unittest.TestCase):
             sock.sendall(first)
             while not over.wait(0.02):
                 sock.sendall(b"\0\0\0")
-        for limit, told in (("ASK_TOTAL_S", "not complete within 0.2 s"),
-                            ("FETCH_BYTES", "more than 0 bytes")):
-            for game, first in (("iceball", b"HTTP/1.1 200 OK\r\n\r\n"), ("hyperbol", HBSL),
-                                ("aio", hexa("01000000 00 ff0000 00"))):
+        iceball, hyperbol, aio = (("iceball", b"HTTP/1.1 200 OK\r\n\r\n"), ("hyperbol", HBSL),
+                                  ("aio", hexa("01000000 00 ff0000 00")))
+        for limit, told, games in (
+                ("ASK_TOTAL_S", "not complete within 0.2 s", (iceball, hyperbol, aio)),
+                ("FETCH_BYTES", "more than 0 bytes", (iceball, aio)),
+                ("LIST_SERVERS", "more than 0 servers", (hyperbol,))):
+            for game, first in games:
                 with mock.patch.object(ms, limit, 0.2), FakeServer(serve=drip) as server:
                     self.assertIn(told, self.failing("list", "--game", game, server.place))
 
@@ -10157,6 +10228,16 @@ class ExportTest(unittest.TestCase):
             self.assertEqual((status, out[:29]), (0, "100 servers, 0 of them respond"[:29]))
             self.assertEqual(len(questions), asked)
             self.assertLess(took, 2.0)
+
+    def test_a_list_that_is_too_long(self) -> None:
+        """No query is made, and nothing is written."""
+        with mock.patch.object(ms, "LIST_SERVERS", 2), \
+                mock.patch.object(ms, "queried_server") as queried:
+            status, out, err = self.export(listing=NOBODY * 3)
+        self.assertEqual((status, out, queried.called), (4, "", False))
+        self.assertIn("is not a Hyperbol master: more than 2 servers", err)
+        self.assertFalse(os.path.exists(self.output))
+        self.assertEqual(ms.LIST_SERVERS, 65536)
 
     def test_failures_leave_the_old_file(self) -> None:
         with open(self.output, "wb") as file:
