@@ -5108,7 +5108,7 @@ class FuzzTest(unittest.TestCase):
                 games.update(server.game for server in self.core.registry.servers())
             if number % 2000 == 0:
                 self.lists()
-        self.assertLessEqual({getattr(protocol, "game", "mygame")
+        self.assertLessEqual({protocol.game or "mygame"
                               for protocol in self.protocols.values()} - {"quake3"}
                              | {"openarena"}, games)
         self.here = None                                # everybody goes
