@@ -353,8 +353,8 @@ read_page_url = read_form(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
 # A name that keys, metrics and JSON carry as it is; or nothing
 WORD = "[A-Za-z0-9._-]{1,64}"
 read_word = read_form("(%s)?" % WORD, "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-# TLS, user, password, host, port, database; or a path
 ENGINE_SCHEMES = "redis", "rediss", "unix"
+# TLS, user, password, host, port, database; or a path
 ENGINE_URL = (r"(?:redis(s?)://(?:([^:@/]*):([^@/]*)@)?([^][:@/]+|\[[^]]+\])(?::(\d{1,5}))?"
               r"(?:/(\d*))?|unix://(/.+))?\Z")
 read_engine = read_form(
