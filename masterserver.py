@@ -146,6 +146,8 @@ FLOODED_LIFETIMES = 3
 ALTERED_SERVERS = 100_000           # waiting for the disk: all that can be listed, and who has left
 # Servers that have gone and are remembered on disk: those that were here for longest
 KNOWN_SERVERS = 60_000
+# Games whose history is kept: the page has some 80 at a time, those of the Quake III family 64
+KNOWN_GAMES = 1000
 # What became of the last packets, for /check: so many notes in all, about 3 MB at their longest
 NOTES = 4096
 NOTES_PER_SOURCE = 64               # two for each of the 32 servers that one source may list
@@ -182,7 +184,27 @@ class SettingsError(Exception):
     """A setting that cannot be used; the text names file, key and the nearest right name."""
 
 
-# Readers take the text of a setting and give its value. A wrong one raises ValueError or re.error
+# What may follow "://" in a URL without telling a secret
+URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
+
+
+def without_secrets(text):
+    """A setting's name or value as messages may show it: of a URL no more than the host.
+
+    URLs of webhooks and of Redis are secrets, wherever in the ini they stand. A password may have
+    blanks in it, so nothing after the URL is shown either; and it may have @ and / in it, so that
+    nobody can tell where the host is once there is an @."""
+    before, separator, url = text.partition("://")
+    if not separator:
+        return text
+    host = URL_HOST.match(url)[0] if "@" not in url else ""     # type: ignore[index]
+    if host == url:
+        return text
+    return before + separator + (host + "/" if host else "") + "…"
+
+
+# Readers take the text of a setting and give its value. A wrong one raises ValueError, whose words
+# never repeat the text: Settings.put() shows as much of it as may be shown
 
 read_text = str.strip
 
@@ -191,6 +213,13 @@ def read_line(text):
     if "\n" in text.strip():        # settings in the lines below would be lost without a word
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
+
+
+def read_without_url(text):
+    """A line that everybody sees, or that names a file: no webhook that has lost its header."""
+    if "://" in text:
+        raise ValueError("a URL cannot stand here")
+    return read_line(text)
 
 
 def read_choice(choices):
@@ -231,7 +260,10 @@ def read_list(read, separator=","):
 
 def parsed_address(text):
     """IPv4-mapped IPv6 as IPv4."""
-    parsed = ipaddress.ip_address(text)
+    try:
+        parsed = ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError("expected an IPv4 or IPv6 address") from None
     return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
@@ -260,7 +292,7 @@ def read_unicast(text):
     """An address that a list may carry."""
     address = read_address(text)
     if not is_unicast(address):
-        raise ValueError("%s cannot be the address of a server" % address)
+        raise ValueError("this cannot be the address of a server")
     return address
 
 
@@ -270,14 +302,17 @@ def read_public(text):
 
 
 def read_network(text):
-    return ipaddress.ip_network(text.strip(), strict=False)
+    try:
+        return ipaddress.ip_network(text.strip(), strict=False)
+    except ValueError:
+        raise ValueError("expected an IPv4 or IPv6 network, such as 198.51.100.0/24") from None
 
 
 def read_endpoint(text: str) -> Tuple[str, int]:
     """`ADDRESS:PORT` or `[ADDRESS]:PORT`; the address may be a host name."""
-    match = re.fullmatch(r"\s*(?:\[([^][]+)\]|([^][:]+)):([0-9]{1,5})\s*", text)
+    match = re.fullmatch(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*", text)
     if not match or not 0 < int(match[3]) <= 65535:
-        raise ValueError("%r is not ADDRESS:PORT" % text.strip())
+        raise ValueError("expected ADDRESS:PORT")
     return match[1] or match[2], int(match[3])
 
 
@@ -293,7 +328,13 @@ def read_known_hyperbol(text):
 
 
 def read_pattern(text):
-    return re.compile(text, re.IGNORECASE)
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except re.error as error:           # its words repeat parts of the pattern
+        raise ValueError("expected a regular expression; there is a mistake at character %d"
+                         % ((error.pos or 0) + 1)) from None
+    except (OverflowError, RecursionError):
+        raise ValueError("expected a regular expression; this one is too large") from None
 
 
 def read_form(pattern, expected):
@@ -306,10 +347,13 @@ def read_form(pattern, expected):
 
 
 read_game_id = read_form("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-read_page_url = read_form("(https?://[!-~]*[!-.0-~])?", "https://HOST, with no / at its end")
+# No user and no password, as everybody sees it
+read_page_url = read_form(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
+                          "https://HOST, with no / at its end and no @")
 # A name that keys, metrics and JSON carry as it is; or nothing
 WORD = "[A-Za-z0-9._-]{1,64}"
 read_word = read_form("(%s)?" % WORD, "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+ENGINE_SCHEMES = "redis", "rediss", "unix"
 ENGINE_FORM = ("redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
                " in a password write %40 for @ and %2F for /")
 # No user and no password: urllib would take them for the host
@@ -387,7 +431,7 @@ def read_iceball_version(text):
     w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
     a = ord(match[4] or "`") - 96           # a is 1; the backquote stands before it
     if max(w, x) > 31 or y > 127 or z > 1023:
-        raise ValueError("a part of %s is too large" % text)
+        raise ValueError("a part of the version is too large")
     return w << 27 | x << 22 | y << 15 | a << 10 | z
 
 
@@ -414,25 +458,25 @@ SETTINGS = (
             live=False),
     Setting("server.public_address", "", read_public,
             "The address by which players reach game servers on this machine; not 127.0.0.1."),
-    Setting("server.database", "masterserver.db", read_line,
+    Setting("server.database", "masterserver.db", read_without_url,
             "SQLite file for the list and the player history, from the ini's folder; empty: none.",
             live=False),
     Setting("server.refuse_names", "", read_list(read_pattern, "\n"),
             "Names not to list: regular expressions, one a line. Beware: (a+)+ may take for ever."),
     Setting("server.log_level", "info", read_log_level,
             "How much is logged (debug, info, warning, error); debug reports every bad packet."),
-    Setting("server.log_file", "", read_line,
+    Setting("server.log_file", "", read_without_url,
             "A file for the log, from the ini's folder, rotated at 10 MB; empty: standard error.",
             live=False),
     Setting("http.ports", "27790, 27795", read_list(read_port),
             "TCP ports of the page and the lists. Iceball looks for both.", live=False),
-    Setting("http.title", "Game servers", read_line, "The page's title."),
+    Setting("http.title", "Game servers", read_without_url, "The page's title."),
     Setting("http.url", "", read_page_url,
             "Where the page is reached from outside, as https://games.example; for links to it."),
     Setting("http.intro", "", read_text, "A sentence or two at the top of the page."),
-    Setting("http.template", "", read_line,
+    Setting("http.template", "", read_without_url,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
-    Setting("http.stylesheet", "", read_line, "A file with your own style.css."),
+    Setting("http.stylesheet", "", read_without_url, "A file with your own style.css."),
     Setting("http.trusted_proxies", "", read_list(read_network),
             "Networks of reverse proxies whose X-Forwarded-For header is believed."),
     Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
@@ -453,7 +497,7 @@ SETTINGS = (
     Setting("aio.port", "27011", read_port,
             "TCP port for servers and clients of every generation.", live=False),
     Setting("aio.news", "", read_text, "What players read under News."),
-    Setting("aio.news_file", "", read_line,
+    Setting("aio.news_file", "", read_without_url,
             "A text file to read the news from instead; read again when it changes."),
     Setting("quake3.port", "27950", read_port,
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
@@ -468,7 +512,7 @@ SETTINGS = (
             live=False),
     Setting("luanti.timeout", "330", read_number(1, 86400),
             "Seconds without an announcement after which one is removed; they come every 300."),
-    Setting("games", "mygame = My Game", read_line,
+    Setting("games", "mygame = My Game", read_without_url,
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
     Setting("cluster.redis", "", read_engine,
             "Redis or Valkey through which masters share their lists, as redis://:password@host/0.",
@@ -529,6 +573,9 @@ SECTIONS = {row.section for row in SETTINGS}
 # Settings of earlier versions; one that is still in an ini has no effect and is a warning
 REMOVED = ("aio.dialects", "aio.text_greeting_after")
 
+# Sections of which no value is shown, as it is a secret even where it is no URL
+SECRET_SECTIONS = "webhooks", "cluster"
+
 # Settings that name a text file, which is read with the settings and again when it changes
 TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 
@@ -556,16 +603,17 @@ class Settings:
     def put(self, name, text, where):
         """`name`: section.key; `where`: the file, or --set, for the errors."""
         section, _, key = name.partition(".")
-        shown = "%s: [%s] %s" % (where, section, key)
+        if "://" in section:            # the dot is the URL's
+            raise SettingsError("%s: %s: expected section.key" % (where, without_secrets(name)))
+        shown = "%s: [%s] %s" % (where, section, without_secrets(key))
         if name in REMOVED:
             self.warnings.append(shown + " is no setting any more; it has no effect")
             return
         row = ROWS.get(name) or ROWS.get(section)
         if row is None:
-            keys = [row.key for row in SETTINGS if row.section == section]
-            problem = ("has no key " + key + nearest(key, keys) if keys else
-                       "is no section" + nearest(section, SECTIONS))
-            raise SettingsError("%s: [%s] %s" % (where, section, problem))
+            raise SettingsError("%s: [%s] %s" % (where, section, what_is_unknown(section, key)))
+        for line in text.split("\n")[1:]:
+            check_line_below(line, shown)
         self.given.add(row.name)
         try:
             (name + text).encode()          # bytes of the command line that are no text
@@ -573,11 +621,11 @@ class Settings:
                 self.values[name] = row.read(text)
             else:
                 self.values[section][row.read_key(key)] = row.read(text)
-        except (ValueError, re.error) as error:
-            shown = "%s = %s" % (shown, " ".join(text.split()))
-            # A URL there is a secret; it is in the key where NAME = is missing
-            shown = re.sub(r"(: \[(?:webhooks|cluster)\] [\w-]*).*", r"\1 = …", shown)
-            raise SettingsError("%s: %s" % (shown, error)) from None
+        except ValueError as error:
+            # If the key has a URL in it, the value is the rest of it: "=" may stand in a URL
+            secret = section in SECRET_SECTIONS or "://" in key
+            value = "…" if secret else without_secrets(" ".join(text.split()))
+            raise SettingsError("%s = %s: %s" % (shown, value, error)) from None
 
     @classmethod
     def load(cls, path, overrides=(), missing_ok=False):
@@ -592,7 +640,9 @@ class Settings:
         for item in overrides:
             name, equals, text = item.partition("=")
             if not equals:
-                raise SettingsError("--set %.16s: expected section.key=value" % item)
+                # No more of it: without "=" nobody can tell where a secret begins
+                raise SettingsError("--set %.16s: expected section.key=value"
+                                    % without_secrets(item))
             self.put(name.strip(), text.strip(), "--set")
         return self
 
@@ -602,6 +652,35 @@ class Settings:
         if not path or self.folder is None and name not in self.given:
             return ""
         return os.path.join(self.folder or "", path)
+
+
+def what_is_unknown(section, key):
+    """Words for a setting that there is not, with the nearest right name."""
+    keys = [row.key for row in SETTINGS if row.section == section]
+    if not keys:
+        return "is no section" + nearest(section, SECTIONS)
+    return "has no key " + without_secrets(key) + nearest(key, keys)
+
+
+def check_line_below(line, shown):
+    """Raise SettingsError for a line that is indented, and so continues the value of the setting
+    `shown`, although it looks like a setting of its own whose value is a URL.
+
+    It might be shown on the page, and would be sent nowhere."""
+    name, _, value = line.partition("=")
+    name = name.strip()
+    before_url, separator, _ = value.partition("://")
+    words = before_url.split()          # the scheme; in [webhooks] a FORMAT stands before it
+    if not separator or not re.fullmatch(WORD, name) or len(words) not in (1, 2):
+        return
+    section = "webhooks"
+    if words[-1] in ENGINE_SCHEMES:
+        section = "cluster"
+    elif ROWS.get("http." + name):
+        section = "http"
+    raise SettingsError(
+        "%s: the line %s = … stands below this value and continues it, as it is indented; it "
+        "probably belongs into [%s], without blanks before it" % (shown, name, section))
 
 
 def read_ini(path, missing_ok):
@@ -614,16 +693,25 @@ def read_ini(path, missing_ok):
     try:
         read = parser.read(path, encoding="utf-8-sig")
     except (configparser.Error, UnicodeDecodeError) as error:
-        # Of a line its number will do: there may be a secret in it
-        words = re.sub(r"""(?m)(^|(line +\d+\]): )(['"]).*\3$""", r"\2", str(error)).split()
         raise SettingsError(
             "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
-            "continues the one above" % (path, " ".join(words))) from None
+            "continues the one above" % (path, what_is_unreadable(error))) from None
     # The parser does not say what kept it from reading
     if not read and (not missing_ok or os.path.lexists(path)):
         raise SettingsError("%s: cannot be read; is the name right, and may this user read it?"
                             % path)
     return parser
+
+
+def what_is_unreadable(error):
+    """Words for what kept an ini from being read: never the line, as it may be a secret."""
+    if isinstance(error, UnicodeDecodeError):
+        return "byte %d is no text" % (error.start + 1)
+    if isinstance(error, configparser.MissingSectionHeaderError):
+        return "line %d: no section headers stand above it" % error.lineno
+    lines = [number for number, _ in getattr(error, "errors", ())]
+    # The error of Python 3.13 for what continues no value has but one line
+    return "line " + ", ".join(map(str, lines or [getattr(error, "lineno", 0)]))
 
 
 def nearest(word, words):
@@ -1465,26 +1553,88 @@ MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
 # The longest of each, so that a whole one is always there
 WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
-# How history is kept: step -> (seconds that a block covers, seconds that it is kept, form of a
-# sample). A sample is one number for a minute, mean and peak for the others. A number has 16 bits,
-# little-endian: 0 is away, n + 1 is n players. A block is one row of the table: 120, 384 or 672
-# bytes. A WITHOUT ROWID table moves what exceeds 1,002 bytes to a page of its own, which would
-# waste most of it: hence a week of hours and not a fortnight.
+# A sample on disk is one number for a minute, mean and peak for the other steps. A number has 16
+# bits, little-endian: 0 is away, n + 1 is n players.
 PLAYERS, MEAN_AND_PEAK = struct.Struct("<H"), struct.Struct("<HH")
-BLOCKS = {MINUTE: (HOUR, DAY, PLAYERS), QUARTER: (DAY, MONTH, MEAN_AND_PEAK),
-          HOUR: (WEEK, YEAR, MEAN_AND_PEAK)}
+
+
+class Sample(NamedTuple):
+    """The players of a server or a game in one step of time."""
+    mean: int
+    peak: int
+
+
+class BlockForm(NamedTuple):
+    """How the samples of one step are kept: those of `covers` seconds are one row of the table.
+
+    A block has 120, 384 or 672 bytes. A WITHOUT ROWID table moves what exceeds 1,002 bytes to a
+    page of its own, which would waste most of it: hence a week of hours and not a fortnight."""
+    step: int                           # seconds
+    covers: int
+    kept: int                           # seconds, from the end of a block on
+    sample: struct.Struct
+
+    def begin(self, at):
+        """When the block with the sample of this time begins."""
+        return at // self.covers * self.covers
+
+    def offset(self, at):
+        """The bytes in its block before the sample of this time."""
+        return at % self.covers // self.step * self.sample.size
+
+    def empty(self):
+        return bytes(self.covers // self.step * self.sample.size)
+
+    def begins(self, times):
+        """When the blocks with the samples of these times begin."""
+        return range(self.begin(times.start), times.stop, self.covers)
+
+    def oldest(self, wall):
+        """When the oldest block begins that is kept; an hour more, as a series ends up to 16
+        minutes ago."""
+        return self.begin(int(wall) - self.kept - HOUR)
+
+    def samples(self, begin, block, times):
+        """A Sample by its time, of the block that begins then; without gaps."""
+        first = max(begin, times.start)
+        there = {}
+        numbers = self.sample.iter_unpack(block[self.offset(first):])
+        for at, stored in zip(range(first, times.stop, self.step), numbers):
+            # The one number of a minute is both
+            mean, peak = stored if len(stored) == 2 else stored * 2
+            if mean:
+                there[at] = Sample(mean - 1, peak - 1)
+        return there
+
+
+BLOCKS = {form.step: form for form in (
+    BlockForm(MINUTE, HOUR, DAY, PLAYERS), BlockForm(QUARTER, DAY, MONTH, MEAN_AND_PEAK),
+    BlockForm(HOUR, WEEK, YEAR, MEAN_AND_PEAK))}
 SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH),
          "year": (HOUR, YEAR)}
 SAMPLE_MAX = 65534
 
 STORAGE_BUSY_S = 0.2        # how long SQLite waits for another program's lock
 
+# Nothing is dropped for its age before samples have come for so long without a jump of the clock: a
+# clock that runs two years ahead, until NTP sets it, would make everything too old
+STEADY_S = DAY
+# A jump: a sample's wall clock is before that of the last sample, or so much after it. Samples come
+# every minute; a restart of the machine takes some minutes
+JUMP_S = HOUR
+# What was sampled under a clock that ran ahead is dropped after so long: longer, as the clock of a
+# machine without network may stand at 1970 for days
+AHEAD_S = MONTH
+
 # What changes each minute stands apart from the texts: 150 rows share a page, so that a minute
-# rewrites few of them. `server` has everybody seen within a year. Its numbers are never given out
-# twice (AUTOINCREMENT), so that the blocks of a forgotten server belong to nobody else. Blocks sort
-# by time first: one sample of all servers lies together, and so does what has become too old. There
-# is no NOT NULL: no row from outside breaks a constraint, so a broken one means damage.
-# PRAGMA user_version = 1 says what the tables are, and what the bytes in a block mean.
+# rewrites few of them. `server` has every server seen within a year; with address '' and port 0 the
+# sum of a game; and with game '' two rows of the file itself: its number, as the port, and the
+# clock of the samples (port -1; first_seen: since when there was no jump; last_seen: of the last
+# one). Its ids are never given out twice (AUTOINCREMENT), so that the blocks of a forgotten server
+# belong to nobody else. Blocks sort by time first: one sample of all servers lies together, and so
+# does what has become too old. There is no NOT NULL: no row from outside breaks a constraint, so a
+# broken one means damage. PRAGMA user_version = 1 says what the tables are, and what the bytes in a
+# block mean.
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -1492,8 +1642,6 @@ SCHEMA = (
     "CREATE TABLE block (step INTEGER, start INTEGER, server INTEGER, samples BLOB,"
     " PRIMARY KEY (step, start, server)) WITHOUT ROWID",
 )
-SERVER_ID = "(SELECT id FROM server WHERE game = ? AND address = ? AND port = ?)"
-GONE_SERVERS = " FROM server WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
 
 
 class ListedRow(NamedTuple):
@@ -1508,6 +1656,10 @@ class ListedRow(NamedTuple):
     first_seen: float
     last_seen: float
     fields: Any
+
+    @property
+    def key(self) -> Tuple[str, str, int]:
+        return self.game, self.address, self.port
 
     def has_types(self) -> bool:
         """Is each value of the type that an encoded row has there?"""
@@ -1552,9 +1704,13 @@ def series_end(step, wall):
     return (int(wall) - late) // step * step + step
 
 
-def counts(found, times, which=0):
-    """Of players at these times. `found`: a sample by its time; `which` of its numbers."""
-    return [found[at][which] - 1 if at in found else None for at in times]
+def means(samples, times):
+    """Of the samples by time, None for a gap."""
+    return [samples[at].mean if at in samples else None for at in times]
+
+
+def peaks(samples, times):
+    return [samples[at].peak if at in samples else None for at in times]
 
 
 # What says that the file itself is broken: SQLite (the bare class; a constraint), or values that
@@ -1606,19 +1762,28 @@ class Database:
     def save(self, rows, gone):
         """List these rows, new or changed, and list these keys no longer: one transaction. On
         return it outlives the process."""
+        names = "game", "address", "port", "expires", "first_seen", "last_seen", "fields"
+        saved = [dict(zip(names, row)) for row in rows]
+        left = [dict(zip(names, key)) for key in gone]
+
         def work(db):
             # Never back: the clock may stand at 1970, after a power cut
             db.executemany(
-                "UPDATE server SET last_seen = max(last_seen, coalesce((SELECT last_seen"
-                " FROM listed WHERE server = id), 0)) WHERE id = " + SERVER_ID, gone)
-            db.executemany("DELETE FROM listed WHERE server = " + SERVER_ID, gone)
+                "UPDATE server SET last_seen = max(last_seen, coalesce("
+                "(SELECT last_seen FROM listed WHERE server = id), 0))"
+                " WHERE game = :game AND address = :address AND port = :port", left)
+            db.executemany(
+                "DELETE FROM listed WHERE server = (SELECT id FROM server"
+                " WHERE game = :game AND address = :address AND port = :port)", left)
             db.executemany(
                 "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
-                " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (game, address, port)"
+                " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
+                " ON CONFLICT (game, address, port)"
                 " DO UPDATE SET fields = excluded.fields WHERE fields IS NOT excluded.fields",
-                [row[:3] + row[4:] for row in rows])
-            db.executemany("INSERT OR REPLACE INTO listed VALUES (" + SERVER_ID + ", ?, ?)",
-                           [row[:4] + row[5:6] for row in rows])
+                saved)
+            db.executemany(
+                "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
+                " WHERE game = :game AND address = :address AND port = :port", saved)
         self._run(work)
 
     def known(self, game, address, port):
@@ -1626,17 +1791,25 @@ class Database:
         def work(db):
             row = db.execute(
                 "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
-                " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL AND id = "
-                + SERVER_ID, (game, address, port)).fetchone()
-            return row and Remembered(row[0], row[1], stored_fields(row[2])[0])
+                " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL"
+                " AND game = :game AND address = :address AND port = :port",
+                {"game": game, "address": address, "port": port}).fetchone()
+            if row is None:
+                return None
+            first_seen, last_seen, fields = row
+            name, *_ = stored_fields(fields)
+            return Remembered(first_seen, last_seen, name)
         return self._run(work)
 
     def number(self, chosen):
         """A number that is kept with the file: the first that was chosen."""
         def work(db):
-            db.execute("INSERT INTO server (game, address, port) SELECT '', '', ?"
-                       " WHERE NOT EXISTS (SELECT * FROM server WHERE game = '')", (chosen,))
-            return db.execute("SELECT port FROM server WHERE game = ''").fetchone()[0]
+            db.execute("INSERT INTO server (game, address, port) SELECT '', '', :chosen WHERE NOT"
+                       " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)",
+                       {"chosen": chosen})
+            number, = db.execute(
+                "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
+            return number
         return self._run(work)
 
     # -- history
@@ -1650,16 +1823,22 @@ class Database:
         ended = minute // QUARTER != self._quarter          # whichever way the clock went
 
         def work(db):
+            steady = self._note_clock(db, wall)
             if ended:
                 self._roll_up(db, minute)
-                self._forget(db, minute)
-            for *key, count in players:
+                self._drop_old(db, minute, steady)
+                self._drop_excess(db)
+            for game, address, port, count in players:
+                # Of sums nothing else keeps the time
                 db.execute(
-                    "INSERT OR IGNORE INTO server (game, address, port, first_seen, last_seen)"
-                    " VALUES (?, ?, ?, ?, ?)", (*key, wall, wall))
-                [(server,)] = db.execute("SELECT " + SERVER_ID, key)
+                    "INSERT INTO server (game, address, port, first_seen, last_seen)"
+                    " VALUES (:game, :address, :port, :wall, :wall)"
+                    " ON CONFLICT (game, address, port)"
+                    " DO UPDATE SET last_seen = excluded.last_seen WHERE address = ''",
+                    {"game": game, "address": address, "port": port, "wall": wall})
                 sample = PLAYERS.pack(clamp(count, SAMPLE_MAX) + 1)
-                self._write_samples(db, MINUTE, minute, server, sample)
+                server = self._server_id(db, game, address, port)
+                self._write_samples(db, BLOCKS[MINUTE], minute, server, sample)
         self._run(work)
         self._quarter = minute // QUARTER
         return self.recent(wall) if ended else None
@@ -1669,78 +1848,135 @@ class Database:
         (8,784 hours) of a server, or with "" and 0 of a game. Of minutes the peak is the mean.
         Raises KeyError for another span."""
         step, length = SPANS[span]
-        end = series_end(step, wall)
+        form, end = BLOCKS[step], series_end(step, wall)
         times = range(end - length, end, step)
-        key = game, address, port
-        found = self._samples(step, times, " AND id = " + SERVER_ID, key).get(key, {})
-        return Series(times.start, step, counts(found, times), counts(found, times, -1))
+
+        def work(db):
+            samples = {}
+            server = self._server_id(db, game, address, port)
+            for begin in form.begins(times):
+                samples.update(form.samples(begin, self._block(db, form, begin, server), times))
+            return samples
+        samples = self._run(work)
+        return Series(times.start, step, means(samples, times), peaks(samples, times))
 
     def recent(self, wall):
         """The hourly means of the last 24 hours, for every server and game that has any."""
-        end = series_end(HOUR, wall)
+        form, end = BLOCKS[HOUR], series_end(HOUR, wall)
         times = range(end - DAY, end, HOUR)
-        return {key: counts(found, times) for key, found in self._samples(HOUR, times).items()}
-
-    def _samples(self, step, times, where="", values=()):
-        """By server and time, those that are no gaps."""
-        covers, _, form = BLOCKS[step]
-        starts = range(times.start // covers * covers, times.stop, covers)
+        blocks = {"step": HOUR, "first": form.begin(times.start), "end": times.stop}
 
         def work(db):
             servers = collections.defaultdict(dict)
-            for *key, start, block in db.execute(
-                    "SELECT game, address, port, start, samples FROM block JOIN server"
-                    " ON id = server WHERE step = ? AND start IN ("
-                    + ",".join(map(str, starts)) + ")" + where, (step, *values)):
-                begin = max(start, times.start)
-                samples = form.iter_unpack(block[(begin - start) // step * form.size:])
-                for at, sample in zip(range(begin, times.stop, step), samples):
-                    if sample[0]:
-                        servers[tuple(key)][at] = sample
+            for game, address, port, begin, block in db.execute(
+                    "SELECT game, address, port, start, samples FROM block"
+                    " JOIN server ON id = server"
+                    " WHERE step = :step AND start >= :first AND start < :end", blocks):
+                samples = form.samples(begin, block, times)
+                if samples:
+                    servers[game, address, port].update(samples)
             return servers
-        return self._run(work)
+        return {key: means(samples, times) for key, samples in self._run(work).items()}
 
-    def _write_samples(self, db, step, at, server, samples):
+    def _server_id(self, db, game, address, port):
+        """None for one that nobody has seen."""
+        row = db.execute("SELECT id FROM server"
+                         " WHERE game = :game AND address = :address AND port = :port",
+                         {"game": game, "address": address, "port": port}).fetchone()
+        return row and row[0]
+
+    def _block(self, db, form, begin, server):
+        """The bytes of the samples from `begin` on; all are gaps if there is no such block."""
+        row = db.execute(
+            "SELECT samples FROM block WHERE step = :step AND start = :begin AND server = :server",
+            {"step": form.step, "begin": begin, "server": server}).fetchone()
+        return row[0] if row else form.empty()
+
+    def _write_samples(self, db, form, at, server, samples):
         """Write the samples from the time `at` on, all of them in one block."""
-        covers, _, form = BLOCKS[step]
-        block = step, at // covers * covers, server
-        found = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
-                           block).fetchone()
-        whole = bytearray(found[0] if found else covers // step * form.size)
-        offset = at % covers // step * form.size
-        whole[offset:offset + len(samples)] = samples
-        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)", (*block, whole))
+        begin, offset = form.begin(at), form.offset(at)
+        block = bytearray(self._block(db, form, begin, server))
+        block[offset:offset + len(samples)] = samples
+        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :begin, :server, :block)",
+                   {"step": form.step, "begin": begin, "server": server, "block": block})
 
     def _roll_up(self, db, minute):
         """Make the quarter hours and the hour of the last minutes there are. Doing it again changes
         nothing."""
         # Not those that a clock running ahead has left
-        [(hour,)] = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
-                               (MINUTE, minute))
+        [(hour,)] = db.execute(
+            "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
+            {"step": MINUTE, "minute": minute})
         for server, block in db.execute(
-                "SELECT server, samples FROM block WHERE step = ? AND start = ?",
-                (MINUTE, hour)).fetchall():
+                "SELECT server, samples FROM block WHERE step = :step AND start = :hour",
+                {"step": MINUTE, "hour": hour}).fetchall():
             minutes = struct.unpack("<60H", block)
             for step, size in ((QUARTER, 15), (HOUR, 60)):
                 samples = [mean_and_peak(minutes[at:at + size]) for at in range(0, 60, size)]
-                self._write_samples(db, step, hour, server, b"".join(samples))
+                self._write_samples(db, BLOCKS[step], hour, server, b"".join(samples))
 
-    def _forget(self, db, minute):
-        """Drop what is too old, and what is too much."""
-        for step, (covers, kept, _) in BLOCKS.items():
-            # An hour more, as a series ends up to 16 minutes ago
-            db.execute("DELETE FROM block WHERE step = ? AND start < ?",
-                       (step, minute - kept - covers - HOUR))
-        # The sums of games stay: they are one row each
-        db.execute("DELETE" + GONE_SERVERS + " AND last_seen < (SELECT min(start) FROM block"
-                   " WHERE step = ?)", (HOUR,))
-        # Those who were here for the shortest time, so that nobody who lists one server after
-        # another drives out others or fills the disk
-        many = db.execute("DELETE FROM server WHERE id IN (SELECT id" + GONE_SERVERS
-                          + " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET ?)",
-                          (KNOWN_SERVERS,)).rowcount
-        if many:
-            db.execute("DELETE FROM block WHERE server NOT IN (SELECT id FROM server)")
+    def _note_clock(self, db, wall):
+        """Note when this sample was taken: for how many seconds samples have come without a jump
+        of the clock."""
+        row = db.execute("SELECT first_seen, last_seen FROM server WHERE game = '' AND port = -1"
+                         ).fetchone()
+        if row is None:
+            # A new file, or one of a program that did not keep the time of sums
+            db.execute("UPDATE server SET last_seen = :wall WHERE address = '' AND game != ''",
+                       {"wall": wall})
+        since, last = row or (wall, wall)
+        if not last <= wall <= last + JUMP_S:
+            since = wall
+        db.execute(
+            "INSERT INTO server (game, address, port, first_seen, last_seen)"
+            " VALUES ('', '', -1, :since, :wall) ON CONFLICT (game, address, port)"
+            " DO UPDATE SET first_seen = excluded.first_seen, last_seen = excluded.last_seen",
+            {"since": since, "wall": wall})
+        return wall - since
+
+    def _drop_old(self, db, minute, steady):
+        """Drop what is too old, and what comes after now, if the clock has been right for long
+        enough: for `steady` seconds without a jump."""
+        if steady >= STEADY_S:
+            for form in BLOCKS.values():
+                db.execute("DELETE FROM block WHERE step = :step AND start < :oldest",
+                           {"step": form.step, "oldest": form.oldest(minute)})
+            # Servers and sums, with their last block
+            db.execute("DELETE FROM server WHERE game != '' AND last_seen < :oldest"
+                       " AND id NOT IN (SELECT server FROM listed)",
+                       {"oldest": BLOCKS[HOUR].oldest(minute)})
+        if steady >= AHEAD_S:
+            for form in BLOCKS.values():
+                db.execute("DELETE FROM block WHERE step = :step AND start > :minute",
+                           {"step": form.step, "minute": minute})
+            # As if they had left just now: they go within a year
+            db.execute("UPDATE server SET first_seen = min(first_seen, :minute),"
+                       " last_seen = :minute WHERE game != '' AND last_seen > :minute",
+                       {"minute": float(minute)})
+
+    def _drop_excess(self, db):
+        """Forget those that were here for the shortest time, where they are too many: nobody who
+        lists one server after another, or renames one again and again, drives out others or fills
+        the disk."""
+        servers = db.execute(
+            "SELECT id, first_seen FROM server"
+            " WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
+            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :most",
+            {"most": KNOWN_SERVERS}).fetchall()
+        sums = db.execute(
+            "SELECT id, first_seen FROM server WHERE address = '' AND game != ''"
+            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :most",
+            {"most": KNOWN_GAMES}).fetchall()
+        excess = servers + sums
+        if not excess:
+            return
+        db.executemany("DELETE FROM server WHERE id = :id", [{"id": id} for id, _ in excess])
+        # Their blocks; not all of the table is read, as most of them came lately
+        first_seen = min(first_seen for _, first_seen in excess)
+        for form in BLOCKS.values():
+            db.execute("DELETE FROM block WHERE step = :step AND start >= :begin"
+                       " AND server NOT IN (SELECT id FROM server)",
+                       {"step": form.step, "begin": form.begin(first_seen)})
 
     # -- the file
 
@@ -1809,6 +2045,7 @@ class Database:
 class UdpProtocol:
     """One UDP port. `replies` are [(datagram, peer), …]."""
 
+    game = ""                       # as in the registry; "": see serves()
     ipv4_only = True                # its lists carry 4-byte addresses
     datagram_bytes = MAX_DATAGRAM_BYTES     # of a longer one the rest is lost
 
@@ -1820,6 +2057,10 @@ class UdpProtocol:
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         raise NotImplementedError
+
+    def serves(self, server: Server) -> bool:
+        """Can this server be heard here? Asked of those that were listed before a restart."""
+        return server.game == self.game
 
     def tick(self, now: float) -> Replies:
         """Once a second: polls, retries, expiry of what the protocol itself remembers."""
@@ -1864,6 +2105,7 @@ class Session:
 class TcpProtocol:
     """One TCP port: makes a session for each connection."""
 
+    game = ""                       # as in UdpProtocol
     ipv4_only = False
     speaks_first = True             # False: the client does; its first bytes are read at once
 
@@ -1875,6 +2117,10 @@ class TcpProtocol:
         session = Session()
         session.done = True
         return session
+
+    def serves(self, server: Server) -> bool:
+        """As in UdpProtocol."""
+        return server.game == self.game
 
     def tick(self, now: float) -> None:
         """Once a second."""
@@ -4055,6 +4301,10 @@ class Quake3(UdpProtocol, PolledGame):
         self.tag_gamenames = tuple(dict.fromkeys(self.tags.values()))       # each game once
         self.registry.forget_parts()            # entries tell whether their server is anonymous
 
+    def serves(self, server):
+        """Every game of the family, as watch() knows them."""
+        return "gamename" in server.details
+
     def watch(self, event, server):
         """Every listed server is polled, also one that was restored from disk."""
         gamename = server.details.get("gamename")
@@ -4288,6 +4538,12 @@ class Luanti(TcpProtocol, PolledGame):
         if not core.settings["luanti.enabled"]:
             del core.announcers[self.game]
         self.waiting = collections.OrderedDict()        # what was announced, by source and port
+
+    def serves(self, server):
+        """Servers announce themselves on the ports of [http]."""
+        settings = self.core.settings
+        return (server.game == self.game and settings["luanti.enabled"]
+                and bool(settings["http.ports"]))
 
     def announced(self, source, port, fields, now):
         """A start or an update; an update leaves out some of what the start has told."""
@@ -6081,6 +6337,10 @@ class Web(TcpProtocol):
     def refusal(self, address, now):
         return RefusedConnection(self, address, now)
 
+    def serves(self, server):
+        """The operator's own games; those that have a protocol belong to it."""
+        return server.game in self.settings["games"]
+
     def read(self, settings):
         self.trusted = Networks(settings["http.trusted_proxies"])
         self.look = Look(settings["http.title"], settings["http.intro"],
@@ -7687,7 +7947,9 @@ def bound_socket(family, transport, address, port):
 # --- The list on disk ----------------------------------------------------------------------------
 
 SAVE_LATE_S = 10.0          # a batch takes milliseconds, a disk that has to spin up some seconds
-RESTORED_S = 60.0           # for servers that live as long as their connection: AIO's come back
+# For servers that live as long as their connection: AIO's come back. Nor do those stay for longer
+# which nothing here can hear, as their game's listener has been switched off
+RESTORED_S = 60.0
 RESTORE_WITHIN_S = HOUR     # who was last seen before that is not worth showing
 
 # What is saved of a server beside its identity and its times, in this order. New fields go last;
@@ -7746,8 +8008,8 @@ class SavedList:
         self.began: Optional[float] = None          # the batch under way
         self.minute = -1.0                          # of the last batch with everybody in it
 
-    def restore(self, now, wall):
-        """List what was listed before the restart."""
+    def restore(self, now, wall, protocols):
+        """List what was listed before the restart; `protocols`: those that run now."""
         try:
             rows = self.database.load(wall)
             self.recent = self.database.recent(wall)
@@ -7757,11 +8019,13 @@ class SavedList:
         registry = self.registry
         registry.deaf_until = now
         for row in rows:
-            registry.altered.add(row[:3])           # who is not listed again is to go
+            registry.altered.add(row.key)           # a server that is not listed again is to go
             with contextlib.suppress(Refused):
                 server = restored_server(row, now, wall)
                 if (server and server.responding            # else the ini names it anyway
-                        and wall - row[5] <= RESTORE_WITHIN_S):
+                        and wall - row.last_seen <= RESTORE_WITHIN_S):
+                    if not any(protocol.serves(server) for protocol in protocols):
+                        server.lifetime = min(server.lifetime, RESTORED_S)
                     registry.admit(*server.key, server.source, server.name)
                     registry.insert(server)
         log.info("restored as before the restart, unconfirmed: %s",
@@ -7793,7 +8057,7 @@ class SavedList:
         servers = [self.registry.get(*key) for key in keys]
         rows = [stored_row(server, wall - now) for server in servers
                 if server and not server.master]
-        gone = keys.difference(row[:3] for row in rows)
+        gone = keys.difference(row.key for row in rows)
         self.began = now
 
         def write():
@@ -8074,7 +8338,7 @@ class MasterLogs:
             server.confirmed = not more or more[0] is not False
             if server.lifetime == math.inf:
                 server.lifetime = RESTORED_S
-        return LogEntry((row.game, row.address, row.port), server)
+        return LogEntry(row.key, server)
 
 
 def default_master_name(database):
@@ -8486,7 +8750,9 @@ class MasterServer:
         try:
             call(*arguments)
         except Exception:
-            log.exception("a fault of the program in %s%s", call, arguments)
+            # An argument may be another thread's error, with a URL in it
+            log.exception("a fault of the program in %s",
+                          without_secrets("%s%s" % (call, arguments)))
 
     def round(self, until=math.inf):
         """Handle what comes next, waiting for it no longer than `until`, and do what is due."""
@@ -8585,7 +8851,8 @@ class MasterServer:
             raise StartError("\n".join(problems))
         self.tell_epoch()
         if self.saved:
-            self.saved.restore(time.monotonic(), time.time())
+            serving = [protocol for protocol in self.protocols if protocol is not self.news]
+            self.saved.restore(time.monotonic(), time.time(), serving)
 
     def serve(self, row, protocol, host, port):
         """Serve a protocol on a socket of its own. Raises OSError."""
@@ -9182,9 +9449,13 @@ ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram; a round trip around the w
 ASK_TOTAL_S = OUTPUT_TOTAL_S        # for all of a list: our master gives no reader longer
 FETCH_S = 10.0                      # silence of a list server, after which it has gone
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
+LIST_SERVERS = 65536                # of one game; a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
 AIO_LIST_BYTES = 3 + 65535 * 258    # a framed list at its longest
 HYPERBOL_LIST_S = 5.0               # the document's script waits so long for the master
+QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
+                     b"\xff\xff\xff\xffgetserversResponse")
+QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}        # by what a server in a list begins with
 
 
 @contextlib.contextmanager
@@ -9216,12 +9487,15 @@ def udp_ask(sock, question, answer, tries=ASK_TRIES):
     raise TimeoutError("no answer from UDP port %d%s" % (sock.getpeername()[1], wrong))
 
 
-def tcp_ask(sock, question, answer=None):
+def tcp_ask(sock, question, answer=None, entry_bytes=0):
     """Send `question`: what `answer(data)` makes of what has come, as soon as that is not None;
     without `answer` all that comes until the other side closes.
 
-    The socket's own timeout bounds each piece, ASK_TOTAL_S bounds all. Raises OSError, Malformed.
-    """
+    The socket's own timeout bounds each piece, ASK_TOTAL_S bounds all; `entry_bytes`, of a list of
+    nothing but entries of so many bytes, bounds it to LIST_SERVERS. Raises OSError, Malformed."""
+    most, words = FETCH_BYTES, "%d bytes" % FETCH_BYTES
+    if entry_bytes:
+        most, words = entry_bytes * LIST_SERVERS, "%d servers" % LIST_SERVERS
     sock.sendall(question)
     data, until = bytearray(), time.monotonic() + ASK_TOTAL_S
     for more in iter(lambda: sock.recv(RECV_BYTES), b""):
@@ -9229,13 +9503,18 @@ def tcp_ask(sock, question, answer=None):
         found = answer(data) if answer else None
         if found is not None:
             return found
-        if len(data) > FETCH_BYTES:
-            raise Malformed("more than %d bytes" % FETCH_BYTES)
-        if time.monotonic() > until:
-            raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
+        if len(data) > most:
+            raise Malformed("more than " + words)
+        check_total_time(until)
     if answer:
         raise Malformed("no list came before the end")
     return data
+
+
+def check_total_time(until):
+    """Raise TimeoutError if what is not complete yet has taken ASK_TOTAL_S, until `until`."""
+    if time.monotonic() > until:
+        raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
 
 
 def ping_subspace(host, port):
@@ -9330,62 +9609,130 @@ def list_hyperbol(host, port):
     with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
         key, _ = hyperbol_greeting(sock.recv(HYPERBOL_GREETING.size))   # it is one segment
         # The document: always 255, for all
-        entries = hyperbol_entries(tcp_ask(sock, struct.pack("<IB3x", key, 255)))
+        entries = hyperbol_entries(tcp_ask(
+            sock, struct.pack("<IB3x", key, 255), entry_bytes=HYPERBOL_ENTRY.size))
     return [dict(zip(("address", "port", "flavor"), entry)) for entry in entries]
 
 
 def list_aio(host, port):
-    # The text has names. A master without that dialect waits for more, or hangs up
-    with contextlib.suppress(socket.timeout, ConnectionResetError, Malformed):
+    """The text form, as it has names; the framed form from a master without that dialect, which
+    waits for more or hangs up, and from one whose text cannot be read."""
+    try:
         return list_aio_text(host, port)
-    return list_aio_framed(host, port)
+    except (socket.timeout, ConnectionResetError, Malformed) as error:
+        text_error = error_text(error)
+    try:
+        return list_aio_framed(host, port)
+    except (OSError, Malformed) as error:
+        raise Malformed("no list as text (%s), and none in frames (%s)" % (
+            text_error, error_text(error))) from None
 
 
 def list_aio_text(host, port):
-    def listing(data):
-        # Greetings may come before it, with any number
-        start = re.search(rb"(?:^|[%\0\r\n])12#", data)
-        return data[start.end():-2] if start and data.endswith(b"#%") else None
-
     with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        text = tcp_ask(sock, b"12#%\n", listing).decode("utf-8", "replace")
-    fields = [clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS)
-              for field in text.split("#")]
-    return [{"name": name, "description": description, "address": address, "port": int(port)}
-            for name, description, address, port in zip(*(fields[at::4] for at in range(4)))
-            # The document's entry for an empty list is none
-            if not name.startswith("No servers currently online")]
+        return aio_text_entries(tcp_ask(sock, b"12#%\n", aio_text_fields))
 
 
-def list_aio_framed(host, port):
-    def listing(data):                  # after the greeting
-        return aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
+def aio_text_fields(data):
+    """What stands between `12#` and `#%` at the end; None: it is not whole yet.
 
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        payload, _ = tcp_ask(sock, aio_frame(b"\2"), listing)
-    if payload[:1] != b"\2":
-        raise Malformed("type: not a list")
-    servers, at = [], 3
-    try:
-        while at < len(payload):
-            address, port = struct.unpack_from("<%dsH" % payload[at], payload, at + 1)
-            servers.append({"address": clean(address.decode("ascii", "replace")), "port": port})
-            at += payload[at] + 3
-    except struct.error as error:
-        raise Malformed("list: %s" % error) from None
+    Greetings may come before it, with any number."""
+    start = re.search(rb"(?:^|[%\0\r\n])12#", data)
+    if not start or not data.endswith(b"#%"):
+        return None
+    return data[start.end():-len(b"#%")]
+
+
+def aio_text_entries(data):
+    """The servers of a text list, by its fields `name#description#address#port#` and so on.
+
+    Raises Malformed."""
+    if data.count(b"#") >= 4 * LIST_SERVERS:
+        raise Malformed("more than %d servers" % LIST_SERVERS)
+    fields = [aio_unescape(field) for field in data.decode("utf-8", "replace").split("#")]
+    servers = []
+    for name, description, address, port in zip(*(fields[at::4] for at in range(4))):
+        if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+            raise Malformed("port: %a" % port)
+        # The document's entry for an empty list is no server
+        if not name.startswith("No servers currently online"):
+            servers.append({"name": name, "description": description, "address": address,
+                            "port": int(port)})
     return servers
 
 
-def list_quake3(host, port, *wanted):
-    """`wanted`: the gamename, the protocol."""
-    question = ("\xff\xff\xff\xffgetserversExt %s %d empty full" % wanted).encode("latin-1")
+def aio_unescape(field):
+    return clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS)
+
+
+def list_aio_framed(host, port):
+    def payload(data):
+        """What is in the frame that follows the greeting; None: it is not whole yet."""
+        unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
+        return unframed and unframed[0]
+
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        return aio_framed_entries(tcp_ask(sock, aio_frame(b"\2"), payload))
+
+
+def aio_framed_entries(payload):
+    """The servers of a framed list; raises Malformed.
+
+        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
+    if payload[:1] != b"\2":
+        raise Malformed("type: not a list")
+    servers, at = [], 3
+    while at < len(payload):
+        begin = at + 1
+        end = begin + payload[at]
+        at = end + 2
+        if len(payload) < at:
+            raise Malformed("a list that is cut off")
+        address = clean(payload[begin:end].decode("ascii", "replace"))
+        servers.append({"address": address, "port": int.from_bytes(payload[end:at], "little")})
+    return servers
+
+
+def list_quake3(host, port, gamename, protocol):
+    question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
+    until = time.monotonic() + ASK_TOTAL_S
     with udp_socket(host, port) as sock:
-        data, _ = udp_ask(sock, question, bytes)
-        while not data.endswith(QUAKE3_END) and len(data) < FETCH_BYTES:
-            data += sock.recv(MAX_DATAGRAM_BYTES)
-    entries = re.findall(rb"[\\/]((?<=/).{16}|(?<=\\).{4})(..)", data[:-len(QUAKE3_END)], re.S)
-    return [{"address": str(ipaddress.ip_address(packed)), "port": int.from_bytes(port, "big")}
-            for packed, port in entries]
+        (servers, complete), _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        while not complete:
+            check_total_time(until)
+            try:
+                more, complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
+            except socket.timeout:
+                raise TimeoutError("timed out: the end of the list did not come") from None
+            servers += more
+            if len(servers) > LIST_SERVERS:
+                raise Malformed("more than %d servers" % LIST_SERVERS)
+    return servers
+
+
+def quake3_list_part(data):
+    r"""The servers in one datagram of a list, and whether it is the last. Raises Malformed.
+
+        ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
+        \ "EOT" 000000                                  this only at the end of the last one
+
+    All is in network order; to `getservers` the answer is "getserversResponse", without IPv6."""
+    heads = [head for head in QUAKE3_LIST_HEADS if data.startswith(head)]
+    if not heads:
+        raise Malformed("a list begins with getserversResponse or getserversExtResponse")
+    servers, at = [], len(heads[0])
+    while at < len(data) and data[at:] != QUAKE3_END:
+        size = QUAKE3_ADDRESS_BYTES.get(data[at:at + 1])
+        if size is None:
+            raise Malformed("a server begins with \\ or /, not with %a" % data[at:at + 1])
+        begin = at + 1
+        end = begin + size
+        at = end + 2
+        if len(data) < at:
+            raise Malformed("a list that is cut off")
+        servers.append({"address": str(ipaddress.ip_address(data[begin:end])),
+                        "port": int.from_bytes(data[end:at], "big")})
+    return servers, at < len(data)
 
 
 def list_from_json(host, port, path, read):
@@ -9693,9 +10040,11 @@ def command_notify(arguments):
     settings, good = load_settings(arguments), True
     server = Server("iceball", "203.0.113.7", 20737, "", 0.0, 0.0, "A test of the news")
     shown = with_times(server_json(server), server, time.time(), "")
-    for name in arguments.name or settings["webhooks"] or [""]:
-        with failing_with(EXIT_USAGE, "[webhooks] has no such NAME", KeyError):
-            format, url = settings["webhooks"][name].split()
+    webhooks = settings["webhooks"]
+    for name in arguments.name or webhooks or [""]:
+        if name not in webhooks:
+            raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
+        format, url = webhooks[name].split()
         status, _ = post_url(url, *NEWS_FORMATS[format](server, settings, shown))
         say("%s: %s" % (name, status))
         good &= status.startswith("2")
@@ -9757,8 +10106,9 @@ PATH begins in the user's folder (in the root if it begins with %2F); if it does
 last part is the file's name.
 
 Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer from it; 4 it is
-not a Hyperbol master; 6 its list is empty; 7 the file cannot be written; 8 the upload failed. With
---every it goes on until a signal or Ctrl+C, and ends with 0."""
+not a Hyperbol master, or its list has more than 65,536 servers; 6 its list is empty; 7 the file
+cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends
+with 0."""
 
 
 def command_export(arguments):

@@ -337,11 +337,12 @@ class SettingsTest(unittest.TestCase):
                 ("[iceball]\nport = many\n", "[iceball] port = many: expected a number"),
                 ("[iceball]\nport = 65535\n", "from 0 to 65534"),
                 ("[limits]\ndatagrams = 0/10\n", "from 0.01 to 1000000"),
-                ("[official]\na.example:5 = yes\n", "'a.example' does not appear to be an IP"),
+                ("[official]\na.example:5 = yes\n", "= yes: expected an IPv4 or IPv6 address"),
                 ("[official]\n1.2.3.4:5 = perhaps\n", "expected one of 1, yes, true, on, 0, no"),
                 ("[address_map]\n192.168.1.5 = 224.0.0.1\n", "cannot be the address"),
-                ("[bans]\n1.2.3.4/33 = x\n", "does not appear to be an IPv4 or IPv6 network"),
-                ("[server]\nrefuse_names = (\n", "unterminated subpattern"),
+                ("[bans]\n1.2.3.4/33 = x\n", "expected an IPv4 or IPv6 network"),
+                ("[server]\nrefuse_names = (\n", "mistake at character 1"),
+                ("[server]\nrefuse_names = a{99999999999}\n", "this one is too large"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
                 ("[games]\naio = A\n", "the id aio is taken"),
                 ("[quake3]\ntags = Warsow\n", "tags = Warsow: expected TAG = GAME"),
@@ -355,6 +356,89 @@ class SettingsTest(unittest.TestCase):
                 self.load(ini)
             self.assertIn("some.ini: ", str(caught.exception))
             self.assertIn(words, str(caught.exception))
+
+    def test_of_a_url_no_more_than_the_host_is_shown(self):
+        for text, shown in (
+                ("", ""), ("no URL: a/b@c", "no URL: a/b@c"), ("a://", "a://"),
+                ("discord https://h.example/api/T?a=T", "discord https://h.example/…"),
+                ("https://h-1.example", "https://h-1.example"),
+                ("http://[::1]:5/T", "http://[::1]/…"),
+                ("https://h:443", "https://h/…"), ("https://h?T", "https://h/…"),
+                ("https://h T", "https://h/…"), ("https://h\nT", "https://h/…"),
+                ("redis://:T@h/0", "redis://…"), ("redis://T@h", "redis://…"),
+                ("redis://:T@T/T@h:6379/0", "redis://…"), ("redis://u:T/T@h", "redis://…"),
+                ("redis://:T", "redis://…"), ("https://h/T@T", "https://…"),
+                ("https://a/T and https://b/T", "https://a/…"), ("unix:///T", "unix://…")):
+            self.assertEqual(ms.without_secrets(text), shown, text)
+
+    # A webhook and what else is secret, as an operator may write it; TOKEN is nowhere to be seen
+    SECRET_LINES = (
+        "ours = discord https://h.example/api/TOKEN", "ours=text https://h.example/?a=TOKEN",
+        "ours = slack https://me:TOKEN@h.example/", "ours = redis://:TOK/EN@TOKEN@h.example:1/0",
+        "redis = redis://:TOKEN@h.example:6379/0", "redis = rediss://me:TOKEN TOKEN@h.example",
+        "redis = redis://:TOKEN", "discord https://h.example/?a=TOKEN",
+        "discord https://h.example/TOKEN?a=b", "https://h.example/TOKEN/?a=b&c=TOKEN",
+        "redis://:TOKEN=TOKEN@h.example/0", "discord https://h.example/TOKEN",
+        "203.0.113.7:5 = https://h.example/TOKEN", "203.0.113.7 https://h.example/TOKEN = yes")
+
+    def refused(self, text, *overrides):
+        """What the error of this ini says; "" if it is none."""
+        try:
+            self.load(text, *overrides)
+        except ms.SettingsError as error:
+            self.assertNotIn("\n", str(error))
+            return str(error)
+        return ""
+
+    def test_no_error_shows_a_secret_wherever_its_line_stands(self):
+        """Under each header, in the wrong one, below a value, in none, and by --set."""
+        below = {"webhooks": "a = text https://b.example/", "games": "a = A",
+                 "official": "203.0.113.7:5 = yes", "priority": "203.0.113.7:5 = 1",
+                 "address_map": "10.0.0.1 = 203.0.113.7", "bans": "203.0.113.0/24 = fakes",
+                 "blocked": "203.0.113.0/24 = floods", "limits": "exempt =", "notify": "text = x",
+                 "server": "refuse_names =", "http": "intro = x", "aio": "news = x",
+                 "hyperbol": "servers =", "subspace": "zones =", "quake3": "tags =",
+                 "iceball": "port = 5", "luanti": "enabled = yes", "cluster": "name = a",
+                 "poll": "rate = 5"}
+        self.assertEqual(set(below), ms.SECTIONS)
+        # Where they are right: a blank in a password is one
+        right = [("webhooks", line) for line in self.SECRET_LINES[:2]]
+        right += [("cluster", line) for line in self.SECRET_LINES[4:6]]
+        for line in self.SECRET_LINES:
+            self.assertNotIn("TOKEN", self.refused(line), line)
+            for section, above in below.items():
+                error = self.refused("[%s]\n%s\n" % (section, line))
+                self.assertNotIn("TOKEN", error, (section, line))
+                self.assertEqual(not error, (section, line) in right, (section, line))
+                self.assertNotIn("TOKEN", self.refused("[%s]\n%s\n  %s\n" % (
+                    section, above, line)), (section, line))
+            for name in (*ms.ROWS, *ms.SECTIONS, "nothing.here"):
+                for item in ("%s.%s" % (name, line), "%s=%s" % (name, line), line):
+                    self.assertNotIn("TOKEN", self.refused("", item), item)
+
+    def test_a_line_below_another_value_is_told_where_it_belongs(self):
+        for section, above in (
+                ("http", "intro = Hello"), ("aio", "news = Hello"), ("notify", "text = $name"),
+                ("quake3", "tags = A = B"), ("server", "refuse_names = bad"), ("games", "a = A"),
+                ("bans", "203.0.113.0/24 = fakes"), ("webhooks", "a = text https://h.example/")):
+            for line, belongs in (
+                    ("ours = discord https://h.example/TOKEN", "[webhooks]"),
+                    ("ours=https://h.example/TOKEN", "[webhooks]"),
+                    ("redis = redis://:TOKEN@h", "[cluster]"),
+                    ("url = https://h.example", "[http]")):
+                error = self.refused("[%s]\n%s\n  %s\n" % (section, above, line))
+                self.assertIn("some.ini: [%s] %s: the line %s = … stands below" % (
+                    section, above.partition(" =")[0], line.partition("=")[0].strip()), error)
+                self.assertIn("probably belongs into " + belongs, error)
+        for text in ("Hello\n  see https://h.example/a=b", "a = b\n  c = d",
+                     'x\n  <a href="https://h.example/">', "x\n  a = one two three://"):
+            self.assertEqual(self.refused("[http]\nintro = %s\n" % text), "", text)
+
+    def test_what_everybody_sees_and_names_of_files_have_no_url(self):
+        for name in ("http.title", "games.mygame", "http.template", "http.stylesheet",
+                     "aio.news_file", "server.database", "server.log_file"):
+            with self.assertRaisesRegex(ms.SettingsError, "discord https://h/…: a URL cannot"):
+                ms.Settings({name: "discord https://h/TOKEN"})
 
     def test_a_setting_that_was_removed_is_a_warning(self):
         settings = self.load("[aio]\ndialects = text\nport = 5\n", "aio.text_greeting_after=1")
@@ -424,6 +508,7 @@ class SettingsTest(unittest.TestCase):
                 (ms.read_iceball_version, "31.31.127-1023 0.0 0.2a-4",
                  "32.1 0.32 0.2.128 0.2-1024 0 0.2ab 0.2A"),
                 (ms.read_own_game_id, "a" * 32 + " my-game_2", "a" * 33 + " A a.b iceball http "),
+                (ms.read_page_url, "https://h http://h:5/a", "https://h/ https://u:p@h https://"),
                 (ms.read_public, "1.0.0.0 223.255.255.255 2001:db8::1 ::ffff:1.2.3.4",
                  "0.1.2.3 224.0.0.1 255.255.255.255 :: ff02::1 ::ffff:224.0.0.1 a.example"),
                 (ms.read_rate, "0.01/1 1000000", "0.009/1 1000001 1/0.9 1/1000001")):
@@ -1113,7 +1198,7 @@ class HistoryOnDisk(DatabaseCase):
         database.save([listed_row(2)], set())
         database.save([], {gone})
         for step, span in ((ms.MINUTE, "day"), (ms.QUARTER, "month"), (ms.HOUR, "year")):
-            covers, kept, _ = ms.BLOCKS[step]
+            covers, kept = ms.BLOCKS[step].covers, ms.BLOCKS[step].kept
             for wall in (T0, T0 + ms.QUARTER):
                 database.sample(wall, [gone + (5,), self.TOTAL + (5,)])
             for late in (kept - ms.HOUR, kept):
@@ -1121,13 +1206,115 @@ class HistoryOnDisk(DatabaseCase):
             wall = T0 + kept + (step != ms.MINUTE) * ms.MINUTE
             self.assertEqual(database.history(*gone, span, wall).means[0], 5, span)
             self.assertIsNotNone(database.known(*gone))
-            for quarter in range(12):
-                late = kept + covers + ms.HOUR + quarter * ms.QUARTER
-                database.sample(T0 + late, [self.A + (1,)])
+            self.sample_steadily(database, T0 + kept + covers + ms.HOUR)
             [(oldest,)] = self.sql("SELECT min(start) FROM block WHERE step = ?", step)
             self.assertGreater(oldest, T0 + ms.QUARTER, span)
-        left = self.sql("SELECT address FROM server")
-        self.assertEqual(sorted(left), [("",), ("192.0.2.1",)])        # and the sums of games
+        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1")])
+
+    def sample_steadily(self, database, wall, seconds=ms.DAY):
+        """A sample an hour, as many as it takes until the clock is believed."""
+        for late in range(0, seconds + 1, ms.HOUR):
+            database.sample(wall + late, [self.A + (1,)])
+
+    def sums_and_servers(self):
+        return self.sql("SELECT game, address FROM server WHERE game != '' ORDER BY game, address")
+
+    def test_a_clock_that_jumps_erases_nothing(self):
+        """Two years ahead for one sample, as before NTP has set it; then a restart, and once more.
+        """
+        year = list(range(T0, T0 + 5 * ms.HOUR, ms.HOUR))
+        for walls in ([2 * ms.YEAR], [2 * ms.YEAR, 3 * ms.YEAR], [-T0, 2 * ms.YEAR],
+                      [2 * ms.YEAR + late for late in range(0, ms.DAY, ms.HOUR)]):
+            self.put(b"")
+            database = self.database()
+            database.save([listed_row(2)], set())
+            for wall in year:
+                database.sample(wall, [self.A + (7,), self.TOTAL + (7,)])
+            database.save([], {listed_key(2)})
+            for wall in walls:
+                database.sample(T0 + wall, [self.A + (1,)])
+                database.close()
+            end = T0 + 6 * ms.HOUR
+            database.sample(end, [self.A + (1,)])
+            self.assertEqual(list(self.series(database, end + ms.HOUR, "year")[0]), year, walls)
+            self.assertEqual(database.history(*self.TOTAL, "year", end).means[-6:-1], [7] * 5)
+            self.assertIsNotNone(database.known(*listed_key(2)))
+            database.close()
+
+    def test_when_the_clock_is_believed(self):
+        """After a day without a jump, which a restart does not begin anew."""
+        for jump, dropped in ((ms.HOUR, True), (ms.HOUR + 1, False), (-1, False)):
+            self.put(b"")
+            self.database().sample(T0, [self.A + (7,)])
+            wall = T0 + 2 * ms.YEAR
+            for late in range(0, 20 * ms.HOUR, ms.HOUR):
+                database = self.database()
+                database.sample(wall + late, [self.A + (1,)])
+                database.close()
+            self.sample_steadily(database, wall + late + jump, 8 * ms.HOUR)
+            [(oldest,)] = self.sql("SELECT min(start) FROM block")
+            self.assertEqual(oldest > T0, dropped, jump)
+            database.close()
+
+    def test_what_was_sampled_ahead_of_time_goes_after_a_month(self):
+        database = self.database()
+        database.sample(T0 + 9 * ms.YEAR, [listed_key(2) + (1,), self.TOTAL + (1,)])
+        ahead = "SELECT count(*) FROM block WHERE start > %d" % (T0 + ms.YEAR)
+        self.sample_steadily(database, T0, ms.MONTH - ms.HOUR)
+        self.assertEqual(self.sql(ahead), [(1 + 1,)])
+        database.sample(T0 + ms.MONTH, [self.A + (1,)])
+        self.assertEqual(self.sql(ahead), [(0,)])
+        self.assertEqual(self.sql("SELECT count(*) FROM server WHERE last_seen > ?", T0 + ms.MONTH),
+                         [(0,)])
+
+    def test_the_sum_of_a_game_goes_with_its_last_block(self):
+        """And not before, however long ago the game was first seen."""
+        database = self.database()
+        number = database.number(77)
+        old, young = ("old", "", 0), ("young", "", 0)
+        for wall in (T0, T0 + ms.YEAR, T0 + ms.YEAR + ms.QUARTER):
+            database.sample(wall, [old + (5,)])
+        database.sample(T0 + ms.YEAR - 3 * ms.WEEK, [young + (5,)])
+        wall = T0 + 2 * ms.YEAR - 2 * ms.WEEK
+        self.sample_steadily(database, wall)
+        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1"), ("old", "")])
+        end = wall + ms.DAY
+        self.assertEqual(set(database.history(*old, "year", end).means), {None, 5})
+        self.sample_steadily(database, T0 + 2 * ms.YEAR + ms.WEEK)
+        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1")])
+        self.assertEqual(database.number(78), number)
+        self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"), [(1,)])
+
+    def test_sums_of_too_many_games(self):
+        """Those that were here for the shortest time go with their blocks; this has nothing to do
+        with their age."""
+        database = self.database()
+        number = database.number(77)
+        with mock.patch.object(ms, "KNOWN_GAMES", 20):
+            for minute in range(46):
+                renamed = [("renamed-%d-%d" % (minute, one), "", 0, 1) for one in range(30)]
+                database.sample(T0 + 60 * minute, renamed + [self.TOTAL + (7,), self.A + (7,)])
+        games = {game for game, address in self.sums_and_servers() if not address}
+        self.assertIn("iceball", games)
+        self.assertLessEqual(len(games), 20 + 30)
+        self.assertEqual(self.sql("SELECT count(*) FROM block WHERE server NOT IN"
+                                  " (SELECT id FROM server)"), [(0,)])
+        self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"),
+                         [(len(games) + 1,)])
+        self.assertEqual((database.number(78), len(self.series(database, T0 + 3000)[0])),
+                         (number, 46))
+
+    def test_sums_in_a_file_that_did_not_keep_their_time(self):
+        """They stay for another year."""
+        database = self.database()
+        database.sample(T0, [self.TOTAL + (5,)])
+        database.close()
+        self.sql("DELETE FROM server WHERE game = ''")
+        self.sql("UPDATE server SET last_seen = ?", T0 - 9.0 * ms.YEAR)
+        for begin, games in ((T0 + ms.HOUR, ["", "192.0.2.1"]),
+                             (T0 + ms.YEAR + 3 * ms.WEEK, ["192.0.2.1"])):
+            self.sample_steadily(database, begin)
+            self.assertEqual([address for _, address in self.sums_and_servers()], games)
 
     def test_sparklines(self):
         """Across the end of a week, which is the end of a block."""
@@ -5497,7 +5684,7 @@ class FuzzTest(unittest.TestCase):
                 games.update(server.game for server in self.core.registry.servers())
             if number % 2000 == 0:
                 self.lists()
-        self.assertLessEqual({getattr(protocol, "game", "mygame")
+        self.assertLessEqual({protocol.game or "mygame"
                               for protocol in self.protocols.values()} - {"quake3"}
                              | {"openarena"}, games)
         self.here = None                                # everybody goes
@@ -7555,9 +7742,10 @@ class WebhookTest(unittest.TestCase):
                          {"text": "0 of ? are playing on A test of the news (Iceball, map "
                                   "?\u200b)"})
         self.assertEqual(run(), (1, "good: 204\nbad: 404\n", ""))
-        for words in (run("other"), command("notify", "--config", os.devnull)):
+        for words in (run("other"), run(bad), command("notify", "--config", os.devnull)):
             self.assertEqual(words[:2], (2, ""))
             self.assertIn("[webhooks] has no such NAME", words[2])
+            self.assertNotIn("SECRET", words[2])
 
     def test_no_error_tells_a_url(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -7568,9 +7756,9 @@ class WebhookTest(unittest.TestCase):
                     ("ours = text ftp://h/SECRET", "begins with https://"),
                     ("ours = text https://me:SECRET@h/", "begins with https://"),
                     ("ours = text https://h/a\n  SECRET", "begins with https://"),
-                    ("my hook = text https://h/SECRET", r"\[webhooks\] my = …: expected 1 to 32"),
-                    ("discord https://h/SECRET?a=b", r"\[webhooks\] discord = …: expected FORMAT"),
-                    ("ours discord https://h/SECRET", r"\[line +2\]")):
+                    ("my hook = text https://h/SECRET", r"\[webhooks\] my hook = …: expected 1 to"),
+                    ("discord https://h/SECRET?a=b", r"] discord https://h/… = …: expected FORMAT"),
+                    ("ours discord https://h/SECRET", "line 2")):
                 with open(path, "w", encoding="utf-8") as file:
                     file.write("[webhooks]\n%s\n" % line)
                 status, out, err = command("--config", path, "--check")
@@ -8122,6 +8310,15 @@ class MasterServerTest(unittest.TestCase):
         self.assertEqual((fail.call_count, len(logged.records)), (3, 3))
         self.assertEqual(fetch_here(server, "/healthz")[0], 200)
 
+    def test_a_fault_shows_no_secret(self) -> None:
+        server, error = master(), ValueError("https://h.example/TOKEN")
+        self.addCleanup(server.close)
+        with self.assertLogs() as logged:
+            server.guarded(lambda *arguments: 1 // 0, error, 5.0)
+        self.assertIn("ValueError('https://h.example/…", logged.output[0])
+        self.assertIn("ZeroDivisionError", logged.output[0])
+        self.assertNotIn("TOKEN", logged.output[0])
+
     @mock.patch.multiple(ms, LOOK_S=9.0, TICK_S=9.0)
     def test_it_ends_with_the_answers_that_were_asked_for(self) -> None:
         """Nobody is accepted any more; what was sent before is answered, and nobody gets a reset.
@@ -8224,6 +8421,8 @@ class ReloadTest(unittest.TestCase):
         for text, words, banned in (
                 ("[bans]\n203.0.113.9 = cheats\n", "changed: bans", "cheats"),
                 ("[bans]\nnonsense = x\n", "old settings stay in force: .*nonsense", "cheats"),
+                ("[bans]\nours = text https://h.example/TOKEN\n",
+                 "old settings stay in force: (?!.*TOKEN)", "cheats"),
                 ("[server\n", "old settings stay in force", "cheats"),
                 ("", "gone or empty", "cheats"),
                 ("[bans]\n203.0.113.9 = x\n[limits]\nrequests = x\n", "requests", "cheats"),
@@ -8330,7 +8529,9 @@ class SavedListTest(unittest.TestCase):
         database = ms.Database(self.path)
         self.addCleanup(database.close)
         saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {})
-        saved.restore(now, wall)
+        everything = ms.UdpProtocol()
+        everything.serves = lambda server: True
+        saved.restore(now, wall, [everything])
         return saved
 
     def restart(self, saved: ms.SavedList, wall: float = T0 + 5, **settings: str) -> ms.SavedList:
@@ -8585,6 +8786,50 @@ class DiskOfTheProgramTest(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.path = os.path.join(folder.name, "master.db")
+
+    def test_what_is_switched_off_is_listed_for_a_minute_at_most(self) -> None:
+        """Servers of each game, with and without what serves it, and when nothing is heard."""
+        luanti = {name: 1 for name in ms.LUANTI_NEEDED}
+        luanti.update(name="L", version="5", description="", gameid="minetest")
+        fields = dict.fromkeys("iceball subspace hyperbol mygame".split(), {"verified": "query"})
+        fields["aio"] = {"verified": "connection"}
+        fields["luanti"] = {"verified": "query", "announced": luanti}
+        fields["xonotic"] = {"verified": "query",
+                             "details": {"gamename": "Xonotic", "tag": "DarkPlaces"}}
+        ports = dict.fromkeys("iceball.port subspace.port hyperbol.port aio.port quake3.port "
+                              "http.ports".split(), "0")
+        everything = {**ports, "games.mygame": "Mine", "server.bind": "127.0.0.1",
+                      "server.database": self.path}
+        games = set(fields)
+        for changed, leave in (
+                ({}, {"aio"}),                      # which lives as long as its connection
+                ({"iceball.port": ""}, {"aio", "iceball"}),
+                ({"subspace.port": ""}, {"aio", "subspace"}),
+                ({"hyperbol.port": ""}, {"aio", "hyperbol"}), ({"aio.port": ""}, {"aio"}),
+                ({"quake3.port": ""}, {"aio", "xonotic"}),
+                ({"luanti.enabled": "no"}, {"aio", "luanti"}),
+                ({"http.ports": ""}, {"aio", "luanti", "mygame"}),
+                ({"games.mygame": None}, {"aio", "mygame"}),
+                ({**dict.fromkeys(ports, ""), "games.mygame": None}, games)):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.path)
+            database = ms.Database(self.path)
+            wall = time.time()
+            database.save([ms.stored_row(server, wall)[:6] + (json.dumps(
+                ms.stored_row(server, wall)[6]),) for server in (
+                    ms.Server(game, "203.0.113.9", 1000, "203.0.113.9", 0.0, math.inf, "N", **told)
+                    for game, told in fields.items())], set())
+            database.close()
+            settings = {name: text for name, text in {**everything, **changed}.items()
+                        if text is not None}
+            server = ms.MasterServer(settings)
+            self.addCleanup(server.close)
+            server.bind()
+            registry, now = server.registry, time.monotonic()
+            self.assertEqual({one.game for one in registry.servers()}, games, changed)
+            registry.expire(now + 61.0)
+            self.assertEqual(games - {one.game for one in registry.servers()}, leave, changed)
+            server.close()
 
     def listed(self) -> int:
         """How many the file has, read as another program would."""
@@ -10209,7 +10454,7 @@ class FakeServer(threading.Thread):
     """Answers datagrams on one loopback port with `answer(data)`, a list of datagrams, or serves
     one TCP connection after another with `serve(sock)`."""
 
-    def __init__(self, answer: Optional[Callable[[bytes], List[bytes]]] = None,
+    def __init__(self, answer: Optional[Callable[[bytes], Iterable[bytes]]] = None,
                  serve: Optional[Callable[[socket.socket], Any]] = None) -> None:
         super().__init__(daemon=True)
         self.answer, self.serve = answer, serve
@@ -10405,6 +10650,73 @@ class ClientTools(unittest.TestCase):
         with FakeServer(serve=scripted(greeting, b"12#%\n", b"12#%")) as server:
             self.assertEqual(command("list", server.place, "--game", "aio")[1], "no servers\n")
 
+    def test_a_text_list_that_cannot_be_read(self) -> None:
+        """Then the framed form is asked; if that comes to nothing too, both are told."""
+        framed = hexa("11000000 02 0100 0b") + b"203.0.113.9" + hexa("8269")
+
+        def serve(sock: socket.socket) -> None:
+            question = sock.recv(1000)
+            as_text = question.startswith(b"12#")
+            sock.sendall(b"12#Court#D#203.0.113.9#%s#%%" % port if as_text
+                         else hexa("01000000 00") + answer)
+        for port in b"port", b"", b"-1", b"70000", b"123456":
+            for answer in framed, b"":
+                with FakeServer(serve=serve) as server:
+                    if answer:
+                        found = self.ask("list", server.place, "--game", "aio")["servers"]
+                        self.assertEqual(found, [{"address": "203.0.113.9", "port": 27010}])
+                    else:
+                        self.assertRegex(
+                            self.failing("list", server.place, "--game", "aio"),
+                            r"no list as text \(port: .*\), and none in frames \(no list came")
+
+    def test_lists_that_are_too_long(self) -> None:
+        """Of so many bytes that entries have no room for more than LIST_SERVERS."""
+        entries = entry("127.0.0.1", 5) * 3
+        text = b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"
+        for game, serve in (("hyperbol", scripted(HBSL, b"", entries)),
+                            ("aio", scripted(hexa("01000000 00"), b"12#%\n", text))):
+            for most, told in ((3, ""), (2, "more than 2 servers")):
+                with mock.patch.object(ms, "LIST_SERVERS", most), FakeServer(serve=serve) as server:
+                    status, out, err = command("list", "--game", game, server.place)
+                self.assertEqual((status, out.count("\n")), (0, 3) if not told else (1, 0), game)
+                self.assertIn(told, err)
+        packet = QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 9060")
+        with mock.patch.object(ms, "LIST_SERVERS", 2), \
+                FakeServer(lambda data: [packet] * 3) as server:
+            self.assertIn("more than 2 servers", self.failing(
+                "list", server.place, "--game", "quake3"))
+
+    def test_datagrams_of_a_quake3_list(self) -> None:
+        one, six = b"\\" + hexa("454f5400 0001"), b"/" + bytes(15) + hexa("01 5c2f")
+        rows = [{"address": "69.79.84.0", "port": 1}, {"address": "::1", "port": 23599}]
+        for data, servers, complete in (
+                (QUAKE3_LIST_HEAD, [], False), (QUAKE3_EXT_HEAD + QUAKE3_EOT, [], True),
+                (QUAKE3_LIST_HEAD + one + QUAKE3_EOT, rows[:1], True),
+                (QUAKE3_EXT_HEAD + one + six, rows, False),
+                (QUAKE3_EXT_HEAD + six + one + QUAKE3_EOT, rows[::-1], True)):
+            self.assertEqual(ms.quake3_list_part(data), (servers, complete), data)
+            for end in range(len(data)):
+                with contextlib.suppress(ms.Malformed):
+                    ms.quake3_list_part(data[:end])
+        for data in (b"", OUT + b"getserversExt Xonotic 3", QUAKE3_EXT_HEAD + b"\n" + one,
+                     QUAKE3_EXT_HEAD + one[:-1], QUAKE3_EXT_HEAD + six + b"\\EOT"):
+            self.assertRaises(ms.Malformed, ms.quake3_list_part, data)
+
+    def test_a_quake3_list_that_never_ends(self) -> None:
+        """Datagram after datagram, each in time, for longer than any list takes."""
+        over = threading.Event()
+        self.addCleanup(over.set)
+        packet = QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 9060")
+
+        def drip(data: bytes) -> Iterable[bytes]:
+            while not over.wait(0.005):
+                yield packet
+        with mock.patch.object(ms, "ASK_TOTAL_S", 0.2), FakeServer(drip) as server:
+            told = self.failing("list", "--game", "quake3", server.place)
+            over.set()
+        self.assertIn("not complete within 0.2 s", told)
+
     def test_lists_that_are_none(self) -> None:
         ok, greeting = b"HTTP/1.1 200 OK\r\n\r\n", hexa("01000000 00")
         for fetch, answer in (
@@ -10429,10 +10741,13 @@ class ClientTools(unittest.TestCase):
             sock.sendall(first)
             while not over.wait(0.02):
                 sock.sendall(b"\0\0\0")
-        for limit, told in (("ASK_TOTAL_S", "not complete within 0.2 s"),
-                            ("FETCH_BYTES", "more than 0 bytes")):
-            for game, first in (("iceball", b"HTTP/1.1 200 OK\r\n\r\n"), ("hyperbol", HBSL),
-                                ("aio", hexa("01000000 00 ff0000 00"))):
+        iceball, hyperbol, aio = (("iceball", b"HTTP/1.1 200 OK\r\n\r\n"), ("hyperbol", HBSL),
+                                  ("aio", hexa("01000000 00 ff0000 00")))
+        for limit, told, games in (
+                ("ASK_TOTAL_S", "not complete within 0.2 s", (iceball, hyperbol, aio)),
+                ("FETCH_BYTES", "more than 0 bytes", (iceball, aio)),
+                ("LIST_SERVERS", "more than 0 servers", (hyperbol,))):
+            for game, first in games:
                 with mock.patch.object(ms, limit, 0.2), FakeServer(serve=drip) as server:
                     self.assertIn(told, self.failing("list", "--game", game, server.place))
 
@@ -10781,9 +11096,9 @@ class ServingTest(unittest.TestCase):
 
     def test_usage(self) -> None:
         for words, told in (
-                (["ping", "127.0.0.1", "--game", "aio"], "is not ADDRESS:PORT"),
+                (["ping", "127.0.0.1", "--game", "aio"], "expected ADDRESS:PORT"),
                 (["ping", "127.0.0.1:1", "--game", "chess"], "invalid choice: 'chess'"),
-                (["list", "::1:x:y", "--game", "aio"], "is not ADDRESS:PORT"),
+                (["list", "::1:x:y", "--game", "aio"], "expected ADDRESS:PORT"),
                 (["list", "localhost"], "required: --game"),
                 (["frob"], "unrecognized arguments: frob"),
                 (["--check", "list", "--game", "aio", "x"], "unrecognized arguments: list"),
@@ -10997,6 +11312,16 @@ class ExportTest(unittest.TestCase):
             self.assertEqual((status, out[:29]), (0, "100 servers, 0 of them respond"[:29]))
             self.assertEqual(len(questions), asked)
             self.assertLess(took, 2.0)
+
+    def test_a_list_that_is_too_long(self) -> None:
+        """No query is made, and nothing is written."""
+        with mock.patch.object(ms, "LIST_SERVERS", 2), \
+                mock.patch.object(ms, "queried_server") as queried:
+            status, out, err = self.export(listing=NOBODY * 3)
+        self.assertEqual((status, out, queried.called), (4, "", False))
+        self.assertIn("is not a Hyperbol master: more than 2 servers", err)
+        self.assertFalse(os.path.exists(self.output))
+        self.assertEqual(ms.LIST_SERVERS, 65536)
 
     def test_failures_leave_the_old_file(self) -> None:
         with open(self.output, "wb") as file:
@@ -11415,8 +11740,8 @@ class ProjectTest(unittest.TestCase):
     def test_a_game_has_one_word_and_a_title(self):
         """So that `[games]` cannot have another game by it, and every list finds it."""
         for row in ms.PROTOCOLS:
-            game = getattr(row.make(make_core()), "game", None)
-            if game is not None:
+            game = row.make(make_core()).game
+            if game:
                 self.assertEqual(row.name, game)
                 self.assertIn(row.setting.partition(".")[0], (game, ""))
                 self.assertIn(game, ms.GAME_TITLES)
