@@ -444,7 +444,7 @@ SETTINGS = (
     Setting("poll.interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", read_number(1, 100000),
-            "Queries per second at most, to all servers together."),
+            "Queries per second at most, to all servers together; to listed ones first."),
     Setting("notify.players", "2", read_number(1, PLAYERS_MAX),
             "A server is news when it comes to have so many players, after it had fewer."),
     Setting("notify.again_after", "10800", read_number(0, 86400),
@@ -484,7 +484,8 @@ SETTINGS = (
     Setting("limits.connections_total", "2000", read_number(8, 100000),
             "Open connections in all; above that the one idle for longest is closed."),
     Setting("limits.servers_per_source", "32", read_number(1, 1000000),
-            "Listed servers of one source; of one IPv6 /48, 16 times as many."),
+            "Servers of one source that are listed, or queried; of one IPv6 /48, 16 times as "
+            "many."),
     Setting("limits.servers", "50000", read_number(1, 10000000), "Listed servers in all."),
 )
 ROWS = {row.name: row for row in SETTINGS}
@@ -2002,12 +2003,12 @@ class Poller(UdpProtocol):
 
     def remove(self, target):
         """None, and one that is removed already, change nothing."""
-        if target is None or self.targets.get(target.key) is not target:
-            return
-        self.settle(target)
-        del self.targets[target.key]
-        for key in source_keys(target.address):
-            uncount(self.sources, key)
+        if target is not None and self.find(
+                target.querier, target.address, target.server_port) is target:
+            self.settle(target)
+            del self.targets[target.key]
+            for key in source_keys(target.address):
+                uncount(self.sources, key)
 
     # Polls
 
@@ -2057,7 +2058,7 @@ class Poller(UdpProtocol):
         newcomers = newcomers[:self.rate - len(listed)]
         for target in newcomers:
             self.newcomers.move_to_end(target.source)
-        return [self.query(target, now) for target in (*listed, *newcomers)]
+        return [self.ask(target, now) for target in (*listed, *newcomers)]
 
     def is_to_be_asked(self, target, now):
         """Has this target, which is due, a query left in its poll? If not, the poll is missed."""
@@ -2084,7 +2085,7 @@ class Poller(UdpProtocol):
                 rounds[turn].append(target)
         return [target for turn in sorted(rounds) for target in rounds[turn]]
 
-    def query(self, target, now):
+    def ask(self, target, now):
         """The query for this target, and where it goes."""
         target.nonce = target.querier.nonce()
         target.asked_at, target.due = now, now + target.querier.timeout_s
@@ -4002,7 +4003,7 @@ class Luanti(TcpProtocol, PolledGame):
             del core.announcers[self.game]
         # What was announced with an address that is being looked up, by source and port; bounded
         # as look-ups are
-        self.looked_up = {}
+        self.being_looked_up = {}
 
     def announced(self, source, port, fields, now):
         """A start or an update; an update leaves out some of what the start has told."""
@@ -4014,26 +4015,20 @@ class Luanti(TcpProtocol, PolledGame):
         old = server.announced if server and action == "update" else NO_DETAILS
         announced = luanti_counted(fields, old)
         address = announced.get("address")
-        self.looked_up.pop((source, port), None)        # what came last counts
         if old and address == old.get("address"):
             self.refresh(source, port, announced, now)
-        elif not address:
-            self.ask(source, port, announced, now)
-        else:
+        elif address:
             self.look_up(source, port, announced, now)
+        else:
+            self.ask(source, port, announced, now)
 
     def look_up(self, source, port, announced, now):
         """Have it looked up where the address for players leads. Raises Refused."""
         self.admit_newcomer(source, port, announced["name"])
+        done = functools.partial(self.looked_up, source, port, announced)
+        self.core.resolve(announced["address"], done, source, self.rules.listed_address(source))
+        self.being_looked_up[source, port] = announced
         self.registry.note(source, self.game, port, "announced", now)
-        self.looked_up[source, port] = announced
-        done = functools.partial(self.found_address, source, port, announced)
-        try:
-            listed = self.rules.listed_address(source)
-            self.core.resolve(announced["address"], done, source, listed)
-        except Refused:
-            del self.looked_up[source, port]
-            raise
 
     def refresh(self, source, port, announced, now):
         """An update of a server that is listed with this address for players: nothing has to be
@@ -4041,6 +4036,7 @@ class Luanti(TcpProtocol, PolledGame):
         self.registry.hear(self.game, self.rules.listed_address(source), port, source, now,
                            self.core.settings["luanti.timeout"], luanti_server(announced))
         self.registry.note(source, self.game, port, "listed", now)
+        self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
             target.scratch = None
@@ -4049,13 +4045,14 @@ class Luanti(TcpProtocol, PolledGame):
         """Query the server. What it has announced counts once it answers, and stands in the target
         until then, so that it is bounded and leaves as targets do. Raises Refused."""
         self.ask_newcomer(source, port, now, announced["name"]).scratch = announced
+        self.being_looked_up.pop((source, port), None)          # what came last counts
 
-    def found_address(self, source, port, announced, found, now):
+    def looked_up(self, source, port, announced, found, now):
         """Query the server unless the address that it has for players leads elsewhere (`found`; "":
         nowhere). An address of the other family tells nothing: a name may have IPv4 alone."""
-        if self.looked_up.get((source, port)) is not announced:
-            return                      # it has announced something else since, or signed off
-        del self.looked_up[source, port]
+        if self.being_looked_up.get((source, port)) != announced:
+            return                      # it has announced something else since
+        del self.being_looked_up[source, port]
         listed = self.rules.listed_address(source)
         if found and (found == listed or (":" in found) != (":" in listed)
                       or self.rules.believes(source, found)):
@@ -4066,10 +4063,6 @@ class Luanti(TcpProtocol, PolledGame):
         else:
             self.registry.note(source, self.game, port, "address", now, "%s leads to %s, not to %s"
                                % (announced["address"], found or "no address", listed))
-
-    def stopped(self, source, port):
-        self.looked_up.pop((source, port), None)
-        return super().stopped(source, port)
 
     def query(self, target):
         return LUANTI_ID + b"\0\0\0\1"
@@ -6290,7 +6283,8 @@ def admit_fields(count):
 def announced_value(name, value):
     """What is kept of a field; raises Refused."""
     if name in ANNOUNCED_NUMBERS:
-        match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", str(value))       # Lua writes 27500.0
+        text = "" if isinstance(value, (list, dict)) else str(value)    # which may be long
+        match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)       # Lua writes 27500.0
         low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
         if not match or not low <= int(match[1]) <= high:
             raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
@@ -7152,7 +7146,7 @@ class HostNames:
     def __init__(self, post):
         self.worker = WorkerThread("names", post)
         self.of_ini, self.of_strangers = collections.deque(), collections.deque()
-        self.under_way: Optional[Lookup] = None
+        self.is_busy = False                            # one is under way
         self.sources = collections.defaultdict(int)     # strangers' names by source, all of them
 
     def resolve(self, host, done, source, like=""):
@@ -7175,13 +7169,14 @@ class HostNames:
 
     def begin_next(self):
         names = self.of_ini or self.of_strangers
-        if self.under_way is None and names:
-            self.under_way = names.popleft()
-            look_up = functools.partial(resolved, self.under_way.host, self.under_way.like)
-            self.worker.submit(look_up, self.found)
+        if names and not self.is_busy:
+            self.is_busy = True
+            lookup = names.popleft()
+            self.worker.submit(functools.partial(resolved, lookup.host, lookup.like),
+                               functools.partial(self.looked_up, lookup))
 
-    def found(self, result, now):
-        lookup, self.under_way = self.under_way, None
+    def looked_up(self, lookup, result, now):
+        self.is_busy = False
         if lookup.source:
             uncount(self.sources, lookup.source)
         self.begin_next()
