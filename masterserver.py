@@ -1007,8 +1007,7 @@ class Rules:
     def check_source(self, counts, source, participle):
         """Raise Refused if this source has as many servers as it may have.
 
-        `counts`: how many there are by source_keys(); `participle`: what they are, for the words.
-        """
+        `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
         for key, limit in source_limits(source, self.servers_per_source):
             if counts.get(key, 0) >= limit and not self.exempts(source):
                 network = key[-3:] + " network" if ":" in key else "address"
@@ -1858,8 +1857,8 @@ POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit; what is 
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone
-# Newcomers at a time. At the default rate so many can be asked twice while their answers are
-# awaited. What Luanti's announce takes 160 MB for so many at its longest
+# Newcomers at a time: at the default rate all of them are asked within four seconds. If each is a
+# Luanti server with the longest announcement, those take 160 MB
 NEWCOMERS = 2000
 NEWCOMER_SHARE = 10                 # listed servers leave one query of so many to newcomers
 # host names in the ini are looked up anew: home addresses change
@@ -1969,8 +1968,8 @@ class Poller(UdpProtocol):
         return target
 
     def add_newcomer(self, querier, address, server_port):
-        """Poll a game server that has announced itself. The target that has to leave as there are
-        too many newcomers, perhaps this one; None: there is room.
+        """Poll a game server that has announced itself. Gives the target that has to leave because
+        there are too many newcomers, perhaps this one; None if there is room.
 
         The source that has the most loses its oldest one: the more a source sends, the more of
         its own newcomers it pushes out."""
@@ -2049,13 +2048,13 @@ class Poller(UdpProtocol):
         # Looking at all 10,000 takes a millisecond, less than keeping them in order
         due = [target for target in self.targets.values() if target.due <= now]
         due.sort(key=lambda target: target.due)
-        asked = [target for target in due if self.is_to_be_asked(target, now)]
-        newcomers = self.by_turns([target for target in asked if self.is_newcomer(target)])
-        listed = [target for target in asked if not self.is_newcomer(target)]
+        listed, newcomers = [], []
+        for target in [target for target in due if self.is_to_be_asked(target, now)]:
+            (newcomers if self.is_newcomer(target) else listed).append(target)
         # Half at most, so that with a rate of 1 the listed ones are asked
         share = min(max(1, self.rate // NEWCOMER_SHARE), self.rate // 2)
         listed = listed[:self.rate - min(share, len(newcomers))]
-        newcomers = newcomers[:self.rate - len(listed)]
+        newcomers = self.by_turns(newcomers)[:self.rate - len(listed)]
         for target in newcomers:
             self.newcomers.move_to_end(target.source)
         return [self.ask(target, now) for target in (*listed, *newcomers)]
@@ -3934,7 +3933,7 @@ class LuantiField(NamedTuple):
 
     name: str
     read: Callable[[Any], Any]
-    expected: str                       # in words, for who sent something else
+    expected: str                       # in words, for the answer to another value
     needed: bool = False
 
 

@@ -6505,6 +6505,7 @@ class LuantiTest(WebCase):
                     "proto_max", "gameid", "name", "description")],
                 *[("address: expected a name with a dot in it", {"address": address})
                   for address in ("localhost", "example.org:30000", "192.0.2.1:30000", "a b.org",
+                                  "fe80::1%eth0", "1:2:3", "::g", ".", ".example",
                                   "b\u00fccher.example", "x" * 300 + ".example", ":" * 300, [5])]):
             status, answer = self.say(**fields)
             self.assertEqual((status, words in answer), (400, True), (fields, answer))
@@ -6572,6 +6573,10 @@ class LuantiTest(WebCase):
         self.assertEqual(self.core.poller.datagram(answer, peer, 0.1),
                          [(hexa("4f457403 beef 0000 03"), peer)])
         self.assertEqual(self.registry.total, 1)
+
+    def test_addresses_that_can_be_read(self):
+        for address in "", "a.example", "a.example.", "..", "192.0.2.1", "2001:db8::1", "::":
+            self.assertEqual(ms.read_luanti_address(address), address)
 
     def test_the_address_for_players(self):
         self.looked_up = {"here.example": self.HERE, "six.example": "2001:db8::1",
