@@ -6275,6 +6275,7 @@ class AnnounceTest(WebCase):
             yield luanti_body(text), "multipart/form-data"
         yield filled(b"", b'name="json"\r\n\r\n'), "multipart/form-data"
 
+    @unittest.skipUnless(sys.implementation.name == "cpython", "others count calls differently")
     def test_no_body_costs_the_loop_much(self):
         """The calls that Python makes for it are counted: the time depends on the machine. Two for
         each escaped byte are the most."""
@@ -6297,19 +6298,26 @@ class AnnounceTest(WebCase):
             self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body[:60])
             self.assertLess(calls[0], 46_000, (body[:60], kind))
 
+    @unittest.skipUnless(sys.implementation.name == "cpython", "others compile while they run")
     @timing
     def test_no_body_takes_long(self):
-        """Processor time of this thread: 3 ms on the machine where it was written."""
+        """Processor time of this thread, against that of what takes Python 2.5 ms where this was
+        written; 32,767 fields took eight times as long."""
         ms.Luanti(self.core)
         gc.disable()                    # it would look through all that the tests have made
         self.addCleanup(gc.enable)
+        yardsticks = []
+        for _ in range(3):
+            began = time.thread_time()
+            urllib.parse.unquote_to_bytes(b"%41" * (ms.HTTP_BODY_BYTES // 3))
+            yardsticks.append(time.thread_time() - began)
         for body, kind in self.long_bodies():
             request = http_request("/announce", "Content-Type: " + kind,
                                    "Content-Length: %d" % len(body), method="POST", body=body)
             session = self.session("203.0.113.9")
             began = time.thread_time()
             feed(session, request)
-            self.assertLess(time.thread_time() - began, 0.008, (body[:60], kind))
+            self.assertLess(time.thread_time() - began, 4 * min(yardsticks), (body[:60], kind))
 
     def test_numbers_of_thousands_of_digits(self):
         """int() takes the square of their length, where Python does not refuse them; none of them
