@@ -120,6 +120,10 @@ OUTPUT_TOTAL_S = 120.0              # who takes longer for one answer is not rea
 # What waits for all readers together: three lists of 50,000 servers
 OUTPUT_BYTES = 64 << 20
 WORKER_JOBS = 64                    # waiting for one thread; others are told to try again
+# Host names of strangers that are being looked up. With a name server that is slow each of them
+# takes half a minute
+LOOKUPS = 64
+LOOKUPS_PER_SOURCE = 2
 STOP_S = 2.0                        # at a stop, for answers on their way: people wait no longer
 STOP_DISK_S = 5.0                   # and for a batch being written, which takes milliseconds
 DESCRIPTORS_KEPT = 40               # for all but connections: listeners, streams, database, log
@@ -158,6 +162,9 @@ HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese char
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
 # An announcement needs 500, with every text at its longest 12,500; Luanti's has all names of mods
 HTTP_BODY_BYTES = 65536
+# A body of so many bytes costs the loop 3 ms at most, whatever is in it, with these two limits
+ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of other games 10
+NUMBER_DIGITS = 400                 # a float has 309 before its point; int() takes the square
 HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
 HTTP_CACHE_BYTES = 16 << 20         # responses kept; a larger one, of 50,000 servers, alone
@@ -524,7 +531,7 @@ SETTINGS = (
     Setting("poll.interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", read_number(1, 100000),
-            "Queries per second at most, to all servers together."),
+            "Queries per second at most, to all servers together; to listed ones first."),
     Setting("notify.players", "2", read_number(1, PLAYERS_MAX),
             "A server is news when it comes to have so many players, after it had fewer."),
     Setting("notify.again_after", "10800", read_number(0, 86400),
@@ -564,7 +571,8 @@ SETTINGS = (
     Setting("limits.connections_total", "2000", read_number(8, 100000),
             "Open connections in all; above that the one idle for longest is closed."),
     Setting("limits.servers_per_source", "32", read_number(1, 1000000),
-            "Listed servers of one source; of one IPv6 /48, 16 times as many."),
+            "Servers of one source that are listed, or queried; of one IPv6 /48, 16 times as "
+            "many."),
     Setting("limits.servers", "50000", read_number(1, 10000000), "Listed servers in all."),
 )
 ROWS = {row.name: row for row in SETTINGS}
@@ -782,10 +790,10 @@ INVISIBLE = re.compile(
     "\u202a-\u202e"
     "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]")
-# More than three accents on one letter are not writing
+# More than three accents on one letter are not writing: those behind the third
 ACCENTS = ("[\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff"
            "\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
-STACKED = re.compile("(%s{3})%s+" % (ACCENTS, ACCENTS))
+STACKED = re.compile("(?<=%s{3})%s+" % (ACCENTS, ACCENTS))
 
 
 def clean(text, characters=NAME_CHARACTERS):
@@ -795,7 +803,7 @@ def clean(text, characters=NAME_CHARACTERS):
         text = ANSI.sub("", text)
         text = BREAKS.sub(" ", text)
         text = INVISIBLE.sub("", text)
-        text = STACKED.sub(r"\1", text)
+        text = STACKED.sub("", text)
     return text.strip()[:characters].strip()
 
 
@@ -1127,6 +1135,16 @@ class Rules:
                 return reason or "banned, no reason given"
         return ""
 
+    def check_source(self, counts, source, participle):
+        """Raise Refused if this source has as many servers as it may have.
+
+        `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
+        for key, limit in source_limits(source, self.servers_per_source):
+            if counts.get(key, 0) >= limit and not self.exempts(source):
+                network = key[-3:] + " network" if ":" in key else "address"
+                raise Refused("limit", "at most %d servers of one %s are %s"
+                              % (limit, network, participle))
+
     def marks(self, place):
         return self.official.get(place, False), self.priority.get(place, 0)
 
@@ -1326,10 +1344,7 @@ class Registry:
         # Another master's server that announces itself here as well takes no further room
         if self.total >= self.rules.servers and self.get(game, address, port) is None:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.servers)
-        for key, limit in source_limits(source, self.rules.servers_per_source):
-            if self.sources.get(key, 0) >= limit and not self.rules.exempts(source):
-                network = key[-3:] + " network" if ":" in key else "address"
-                raise Refused("limit", "at most %d servers of one %s are listed" % (limit, network))
+        self.rules.check_source(self.sources, source, "listed")
 
     def check(self, source, address, port, name):
         """Raise Refused for who is banned, and for a refused name."""
@@ -2135,8 +2150,9 @@ class Core(NamedTuple):
     settings: Settings
     registry: Registry
     poller: Poller
-    # (host, done, like=""): done(address or "", now) follows later. Of several it is `like`, or one
-    # of its family, if they have that
+    # (host, done, source, like=""): done(address or "", now) follows later. Of several addresses it
+    # is `like`, or one of its family, if there is one. `source` is the address that named the host,
+    # "" for the ini; raises Refused where it has to try again
     resolve: Callable[..., None]
     announcers: Dict[str, PolledGame]       # by game, who takes an announcement that came by HTTP
     database: Optional[Database] = None     # only for jobs of the disk thread
@@ -2155,6 +2171,10 @@ POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit; what is 
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone
+# Newcomers at a time: at the default rate all of them are asked within four seconds. If each is a
+# Luanti server with the longest announcement, those take 160 MB
+NEWCOMERS = 2000
+NEWCOMER_SHARE = 10                 # listed servers leave one query of so many to newcomers
 # host names in the ini are looked up anew: home addresses change
 RESOLVE_S = 600.0
 RESOLVE_RETRY_S = 60.0              # sooner where one was not found: the network may have come up
@@ -2177,6 +2197,7 @@ class Target:
         self.querier, self.address, self.server_port = querier, address, server_port
         self.port = server_port + querier.offset
         self.key = querier.game, address, server_port
+        self.source = source_key(address)
         self.game = querier.game            # that its server is listed under
         self.phase = CHANCE.random()        # its place in the interval, from 0 to 1
 
@@ -2221,7 +2242,10 @@ class Poller(UdpProtocol):
 
     An answer counts only from the address and port that were queried, while a query is open there.
     Nobody is queried whom neither the ini nor a proven packet from that address named; the
-    protocols see to that, as they alone call `add`."""
+    protocols see to that, as they alone call `add` and `add_newcomer`.
+
+    A newcomer is a target that has announced itself and is not listed. It comes after the others,
+    and the sources of newcomers take turns, so that servers that never answer delay no others."""
 
     ipv4_only = False
     datagram_bytes = POLL_ANSWER_BYTES
@@ -2229,36 +2253,87 @@ class Poller(UdpProtocol):
     def __init__(self, settings):
         self.queriers = set()                   # whoever has added a target
         self.targets = {}                       # by game, source and the server's own port
+        self.sources = collections.defaultdict(int)         # how many targets, by source_keys()
+        # By source, and then by the target's key; the source whose turn is next comes first
+        self.newcomers = collections.OrderedDict()
+        self.ticked_at = 0.0
         self.read(settings)
 
     def read(self, settings):
         self.interval, self.rate = settings["poll.interval"], settings["poll.rate"]
+        for target in self.targets.values():
+            # One that is asked at the next tick has begun its poll, and waits for no place
+            if target.asked_at is None and target.due > self.ticked_at + TICK_S:
+                target.due = next_slot(self.ticked_at, self.interval, target.phase)
+
+    # Targets
 
     def find(self, querier, address, server_port):
         """The target behind a game server's own port."""
         return self.targets.get((querier.game, address, server_port))
 
     def add(self, querier, address, server_port):
-        """Poll this game server from now on: at the next tick, then at its place in the interval.
-        """
+        """Poll this game server, which is listed or named in the ini, from now on: at the next
+        tick, then at its place in the interval."""
         target = self.find(querier, address, server_port)
         if target is None:
-            target = Target(querier, address, server_port)
-            self.queriers.add(querier)
-            self.targets[target.key] = target
+            return self.insert(Target(querier, address, server_port))
+        self.settle(target)
         return target
 
-    def begin(self, querier, address, server_port, now):
-        """The same, and its next poll begins at the next tick, also where one is under way."""
-        target = self.add(querier, address, server_port)
-        target.asked_at, target.unanswered, target.wrong, target.scratch = None, 0, "", None
-        target.due = now
+    def add_newcomer(self, querier, address, server_port):
+        """Poll a game server that has announced itself. Gives the target that has to leave because
+        there are too many newcomers, perhaps this one; None if there is room.
+
+        The source that has the most loses its oldest one: the more a source sends, the more of
+        its own newcomers it pushes out."""
+        newcomer = self.insert(Target(querier, address, server_port))
+        self.newcomers.setdefault(newcomer.source, {})[newcomer.key] = newcomer
+        if sum(map(len, self.newcomers.values())) <= NEWCOMERS:
+            return None
+        # Of sources with equally many the one that came or was asked last: the others have waited
+        most = max(reversed(list(self.newcomers.values())), key=len)
+        oldest = next(iter(most.values()))
+        self.remove(oldest)
+        return oldest
+
+    def insert(self, target):
+        self.queriers.add(target.querier)
+        self.targets[target.key] = target
+        for key in source_keys(target.address):
+            self.sources[key] += 1
         return target
+
+    def is_newcomer(self, target):
+        return target.key in self.newcomers.get(target.source, ())
+
+    def settle(self, target):
+        """Its server is listed, or named in the ini: it is no newcomer any more."""
+        if self.is_newcomer(target):
+            del self.newcomers[target.source][target.key]
+            if not self.newcomers[target.source]:
+                del self.newcomers[target.source]
 
     def remove(self, target):
         """None, and one that is removed already, change nothing."""
-        if target is not None:
-            self.targets.pop(target.key, None)
+        if target is not None and self.find(
+                target.querier, target.address, target.server_port) is target:
+            self.settle(target)
+            del self.targets[target.key]
+            for key in source_keys(target.address):
+                uncount(self.sources, key)
+
+    # Polls
+
+    def begin(self, querier, address, server_port, now):
+        """Poll this game server, as add() does if it is no target yet. Its next poll begins at the
+        next tick, also where one is under way; what the querier remembers of that one goes."""
+        target = self.find(querier, address, server_port)
+        if target is None:
+            target = self.add(querier, address, server_port)
+        target.asked_at, target.unanswered, target.wrong, target.scratch = None, 0, "", None
+        target.due = now
+        return target
 
     def datagram(self, data, peer, now):
         wrong = "an answer that nobody asked for"
@@ -2276,35 +2351,70 @@ class Poller(UdpProtocol):
             if goodbye is None:
                 target.asked_at, target.due = None, now
             else:
-                self.rest(target, now)
+                self.finish_poll(target, now)
             return [(goodbye, peer)] if goodbye else []
         raise Malformed(wrong)
 
     def tick(self, now):
-        """The queries that are due, as many as the rate allows; who is silent is asked again."""
-        out = []
+        """The queries that are due, as many as the rate allows: those to listed servers, then those
+        to newcomers, for which a share is kept free."""
+        self.ticked_at = now
         # Looking at all 10,000 takes a millisecond, less than keeping them in order
         due = [target for target in self.targets.values() if target.due <= now]
         due.sort(key=lambda target: target.due)
-        for target in due:
-            if target.asked_at is not None:
-                target.asked_at = None
-                target.unanswered += 1
-            if target.unanswered == target.querier.attempts:
-                target.missed += 1
-                if target.querier.missed(target, now):
-                    self.remove(target)
-                self.rest(target, now)
-            elif len(out) < self.rate:
-                target.nonce = target.querier.nonce()
-                target.asked_at, target.due = now, now + target.querier.timeout_s
-                out.append((target.querier.query(target), (target.address, target.port)))
-        return out
+        listed, newcomers = [], []
+        for target in [target for target in due if self.is_to_be_asked(target, now)]:
+            (newcomers if self.is_newcomer(target) else listed).append(target)
+        # Half at most, so that with a rate of 1 the listed ones are asked
+        share = min(max(1, self.rate // NEWCOMER_SHARE), self.rate // 2)
+        listed = listed[:self.rate - min(share, len(newcomers))]
+        newcomers = self.by_turns(newcomers)[:self.rate - len(listed)]
+        for target in newcomers:
+            self.newcomers.move_to_end(target.source)
+        return [self.ask(target, now) for target in (*listed, *newcomers)]
 
-    def rest(self, target, now):
+    def is_to_be_asked(self, target, now):
+        """Has this target, which is due, a query left in its poll? If not, the poll is missed."""
+        if target.asked_at is not None:
+            target.asked_at = None
+            target.unanswered += 1
+        if target.unanswered < target.querier.attempts:
+            return True
+        target.missed += 1
+        if target.querier.missed(target, now):
+            self.remove(target)
+        self.finish_poll(target, now)
+        return False
+
+    def by_turns(self, newcomers):
+        """The newcomers in an order in which their sources take turns: the first one of each
+        source, then the second of each. The source that was asked longest ago begins."""
+        of_source = {source: [] for source in self.newcomers}
+        for target in newcomers:
+            of_source[target.source].append(target)
+        rounds = collections.defaultdict(list)
+        for targets in of_source.values():
+            for turn, target in enumerate(targets):
+                rounds[turn].append(target)
+        return [target for turn in sorted(rounds) for target in rounds[turn]]
+
+    def ask(self, target, now):
+        """The query for this target, and where it goes."""
+        target.nonce = target.querier.nonce()
+        target.asked_at, target.due = now, now + target.querier.timeout_s
+        return target.querier.query(target), (target.address, target.port)
+
+    def finish_poll(self, target, now):
         """The poll is over; the next one comes at the target's place in the interval."""
         target.asked_at, target.unanswered, target.wrong = None, 0, ""
-        target.due = now + self.interval - (now - target.phase * self.interval) % self.interval
+        target.due = next_slot(now, self.interval, target.phase)
+
+
+def next_slot(now, interval, phase):
+    """The first time after `now` at the place `phase`, from 0 to 1, in an interval of seconds.
+
+    For next_slot(100.0, 30.0, 0.5) the place is at 15, 45, 75 and 105 s, so that it is 105.0."""
+    return now + interval - (now - phase * interval) % interval
 
 
 class PolledGame(Querier):
@@ -2320,6 +2430,7 @@ class PolledGame(Querier):
         # What the ini says of each host and port, and of each address and port that they lead to
         self.named, self.pinned = {}, {}
         self.addresses = {}                     # by host, "" while it has none
+        self.hosts_asked = set()                # whose look-ups are under way
         self.resolve_at = -math.inf
         core.announcers[self.game] = self
         self.registry.watch(self.watch, self.game, ["listed", "gone"])
@@ -2327,6 +2438,41 @@ class PolledGame(Querier):
     def announced(self, source, port, fields, now):
         """A server said by HTTP, from `source`, that it is there. Raises Refused."""
         raise NotImplementedError
+
+    def admit_newcomer(self, source, port, name):
+        """Raise Refused for a game server that has announced itself and may not be asked.
+
+        `name`: None if it has not told it."""
+        address = self.rules.listed_address(source)
+        target = self.poller.find(self, source, port)
+        server = self.registry.get(self.game, address, port)
+        if server is not None and not server.master:
+            self.registry.check(source, address, port, name)
+        else:
+            pinned = target is not None and target.pinned
+            self.registry.admit(self.game, address, port, source, name, pinned)
+        if target is None:
+            self.rules.check_source(self.poller.sources, source, "queried")
+
+    def ask_newcomer(self, source, port, now, name=None):
+        """Begin a poll of a game server that has announced itself, also of one that is listed or
+        being asked already; gives its target. Raises Refused."""
+        self.admit_newcomer(source, port, name)
+        if self.poller.find(self, source, port) is None:
+            leaves = self.poller.add_newcomer(self, source, port)
+            if leaves is not None:
+                busy = Refused("busy", "too many game servers wait for their first query; "
+                                       "try again in a minute")
+                if leaves.key == (self.game, source, port):
+                    raise busy
+                self.registry.note(leaves.address, leaves.querier.game, leaves.server_port,
+                                   busy.outcome, now, str(busy))
+        target = self.poller.begin(self, source, port, now)
+        server = self.listed(target)
+        is_well = server is not None and server.responding and not server.master
+        outcome = "listed" if is_well else "announced"
+        self.registry.note(source, self.game, port, outcome, now)
+        return target
 
     def stopped(self, source, port):
         """The game server has left, or says so; False: it was not queried."""
@@ -2363,8 +2509,9 @@ class PolledGame(Querier):
             for host in hosts:
                 if is_unicast(host):
                     self.addresses[host] = canonical(host)
-                else:
-                    self.core.resolve(host, functools.partial(self.resolved, host))
+                elif host not in self.hosts_asked:
+                    self.hosts_asked.add(host)
+                    self.core.resolve(host, functools.partial(self.resolved, host), "")
         self.pinned = {(self.addresses[host], port): said
                        for (host, port), said in self.named.items() if self.addresses.get(host)}
         for place in self.pinned:
@@ -2378,6 +2525,7 @@ class PolledGame(Querier):
 
     def resolved(self, host, address, now):
         """Where a host that the ini names leads; "" if nowhere: then the last address counts."""
+        self.hosts_asked.discard(host)
         if is_unicast(address):
             self.addresses[host] = address
             return
@@ -2416,13 +2564,14 @@ class PolledGame(Querier):
             self.registry.remove(before)
             self.stopped(target.address, port)
             return None
+        self.poller.settle(target)
         if server.responding and not was_there:
             self.registry.note(target.address, self.game, port, "listed", now)
         return server
 
     def missed(self, target, now):
         server = self.listed(target)
-        gone = target.missed >= POLL_MISSED
+        gone = target.missed >= POLL_MISSED or self.poller.is_newcomer(target)
         if server is not None and (server.master or server.source != target.address):
             return gone and not target.pinned       # it answers another way, from behind a router
         if gone or server is None:
@@ -2802,10 +2951,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
                                         "this came from %s" % source)
-        if self.poller.find(self, source, port) is None:
-            self.registry.admit(self.game, self.rules.listed_address(source), port, source)
-            self.registry.note(source, self.game, port, "announced", now)
-            self.poller.add(self, source, port)
+        self.ask_newcomer(source, port, now)
 
     def query(self, target):
         return struct.pack("<BI", 2, target.nonce)
@@ -4485,31 +4631,100 @@ class Quake3(UdpProtocol, PolledGame):
 # --- Luanti --------------------------------------------------------------------------------------
 
 LUANTI_ID = b"OEt\3"                # every packet begins with it
-# Announcements that wait for the answer to a probe, 80 MB at their longest; it takes a second
-LUANTI_WAITING = 1000
-# Of an announcement: names, what reads them, what is expected; counted by the master are pop_v,
-# updates and clients_top
-LUANTI_FIELDS: Any = {name: row for names, *row in (
-    ("name gameid mapgen version", clean, "a text"),
-    ("description privs url", lambda text: clean(text, TEXT_CHARACTERS), "a text"),
-    # Nothing, a name or an IPv4 address, an IPv6 address
-    ("address", lambda text: re.fullmatch(
-        r"(?=.{0,250}$)(|[!-9;-~]+\.[!-9;-~]*|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*)",
-        text)[0],   # type: ignore[index]
-     "a name with a dot in it or an IP address; without a port, blanks or letters beyond ASCII"),
-    # Names of players have 20 characters, those of mods rarely 30, and few servers 500
-    ("clients_list mods", lambda texts: list(dict.fromkeys(
-        clean(text, 32) for text in ([] + texts)[:500])), "a list of texts"),
-    ("creative damage pvp password dedicated rollback can_see_far_names", read_flag,
-     "true or false"),
-    ("clients clients_max clients_top uptime game_time proto_min proto_max updates",
-     read_number(0, 10**15), "a number, 0 or more"),
-    ("lag pop_v", read_number(0, 10**6, float), "a number, 0 or more"),
-) for name in names.split()}
+LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
+LUANTI_NUMBER_CHARACTERS = 32       # 17 digits tell any of its numbers; int() is slow with 10,000
+# Of each list of names so many are kept: few servers have 500 mods
+LUANTI_NAMES = 500
+LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
+
+
+def read_luanti_description(text):
+    return clean(text, TEXT_CHARACTERS)
+
+
+def read_luanti_address(text):
+    """What players connect to: nothing, an IP address, or a name with a dot. Raises ValueError."""
+    if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
+        raise ValueError("no text of that length")
+    if text == "":
+        return text                     # the address that it announces from
+    if ":" in text:                     # an IPv6 address, or a port, or a scope
+        if "%" in text:
+            raise ValueError("a scope means nothing to players")
+        ipaddress.IPv6Address(text)
+        return text
+    if not all("!" <= character <= "~" for character in text):
+        raise ValueError("a blank, or a letter beyond ASCII")
+    if "." not in text[1:]:             # the first character is part of the name
+        raise ValueError("no dot")
+    return text
+
+
+def read_luanti_names(names):
+    """A list of names, each of them once. Raises TypeError and AttributeError."""
+    if not isinstance(names, list):
+        raise TypeError("no list")
+    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in names[:LUANTI_NAMES]]
+    return list(dict.fromkeys(cleaned))
+
+
+def read_luanti_number(high, kind=int):
+    """The function that reads a number from 0 to `high` and raises ValueError."""
+    read = read_number(0, high, kind)
+
+    def read_short(text):
+        if len(text) > LUANTI_NUMBER_CHARACTERS:
+            raise ValueError("too long for a number")
+        return read(text)
+    return read_short
+
+
+class LuantiField(NamedTuple):
+    """A field of an announcement. `read` takes a text, or a list, as it was announced; it raises
+    ValueError, TypeError or AttributeError."""
+
+    name: str
+    read: Callable[[Any], Any]
+    expected: str                       # in words, for the answer to another value
+    needed: bool = False
+
+
+A_TEXT, TEXTS, A_FLAG, A_NUMBER = (
+    "a text", "a list of texts", "true or false", "a number, 0 or more")
+read_luanti_count = read_luanti_number(10**15)
+LUANTI_FIELDS = (
+    LuantiField("name", clean, A_TEXT, needed=True),
+    LuantiField("gameid", clean, A_TEXT, needed=True),
+    LuantiField("mapgen", clean, A_TEXT),
+    LuantiField("version", clean, A_TEXT, needed=True),
+    LuantiField("description", read_luanti_description, A_TEXT, needed=True),
+    LuantiField("privs", read_luanti_description, A_TEXT),
+    LuantiField("url", read_luanti_description, A_TEXT),
+    LuantiField("address", read_luanti_address, "a name with a dot in it or an IP address; without "
+                "a port, blanks or letters beyond ASCII"),
+    LuantiField("clients_list", read_luanti_names, TEXTS),
+    LuantiField("mods", read_luanti_names, TEXTS),
+    LuantiField("creative", read_flag, A_FLAG),
+    LuantiField("damage", read_flag, A_FLAG),
+    LuantiField("pvp", read_flag, A_FLAG),
+    LuantiField("password", read_flag, A_FLAG),
+    LuantiField("dedicated", read_flag, A_FLAG),
+    LuantiField("rollback", read_flag, A_FLAG),
+    LuantiField("can_see_far_names", read_flag, A_FLAG),
+    LuantiField("clients", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("clients_max", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("uptime", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("game_time", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("proto_min", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("proto_max", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("lag", read_luanti_number(10**6, float), A_NUMBER),
+    # The master counts these three: the most clients, announcements, the mean of clients
+    LuantiField("clients_top", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("updates", read_luanti_count, A_NUMBER, needed=True),
+    LuantiField("pop_v", read_luanti_number(10**6, float), A_NUMBER, needed=True),
+)
 LUANTI_COUNTED = "clients_top", "updates", "pop_v"
-LUANTI_NEEDED = ("clients clients_max uptime game_time version proto_min proto_max gameid name "
-                 "description clients_top updates pop_v").split()
-LUANTI_FLAGS = "creative damage pvp password".split()
+LUANTI_FLAGS = "creative", "damage", "pvp", "password"
 
 
 class Luanti(TcpProtocol, PolledGame):
@@ -4537,7 +4752,9 @@ class Luanti(TcpProtocol, PolledGame):
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
             del core.announcers[self.game]
-        self.waiting = collections.OrderedDict()        # what was announced, by source and port
+        # What was announced with an address that is being looked up, by source and port; bounded
+        # as look-ups are
+        self.being_looked_up = {}
 
     def serves(self, server):
         """Servers announce themselves on the ports of [http]."""
@@ -4553,41 +4770,66 @@ class Luanti(TcpProtocol, PolledGame):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
         old = server.announced if server and action == "update" else NO_DETAILS
-        told = luanti_counted(fields, old)
-        address = told.get("address")
-        known = old and address == old.get("address")
-
-        def probe(found, now):
-            """Query it, unless the address that it has for players leads elsewhere (`found`; "":
-            nowhere). One of the other family tells nothing: a name may have IPv4 alone."""
-            if found and (found == listed or (":" in found) != (":" in listed)
-                          or self.rules.believes(source, found)):
-                keep_latest(self.waiting, (source, port), told, LUANTI_WAITING)
-                self.poller.add(self, source, port).due = now
-            else:
-                registry.note(source, self.game, port, "address", now, "%s leads to %s, not to %s"
-                              % (address, found or "no address", listed))
-
-        if not server:
-            registry.admit(self.game, listed, port, source, told["name"])
-        registry.note(source, self.game, port, "listed" if known else "announced", now)
-        if known:
-            self.waiting.pop((source, port), None)
-            registry.hear(self.game, listed, port, source, now,
-                          self.core.settings["luanti.timeout"], luanti_server(told))
+        announced = luanti_counted(fields, old)
+        address = announced.get("address")
+        if old and address == old.get("address"):
+            self.refresh(source, port, announced, now)
         elif address:
-            self.core.resolve(address, probe, listed)
+            self.look_up(source, port, announced, now)
         else:
-            probe(listed, now)
+            self.ask(source, port, announced, now)
+
+    def look_up(self, source, port, announced, now):
+        """Have it looked up where the address for players leads. Raises Refused."""
+        self.admit_newcomer(source, port, announced["name"])
+        done = functools.partial(self.looked_up, source, port, announced)
+        self.core.resolve(announced["address"], done, source, self.rules.listed_address(source))
+        self.being_looked_up[source, port] = announced
+        self.registry.note(source, self.game, port, "announced", now)
+
+    def refresh(self, source, port, announced, now):
+        """An update of a server that is listed with this address for players: nothing has to be
+        proven again."""
+        self.registry.hear(self.game, self.rules.listed_address(source), port, source, now,
+                           self.core.settings["luanti.timeout"], luanti_server(announced))
+        self.registry.note(source, self.game, port, "listed", now)
+        self.being_looked_up.pop((source, port), None)
+        target = self.poller.find(self, source, port)
+        if target is not None:
+            target.scratch = None
+
+    def ask(self, source, port, announced, now):
+        """Query the server. What it has announced counts once it answers, and stands in the target
+        until then, so that it is bounded and leaves as targets do. Raises Refused."""
+        self.ask_newcomer(source, port, now, announced["name"]).scratch = announced
+        self.being_looked_up.pop((source, port), None)          # what came last counts
+
+    def looked_up(self, source, port, announced, found, now):
+        """Query the server unless the address that it has for players leads elsewhere (`found`; "":
+        nowhere). An address of the other family tells nothing: a name may have IPv4 alone."""
+        if self.being_looked_up.get((source, port)) != announced:
+            return                      # it has announced something else since
+        del self.being_looked_up[source, port]
+        listed = self.rules.listed_address(source)
+        if found and (found == listed or (":" in found) != (":" in listed)
+                      or self.rules.believes(source, found)):
+            try:
+                self.ask(source, port, announced, now)
+            except Refused as refused:
+                self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
+        else:
+            self.registry.note(source, self.game, port, "address", now, "%s leads to %s, not to %s"
+                               % (announced["address"], found or "no address", listed))
 
     def query(self, target):
         return LUANTI_ID + b"\0\0\0\1"
 
     def answer(self, target, data, now):
         goodbye = luanti_goodbye(data)
-        told = self.waiting.pop(target.key[1:], None)
-        if told:
-            self.take(target, luanti_server(told), now, self.core.settings["luanti.timeout"])
+        announced, target.scratch = target.scratch, None
+        if announced:
+            timeout = self.core.settings["luanti.timeout"]
+            self.take(target, luanti_server(announced), now, timeout)
         server = self.listed(target)
         if server:                          # it lives by its announcements
             self.registry.update(server, {"ping_ms": round(target.ping_ms), "confirmed": True})
@@ -4606,13 +4848,17 @@ def luanti_goodbye(data):
 def luanti_fields(told):
     """The fields of an announcement that are known, sent or stored. Raises Refused."""
     fields = {}
-    for name, (read, words) in LUANTI_FIELDS.items():
-        if name in told or name in LUANTI_NEEDED:
-            value = told.get(name)
-            try:                            # old servers send numbers and flags as texts
-                fields[name] = read(str(value) if isinstance(value, (int, float)) else value)
-            except (ValueError, TypeError, AttributeError):
-                raise Refused("bad packet", "%s: expected %s" % (name, words)) from None
+    for field in LUANTI_FIELDS:
+        if field.name not in told and not field.needed:
+            continue
+        value = told.get(field.name)
+        if isinstance(value, (int, float)):
+            value = str(value)              # as old servers send numbers and flags
+        try:
+            fields[field.name] = field.read(value)
+        except (ValueError, TypeError, AttributeError):
+            words = "%s: expected %s" % (field.name, field.expected)
+            raise Refused("bad packet", words) from None
     if fields["proto_min"] > fields["proto_max"]:
         raise Refused("bad packet", "proto_min is above proto_max")
     if "clients_list" in fields:
@@ -4625,7 +4871,8 @@ def luanti_fields(told):
 def luanti_counted(fields, old):
     """An announcement with what the server has told before (`old`), and the record and the mean of
     its clients. Raises Refused."""
-    told = luanti_fields({**old, **fields, **{name: old.get(name, 0) for name in LUANTI_COUNTED}})
+    counted = {name: old.get(name, 0) for name in LUANTI_COUNTED}
+    told = luanti_fields({**old, **fields, **counted})
     told["clients_top"] = max(told["clients"], told["clients_top"])
     told["updates"] += 1
     told["pop_v"] += (told["clients"] - told["pop_v"]) / told["updates"]
@@ -6753,11 +7000,17 @@ def get_history_json(web, request):
 # --- Announcements by HTTP -----------------------------------------------------------------------
 
 ANNOUNCED_TTL_S = 120               # `announce` repeats it after half of this
-REFUSED_STATUS = {"bad packet": 400, "limit": 429}          # all others: 403
+REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}        # all others: 403
 FORM_TYPE = "application/x-www-form-urlencoded"
 # The fields of an announcement beside game and port, and the lowest number where one is expected
 ANNOUNCED_FIELDS = "action name mode map version description players max_players".split()
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
+# In a form a character has twelve bytes at most: of the four bytes of UTF-8 each as %F0; those of
+# the names above have three
+FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
+FORM_NAME_BYTES = 3 * len("max_players")
+# What bytes.translate() takes to leave digits as they are, and blanks of all else
+DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
 
 
 def announced_fields(request):
@@ -6766,25 +7019,55 @@ def announced_fields(request):
     body = request.luanti or request.body
     # A `{` comes by `curl -d`, which says it is a form
     if request.luanti or type == "application/json" or body[:1] == b"{":
-        try:
-            fields = json.loads(body).items()
-        except (ValueError, RecursionError, AttributeError):
-            raise Refused("bad packet", "the body is not a JSON object in UTF-8 "
-                                        'such as {"game": "hyperbol", "port": 27888}') from None
-        return {name: value for name, value in fields if value is not None}
+        return json_fields(body)
     if type != FORM_TYPE:
         raise HttpError(415, "Expected %s or application/json, not %s." % (
             FORM_TYPE, ascii(type[:100])))
-    # As Latin-1 all bytes survive: curl under Windows sends the console's encoding
-    form = urllib.parse.parse_qsl(
-        body.decode("latin-1"), keep_blank_values=True, encoding="latin-1")
-    return {name: decode_legacy(value.encode("latin-1"), TEXT_CHARACTERS) for name, value in form}
+    return form_fields(body)
+
+
+def json_fields(body):
+    """The fields of a JSON object but for those that are null; raises Refused."""
+    numbers = body.translate(DIGITS_ALONE).split()
+    if max(map(len, numbers), default=0) > NUMBER_DIGITS:
+        raise Refused("bad packet", "a number of more than %d digits" % NUMBER_DIGITS)
+    try:
+        fields = json.loads(body.decode("utf-8-sig")).items()
+    except (ValueError, RecursionError, AttributeError):
+        raise Refused("bad packet", "the body is not a JSON object in UTF-8 "
+                                    'such as {"game": "hyperbol", "port": 27888}') from None
+    admit_fields(len(fields))
+    return {name: value for name, value in fields if value is not None}
+
+
+def form_fields(body):
+    """The fields of a form that an announcement can have, as texts; raises Refused."""
+    pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
+    admit_fields(len(pairs))
+    values = {}
+    for pair in pairs:
+        name, _, value = pair.partition(b"=")
+        values[urllib.parse.unquote_to_bytes(name[:FORM_NAME_BYTES])] = value[:FORM_VALUE_BYTES]
+    fields = {}
+    for name in ("game", "port", *ANNOUNCED_FIELDS):
+        value = values.get(name.encode())
+        if value is not None:
+            # As bytes all survives: curl under Windows sends the console's encoding
+            value = urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
+            fields[name] = decode_legacy(value, TEXT_CHARACTERS)
+    return fields
+
+
+def admit_fields(count):
+    if count > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
 
 
 def announced_value(name, value):
     """What is kept of a field; raises Refused."""
     if name in ANNOUNCED_NUMBERS:
-        match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", str(value))       # Lua writes 27500.0
+        text = "" if isinstance(value, (list, dict)) else str(value)    # which may be long
+        match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)       # Lua writes 27500.0
         low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
         if not match or not low <= int(match[1]) <= high:
             raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
@@ -6897,6 +7180,9 @@ banned: Banned
     operator.
 limit: Over the limit
     It is not listed: %s. Stop one of the others, or ask this master's operator for more.
+busy: Try again
+    This master could not ask the game server when it announced itself: %s. The game server's
+    next announcement does that; nothing is wrong with it.
 flood: Too many packets
     More than %s packets per second come from this address, and the rest are not read. Does a
     game server announce itself in a loop? If many share the address, ask this master's
@@ -7641,6 +7927,64 @@ class WorkerThread:
         self.jobs.put(None)
         self.thread.join(timeout)
         return not self.thread.is_alive()
+
+
+# --- Host names ----------------------------------------------------------------------------------
+
+class Lookup(NamedTuple):
+    """A host name to be looked up; see Core.resolve."""
+
+    host: str
+    done: Callable[[str, float], None]
+    source: str                         # by source_key(), "" for the ini
+    like: str
+
+
+class HostNames:
+    """Looks host names up in a thread, one after another: each can take half a minute.
+
+    Those that the ini names go first, so that no stranger delays them by more than the one that is
+    under way; and a stranger has few at a time, so that there is room for others. All of this
+    happens in the event loop, but for the look-up itself."""
+
+    def __init__(self, post):
+        self.worker = WorkerThread("names", post)
+        self.of_ini, self.of_strangers = collections.deque(), collections.deque()
+        self.is_busy = False                            # one is under way
+        self.sources = collections.defaultdict(int)     # strangers' names by source, all of them
+
+    def resolve(self, host, done, source, like=""):
+        """As Core.resolve."""
+        lookup = Lookup(host, done, source and source_key(source), like)
+        if source:
+            self.admit(lookup.source)
+            self.sources[lookup.source] += 1
+            self.of_strangers.append(lookup)
+        else:
+            self.of_ini.append(lookup)
+        self.begin_next()
+
+    def admit(self, source):
+        if self.sources.get(source, 0) >= LOOKUPS_PER_SOURCE:
+            raise Refused("busy", "%d host names that this source has named are being looked up; "
+                                  "try again in a minute" % LOOKUPS_PER_SOURCE)
+        if sum(self.sources.values()) >= LOOKUPS:
+            raise Refused("busy", "too many host names are being looked up; try again in a minute")
+
+    def begin_next(self):
+        names = self.of_ini or self.of_strangers
+        if names and not self.is_busy:
+            self.is_busy = True
+            lookup = names.popleft()
+            self.worker.submit(functools.partial(resolved, lookup.host, lookup.like),
+                               functools.partial(self.looked_up, lookup))
+
+    def looked_up(self, lookup, result, now):
+        self.is_busy = False
+        if lookup.source:
+            uncount(self.sources, lookup.source)
+        self.begin_next()
+        lookup.done(result if isinstance(result, str) else "", now)
 
 
 # --- Webhooks ------------------------------------------------------------------------------------
@@ -8617,7 +8961,7 @@ class MasterServer:
         self.by_source = collections.defaultdict(int)       # how many they are
         self.stopping = False       # no Event: a signal's stop() may interrupt who has its lock
         self.posted = collections.deque()
-        self.disk, self.names = WorkerThread("disk", self.post), WorkerThread("names", self.post)
+        self.disk, self.names = WorkerThread("disk", self.post), HostNames(self.post)
         path = self.settings.file("server.database")
         self.database = Database(path) if path else None
         self.saved = None if self.database is None else SavedList(
@@ -8710,7 +9054,7 @@ class MasterServer:
             log.error("the list could not be saved at the end: the disk takes too long")
         elif self.database:
             self.database.close()
-        self.names.stop(0.0)
+        self.names.worker.stop(0.0)
         self.news.stop()
         if self.link:
             self.link.close()
@@ -8812,17 +9156,11 @@ class MasterServer:
         for protocol in self.protocols:
             protocol.epoch = time.time() - time.monotonic()
 
-    def resolve(self, host, done, like=""):
-        """Look a host name up in a thread of its own, which can take half a minute."""
-        def found(result, now):
-            done(result if isinstance(result, str) else "", now)
-        self.names.submit(functools.partial(resolved, host, like), found)
-
     # Sockets
 
     def open(self):
-        core = Core(self.settings, self.registry, self.poller, self.resolve, {}, self.database,
-                    self.tallies, self.health, self.listeners, self.gauges,
+        core = Core(self.settings, self.registry, self.poller, self.names.resolve, {},
+                    self.database, self.tallies, self.health, self.listeners, self.gauges,
                     functools.partial(getattr, self.saved, "recent", {}), self.cluster)
         problems = []               # all of them, as another program often holds several ports
         hosts = self.settings["server.bind"]

@@ -15,6 +15,7 @@ import dis
 import errno
 import glob
 import functools
+import gc
 import gzip
 import html
 import html.parser
@@ -94,7 +95,8 @@ def make_core(**settings: str) -> ms.Core:
     chosen = settings_of(settings)
     registry = ms.Registry(ms.Rules(chosen))
     poller = ms.Poller(chosen)
-    return ms.Core(chosen, registry, poller, lambda host, done, like="": done(host, 0.0), {})
+    return ms.Core(chosen, registry, poller,
+                   lambda host, done, source, like="": done(host, 0.0), {})
 
 
 def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
@@ -1623,6 +1625,110 @@ class PollerTest(unittest.TestCase):
         gaps = [later - sooner for sooner, later in zip(times[1:], times[2:])]
         self.assertEqual((set(gaps), len(gaps) > 11), ({30}, True))
 
+    def test_the_next_slot(self):
+        for now, interval, phase, due in (
+                (100.0, 30.0, 0.5, 105.0), (104.9, 30.0, 0.5, 105.0), (105.0, 30.0, 0.5, 135.0),
+                (0.0, 30.0, 0.0, 30.0), (1.0, 5.0, 0.9, 4.5), (3600.0, 3600.0, 0.25, 4500.0)):
+            self.assertAlmostEqual(ms.next_slot(now, interval, phase), due)
+
+    def test_another_interval_counts_at_once(self):
+        """Every target is asked once in the new interval, at its place in it."""
+        for before, after in ("3600", 10), ("5", 50):
+            poller = make_core(poll__interval=before).poller
+            self.add(60, poller)
+            run_poller(poller, range(100))
+            poller.read(ms.Settings({"poll.interval": str(after)}))
+            asked = run_poller(poller, range(100, 100 + after + 1))
+            # At the first tick come those whose place in the old interval was within its second
+            self.assertEqual(len(set(sum(asked, []))), 60)
+            self.assertLess(max(map(len, asked)), 30)
+            self.assertGreater(len([second for second in asked if second]), after // 3)
+
+    def test_another_interval_delays_no_poll_that_has_begun(self):
+        self.add(3)
+        run_poller(self.poller, range(5))
+        waiting, begun, asked = self.poller.targets.values()
+        waiting.due = 4000.0
+        self.poller.begin(self.querier, begun.address, 5000, 4.5)
+        self.poller.begin(self.querier, asked.address, 5000, 4.0)
+        asked.asked_at, asked.due = 4.0, 7.0
+        self.poller.read(ms.Settings({"poll.interval": "3600"}))
+        self.assertEqual((begun.due, asked.due), (4.5, 7.0))
+        self.assertAlmostEqual(waiting.due, ms.next_slot(4.0, 3600.0, waiting.phase))
+
+    def test_a_poll_begins_anew(self):
+        """Also where one is open: nothing of that one counts."""
+        target = self.poller.begin(self.querier, self.here, 5000, 0.5)
+        [(first, peer)] = self.poller.tick(1.0)
+        self.assertEqual(self.poller.begin(self.querier, self.here, 5000, 1.5), target)
+        self.assertRaises(ms.Malformed, self.poller.datagram, first, peer, 1.6)
+        [(second, peer)] = self.poller.tick(2.0)
+        self.assertEqual((target.unanswered, self.poller.tick(3.0)), (0, []))
+        self.poller.datagram(second, peer, 3.1)
+        self.assertEqual(self.querier.answered, [target])
+
+    def add_newcomers(self, sources, each=1):
+        for source in sources:
+            for port in range(each):
+                self.poller.add_newcomer(self.querier, source, 5000 + port)
+
+    def test_listed_servers_first_and_a_share_for_newcomers(self):
+        for rate, listed, newcomers, asked in (
+                (50, 0, 9, (0, 9)), (50, 60, 0, (50, 0)), (50, 20, 60, (20, 30)),
+                (50, 60, 60, (45, 5)), (50, 48, 60, (45, 5)), (50, 60, 2, (48, 2)),
+                (5, 60, 60, (4, 1)), (1, 60, 60, (1, 0)), (1, 0, 60, (0, 1))):
+            self.poller = make_core(poll__rate=str(rate)).poller
+            self.add_newcomers(["192.0.2.%d" % number for number in range(newcomers)])
+            self.add(listed)
+            queries = self.poller.tick(1.0)
+            new = [peer for _, peer in queries if peer[0].startswith("192.0.2.")]
+            self.assertEqual((len(queries) - len(new), len(new)), asked, (rate, listed, newcomers))
+
+    def test_the_sources_of_newcomers_take_turns(self):
+        """Nine addresses, or the networks of nine hosts, with 32 newcomers each that never answer,
+        and announce themselves at once when they have left."""
+        self.querier.missed = lambda target, now: self.poller.is_newcomer(target)
+        for sources in (["192.0.2.%d" % number for number in range(9)],
+                        ["2001:db8:0:%x::1" % number for number in range(9)]):
+            for listed in 0, 300:
+                self.poller = make_core(poll__rate="60").poller
+                self.add(listed)
+                silent = [address_of(number) for number in range(300)]
+                waited = []
+                for second in range(60):
+                    for source in sources:
+                        for port in range(5000, 5032):
+                            if self.poller.find(self.querier, source, port) is None:
+                                self.poller.add_newcomer(self.querier, source, port)
+                    if second % 10 == 5:
+                        self.add_newcomers([self.here])
+                        since = second
+                    asked, = run_poller(self.poller, [float(second)], {*sources, *silent})
+                    if self.here in asked:
+                        waited.append(second - since)
+                        self.poller.remove(self.poller.find(self.querier, self.here, 5000))
+                self.assertEqual(len(waited), 6)
+                self.assertLessEqual(max(waited), 2, (sources[0], listed))
+
+    def test_who_has_most_newcomers_makes_room(self):
+        """A row: who announces, which of whose newcomers leaves, by number."""
+        a, b, c, d = ("192.0.2.%d" % number for number in range(1, 5))
+        self.assertEqual(ms.NEWCOMERS, 2000)
+        with mock.patch.object(ms, "NEWCOMERS", 5):
+            for number, (source, leaves) in enumerate((
+                    (a, None), (a, None), (a, None), (b, None), (b, None),
+                    (c, (a, 0)),                    # three of a, two of b
+                    (a, (a, 1)), (d, (b, 3)), (d, (d, 7)),
+                    (b, (b, 4)), ("192.0.2.5", (a, 2)),
+                    ("192.0.2.6", ("192.0.2.6", 11)))):     # one of each: it goes itself
+                left = self.poller.add_newcomer(self.querier, source, number)
+                self.assertEqual(left and (left.address, left.server_port), leaves, number)
+                self.assertEqual(sum(self.poller.sources.values()), min(5, number + 1))
+        self.assertEqual(sorted(map(len, self.poller.newcomers.values())), [1] * 5)
+        for target in list(self.poller.targets.values()):
+            self.poller.remove(target)
+        self.assertEqual((self.poller.newcomers, self.poller.sources), ({}, {}))
+
 
 class EchoGame(EchoQuerier, ms.PolledGame):
     """A game whose servers are listed while they return the nonce."""
@@ -1648,7 +1754,7 @@ class PolledGameTest(unittest.TestCase):
     def setUp(self):
         self.lookups = []
         self.core = make_core()._replace(
-            resolve=lambda host, done: self.lookups.append((host, done)))
+            resolve=lambda host, done, source: self.lookups.append((host, done)))
         self.registry, self.poller = self.core.registry, self.core.poller
         self.game = EchoGame(self.core)
 
@@ -1758,6 +1864,92 @@ class PolledGameTest(unittest.TestCase):
                 self.lookups[-1][1](address, 60.0 * number)
         self.game.resolve_pinned(181.0)
         self.assertEqual((len(logged.records), self.targets()), (1, {("203.0.113.1", 5000)}))
+
+    def test_a_name_is_not_looked_up_twice_at_a_time(self):
+        """However long its name server takes, and however often the ini is read."""
+        self.name(("a.example", 5000))
+        for now in 0, 600, 1200:
+            self.game.resolve_pinned(float(now))
+            self.game.read_pinned(self.game.named)
+        self.assertEqual(len(self.lookups), 1)
+        self.lookups[0][1]("203.0.113.1", 1201.0)
+        self.game.resolve_pinned(1202.0)
+        self.assertEqual(len(self.lookups), 2)
+
+    def ask(self, *sources, port=5000, now=0.0):
+        for source in sources:
+            self.game.ask_newcomer(source, port, now)
+
+    def test_newcomers_are_bounded_by_source_as_listed_servers_are(self):
+        rules = self.registry.rules
+        rules.servers_per_source = 3
+        self.registry.insert(ms.Server("test", *self.here, self.here[0], 0.0, math.inf))
+        self.poller.add(self.game, self.here[0], 5001)
+        self.ask(self.here[0], port=5002)
+        for source, port in (self.here[0], 5003), (self.here[0], 5004):
+            with self.assertRaisesRegex(ms.Refused, "at most 3 servers of one address are queried"):
+                self.ask(source, port=port)
+        for port in 5000, 5001, 5002:                   # those are asked as often as they like
+            self.ask(self.here[0], port=port)
+        self.ask("203.0.113.8", port=5003)
+        for number in range(3 * ms.SITE_SOURCES):
+            self.ask("2001:db8:0:%x::1" % number)
+        self.assertRaisesRegex(ms.Refused, "of one /48 network", self.ask, "2001:db8:0:fff::1")
+        rules.exempt = ms.Networks([ms.read_network("203.0.113.9")])
+        rules.datagrams.table.clear()
+        self.ask(self.here[0], port=5003)
+
+    def test_a_newcomer_leaves_after_its_first_missed_poll(self):
+        for listed, pinned, seconds in (False, False, 6), (True, False, 66), (False, True, None):
+            self.setUp()
+            self.name(*[self.here] * pinned)
+            self.game.resolve_pinned(0.0)
+            self.ask(self.here[0])
+            if listed:
+                self.run_game([0])
+                self.assertEqual(self.listed(), [(*self.here, 3)])
+            left = None
+            for second in range(1, 200):
+                self.run_game([second], self.here)
+                if not self.targets() and left is None:
+                    left = second
+            self.assertEqual(self.outcome(), ("silent", "no answer from UDP port 5001"))
+            if seconds is None:
+                self.assertIsNone(left)
+            else:
+                self.assertTrue(seconds <= left <= seconds + 31, (left, seconds))
+
+    def test_listed_behind_a_router_it_is_no_newcomer(self):
+        """It is listed by its public address already when it announces itself from its own."""
+        inside = "192.168.1.5"
+        self.registry.rules.address_map[inside] = self.here[0]
+        self.poller.add(self.game, *self.here)
+        self.run_game([0])
+        self.ask(inside)
+        self.assertEqual(len(self.poller.newcomers), 1)
+        self.run_game([1])
+        self.assertEqual((len(self.listed()), len(self.poller.newcomers)), (1, 0))
+
+    def test_who_may_not_be_listed_is_not_asked(self):
+        rules = self.registry.rules
+        network = ms.read_network("203.0.113.9")
+        rules.bans = ms.Networks([network], {network: "fakes"})
+        self.assertRaisesRegex(ms.Refused, "fakes", self.ask, self.here[0])
+        self.assertRaisesRegex(ms.Refused, "port 0", self.ask, "203.0.113.8", port=0)
+        rules.servers = 0
+        self.assertRaisesRegex(ms.Refused, "at most 0 servers", self.ask, "203.0.113.8")
+        self.assertEqual((self.targets(), self.poller.newcomers), (set(), {}))
+
+    def test_who_had_to_make_room_is_told(self):
+        with mock.patch.object(ms, "NEWCOMERS", 2):
+            self.ask(self.here[0], self.here[0], "203.0.113.8")
+            self.ask(self.here[0], port=5001)
+            self.assertEqual(self.outcome()[0], "busy")
+            with self.assertRaises(ms.Refused) as refused:
+                self.ask("203.0.113.7")
+        self.assertEqual(refused.exception.outcome, "busy")
+        self.assertIn("try again", str(refused.exception))
+        self.assertEqual(self.targets(), {(self.here[0], 5001), ("203.0.113.8", 5000)})
 
     def test_what_the_ini_named_before_a_restart_goes(self):
         for number, pinned in (1, True), (2, True), (3, False):
@@ -2312,9 +2504,12 @@ class HyperbolTest(unittest.TestCase):
         self.start()
         self.announce(self.here)
         self.assertEqual(self.outcome(), "announced")
-        self.pass_time(30)                      # it does not answer
-        self.announce(self.here)                # which takes nothing from what /check says
-        self.assertEqual((self.listed(), self.outcome()), ([], "silent"))
+        for _ in range(2):
+            self.pass_time(30)                  # it does not answer
+            self.assertEqual((self.listed(), self.outcome()), ([], "silent"))
+            self.assertEqual(self.poller.targets, {})
+            self.announce(self.here)
+            self.assertEqual(self.outcome(), "announced")
         self.answers[self.here] = {}
         self.pass_time(30)
         self.assertEqual(self.listed("name", "verified", "flavor", "ping_ms"),
@@ -2325,6 +2520,22 @@ class HyperbolTest(unittest.TestCase):
         self.pass_time(600)
         self.registry.expire(self.now)
         self.assertEqual((self.listed("name"), self.players()), ([("203.0.113.9:27888",)], 0))
+
+    def test_an_announcement_begins_a_new_poll(self):
+        """Of one that has not answered yet, of a listed one between two polls, and of one whose
+        first query is lost."""
+        self.start(poll__interval="3600")
+        self.announce(self.here)
+        for answers in False, False, True, True:
+            self.answers = {self.here: {}} if answers else {}
+            self.announce(self.here)
+            self.now += 1.0
+            (query, peer), = self.poller.tick(self.now)
+            if answers:
+                self.poller.datagram(hyperbol_reply(o1=query[1:]), peer, self.now + 0.04)
+            self.assertEqual(len(self.listed()), answers)
+            target, = self.poller.targets.values()
+            self.assertEqual((target.unanswered, target.missed), (0, 0))
 
     def test_flavor_comes_from_the_ini_alone(self):
         self.start("203.0.113.9:27888 7", poll__interval="3600")
@@ -2346,7 +2557,7 @@ class HyperbolTest(unittest.TestCase):
             with self.subTest(ini):
                 self.start(ini)
                 self.hyperbol.core = self.core._replace(
-                    resolve=lambda host, done: done("203.0.113.9", self.now))
+                    resolve=lambda host, done, source: done("203.0.113.9", self.now))
                 self.registry.rules.address_map = {"192.168.1.5": "203.0.113.7"}
                 self.pass_time(10)
                 self.assertEqual(self.listed("responding", "flavor"), [(False, 4)])
@@ -6710,7 +6921,7 @@ class AnnounceTest(WebCase):
         server, = self.registry.servers("mygame")
         self.assertEqual(repr((server.port, server.players, server.max_players)), "(27500, 3, 16)")
         for port in (b"27500.5", b"1e300", b"1e999", b"NaN", b"true", b'"1e3"', b"0", b"65536",
-                     b"-1", b"[1]", b"9" * 4000):
+                     b"-1", b"[1]", b"9" * 400):
             status, answer = self.post(b'{"game":"mygame","port":%s}' % port, json_type)
             self.assertEqual((status, "from 1 to 65535" in answer["reason"]), (400, True), port)
 
@@ -6770,6 +6981,124 @@ class AnnounceTest(WebCase):
             self.assertEqual((self.registry.total, len(self.core.poller.targets)), (0, pinned))
         self.answer_query(200.0)
         self.assertEqual(self.registry.total, 1)
+
+    def test_at_most_64_fields(self):
+        for most, status in (64, 200), (65, 400):
+            fields = {"game": "mygame", "port": 4000, "name": "N"}
+            fields.update(("x%d" % number, "y") for number in range(most - 3))
+            for body in (fields, urllib.parse.urlencode(fields).encode(),
+                         b"&" * (most - 3) + b"game=mygame&port=4000&name=N"):
+                found, answer = self.post(body)
+                self.assertEqual((found, "at most 64 fields" in answer.get("reason", "")),
+                                 (status, status == 400), body)
+
+    def test_fields_of_forms(self):
+        """The last one of a name counts; names may be encoded, values empty or missing."""
+        for form, players, name in (
+                (b"players=3&players=4&name=N", 4, "N"), (b"player%73=5&name=", 5, ""),
+                (b"players=6&name", 6, ""), (b"players=7&name=a%26b=c&&", 7, "a&b=c"),
+                (b"players=8&name=" + b"%F0%9F%98%80" * 600, 8, "\U0001f600" * 128)):
+            self.assertEqual(self.post(b"game=mygame&port=4000&" + form)[0], 200)
+            server, = self.registry.servers()
+            self.assertEqual((server.players, server.name),
+                             (players, name or "203.0.113.9:4000"))
+
+    def long_bodies(self):
+        """Bodies of 64 KiB, each of which was dear once or could be; with their type."""
+        most = ms.HTTP_BODY_BYTES
+        start = b'{"game":"mygame","port":1,"%s":'
+
+        def filled(begin, unit, end=b""):
+            return begin + unit * ((most - len(begin) - len(end)) // len(unit)) + end
+
+        for unit in b"a&", b"a=b&", b"&":
+            yield filled(b"", unit), ms.FORM_TYPE
+        for unit in (b"%41", b"%ff", b"+", b"\x1b[", "e\u0301\u0301\u0301\u0301".encode(),
+                     "a\u200b".encode()):
+            yield filled(b"game=mygame&port=1&description=", unit), ms.FORM_TYPE
+            yield filled(b"json=", unit), ms.FORM_TYPE
+            name = urllib.parse.unquote_to_bytes(unit).replace(b"\x1b", b"\\u001b")
+            yield filled(start % b"name" + b'"', name, b'"}'), "application/json"
+        for unit in b"[", b'{"a":', b"9", b"9.", b"1e9", b"-":
+            yield filled(start % b"players", unit), "application/json"
+        for item in (b"1", b"1.5", b"9" * 400, b'""', b"{}", b"[]", b'{"":0}',
+                     b"[" * 400 + b"]" * 400, b"null", b"1e99"):
+            for field in b"players", b"mods":
+                begin = start % field + b"["
+                yield filled(begin, item + b",", item + b"]}"), "application/json"
+        yield filled(b"{", b'"":0,', b'"":1}'), "application/json"
+        yield b"{%s}" % b",".join(b'"%d":0' % number for number in range(7000)), "application/json"
+        luanti = json.loads(LUANTI_START)
+        for field, value in (
+                ("mods", ["m%d\u0301" % number for number in range(4000)]),
+                ("mods", ["%d\u200b" % number + "\u0301" * 48 for number in range(500)]),
+                ("clients_list", ["e\u0301\u0301\u0301\u0301"] * 4900),
+                ("name", "\x1b[" * 8000), ("description", "e\u0301\u0301\u0301\u0301" * 6500),
+                ("uptime", "9" * 60000), ("uptime", "9_" * 30000 + "9"), ("lag", "9" * 60000),
+                ("uptime", "\u0669" * 30000), ("address", "a." * 30000), ("address", ":" * 60000),
+                ("pvp", " " * 60000), ("x", [[]] * 15000)):
+            text = json.dumps({**luanti, field: value}, ensure_ascii=False).encode()
+            yield luanti_body(text), "multipart/form-data"
+        yield filled(b"", b'name="json"\r\n\r\n'), "multipart/form-data"
+
+    @unittest.skipUnless(sys.implementation.name == "cpython", "others count calls differently")
+    def test_no_body_costs_the_loop_much(self):
+        """The calls that Python makes for it are counted: the time depends on the machine. Two for
+        each escaped byte are the most."""
+        ms.Luanti(self.core)
+        for body, kind in self.long_bodies():
+            self.assertLessEqual(len(body), ms.HTTP_BODY_BYTES, body[:60])
+            request = http_request("/announce", "Content-Type: " + kind,
+                                   "Content-Length: %d" % len(body), method="POST", body=body)
+            session, calls = self.session("203.0.113.9"), [0]
+
+            def count(frame, event, argument, calls=calls):
+                calls[0] += event in ("call", "c_call")
+
+            before = sys.getprofile()
+            sys.setprofile(count)
+            try:
+                answer = feed(session, request)
+            finally:
+                sys.setprofile(before)
+            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body[:60])
+            self.assertLess(calls[0], 46_000, (body[:60], kind))
+
+    @unittest.skipUnless(sys.implementation.name == "cpython", "others compile while they run")
+    @timing
+    def test_no_body_takes_long(self):
+        """Processor time of this thread, against that of what takes Python 2.5 ms where this was
+        written; 32,767 fields took eight times as long."""
+        ms.Luanti(self.core)
+        gc.disable()                    # it would look through all that the tests have made
+        self.addCleanup(gc.enable)
+        yardsticks = []
+        for _ in range(3):
+            began = time.thread_time()
+            urllib.parse.unquote_to_bytes(b"%41" * (ms.HTTP_BODY_BYTES // 3))
+            yardsticks.append(time.thread_time() - began)
+        for body, kind in self.long_bodies():
+            request = http_request("/announce", "Content-Type: " + kind,
+                                   "Content-Length: %d" % len(body), method="POST", body=body)
+            session = self.session("203.0.113.9")
+            began = time.thread_time()
+            feed(session, request)
+            self.assertLess(time.thread_time() - began, 4 * min(yardsticks), (body[:60], kind))
+
+    def test_numbers_of_thousands_of_digits(self):
+        """int() takes the square of their length, where Python does not refuse them; none of them
+        gets there, in whatever they are wrapped."""
+        json_type = "Content-Type: application/json"
+        digits = b"9" * 4000
+        for wrapped in (digits, b"-" + digits, digits + b".5", b"1e" + digits, b"[%s]" % digits,
+                        b'{"a":[%s]}' % digits):
+            read = []
+            loads = json.loads
+            with mock.patch.object(json, "loads", lambda text: read.append(text) or loads(text)):
+                status, answer = self.post(b'{"game":"mygame","port":%s}' % wrapped, json_type)
+            # What is read is the answer, by post()
+            self.assertEqual((len(read), status, "more than 400 digits" in answer["reason"]),
+                             (1, 400, True))
 
     def test_errors_in_words(self):
         json_type = "Content-Type: application/json"
@@ -6837,8 +7166,9 @@ class LuantiTest(WebCase):
     def setUp(self):
         super().setUp()
         self.looked_up = {}
-        self.core = self.core._replace(resolve=lambda host, done, like: done(
-            self.looked_up.get(host, ""), 0.0))
+        self.look_ups = []
+        self.core = self.core._replace(resolve=lambda host, done, source, like: (
+            self.look_ups.append((host, done))))
         self.luanti = ms.Luanti(self.core)
 
     def send(self, request, address=HERE, now=0.0, size=1 << 30):
@@ -6851,7 +7181,11 @@ class LuantiTest(WebCase):
     def say(self, text=LUANTI_START, source=HERE, now=0.0, without="", **fields):
         told = {**json.loads(text), **fields}
         told.pop(without, None)
-        return self.send(luanti_request(json.dumps(told).encode()), source, now)
+        answer = self.send(luanti_request(json.dumps(told).encode()), source, now)
+        while self.look_ups:
+            host, done = self.look_ups.pop()
+            done(self.looked_up.get(host, ""), 0.0)
+        return answer
 
     def poll(self, now, answers=True):
         """The queries of this second; who was asked."""
@@ -6945,6 +7279,7 @@ class LuantiTest(WebCase):
                     "proto_max", "gameid", "name", "description")],
                 *[("address: expected a name with a dot in it", {"address": address})
                   for address in ("localhost", "example.org:30000", "192.0.2.1:30000", "a b.org",
+                                  "fe80::1%eth0", "1:2:3", "::g", ".", ".example",
                                   "b\u00fccher.example", "x" * 300 + ".example", ":" * 300, [5])]):
             status, answer = self.say(**fields)
             self.assertEqual((status, words in answer), (400, True), (fields, answer))
@@ -7012,6 +7347,10 @@ class LuantiTest(WebCase):
         self.assertEqual(self.core.poller.datagram(answer, peer, 0.1),
                          [(hexa("4f457403 beef 0000 03"), peer)])
         self.assertEqual(self.registry.total, 1)
+
+    def test_addresses_that_can_be_read(self):
+        for address in "", "a.example", "a.example.", "..", "192.0.2.1", "2001:db8::1", "::":
+            self.assertEqual(ms.read_luanti_address(address), address)
 
     def test_the_address_for_players(self):
         self.looked_up = {"here.example": self.HERE, "six.example": "2001:db8::1",
@@ -7095,12 +7434,75 @@ class LuantiTest(WebCase):
         self.assertEqual((len(mods), {*map(len, mods)}), (500, {32}))
 
     def test_what_waits_is_bounded(self):
-        with mock.patch.object(ms, "LUANTI_WAITING", 2):
-            for port in (1, 2, 3):
-                self.say(port=port)
+        """By source, and it leaves with its target."""
+        self.core.registry.rules.servers_per_source = 2
+        for port, status in (1, 202), (2, 202), (3, 429), (2, 202):
+            self.assertEqual(self.say(port=port)[0], status)
+        self.assertEqual(self.say(port=3, source="203.0.113.8")[0], 202)
+        targets = self.core.poller.targets
+        self.assertEqual(sorted(port for _, _, port in targets), [1, 2, 3])
+        for now in range(8):
+            self.poll(float(now), answers=False)
+        self.assertEqual((targets, self.core.poller.newcomers), ({}, {}))
+        self.assertEqual(self.say(port=3)[0], 202)
+
+    def test_polls_in_between_lose_nothing(self):
+        """A restart is announced while a poll is open, and the next poll is missed."""
+        self.say()
         self.poll(0.0)
-        self.assertEqual(sorted(server.port for server in self.registry.servers()), [2, 3])
-        self.assertEqual(len(self.core.poller.targets), 2)
+        server, = self.registry.servers()
+        target, = self.core.poller.targets.values()
+        target.due = 31.0
+        _, peer = self.core.poller.tick(31.0)[0]
+        self.say(name="Restarted", now=31.5)
+        # It is not known whether this is the answer of the old one or the new one
+        self.assertRaises(ms.Malformed, self.core.poller.datagram, LUANTI_PROBED, peer, 31.6)
+        for now in range(32, 40):
+            self.poll(float(now), answers=False)
+        self.assertEqual((target.missed, server.name), (1, json.loads(LUANTI_START)["name"]))
+        for now in range(40, 71):
+            self.poll(float(now))
+        self.assertEqual((self.names(), target.scratch), (["Restarted"], None))
+
+    def test_what_came_last_counts_though_a_look_up_took_longer(self):
+        for later in {"name": "Later"}, {"name": "Later", "address": "fast.example"}:
+            self.setUp()
+            lookups = []
+            self.luanti.core = self.core._replace(resolve=lambda host, done, source, like: (
+                lookups.append((host, source, done))))
+            self.say(name="Sooner", address="slow.example")
+            self.say(**later)
+            for host, source, done in reversed(lookups):
+                self.assertEqual(source, self.HERE)
+                done(self.HERE, 1.0)
+            self.poll(2.0)
+            self.assertEqual((self.names(), self.luanti.being_looked_up),
+                             (["Later"], {}))
+
+    def test_too_many_names_are_being_looked_up(self):
+        """Two of a source; and where others have filled the room nobody is told that his name leads
+        nowhere."""
+        names = ms.HostNames(lambda *posted: None)
+        jobs = []
+        names.worker.submit = lambda job, done: jobs.append(done)
+        self.core = self.luanti.core = self.core._replace(resolve=names.resolve)
+        for port, status in (1, 202), (2, 202), (3, 429):
+            answered, words = self.say(port=port, address="slow.example")
+            self.assertEqual((answered, "try again" in words), (status, status == 429))
+        self.assertEqual(len(self.luanti.being_looked_up), 2)
+        for number in range(ms.LOOKUPS):
+            self.say(source="192.0.2.%d" % number, address="slow.example")
+        for _ in range(2):                              # never 409: nothing is wrong with it
+            status, words = self.say(source="198.51.100.1", address="honest.example")
+            self.assertEqual((status, "try again" in words, "no address" in words),
+                             (429, True, False))
+        self.assertIn("Try again", self.get("/check?address=198.51.100.1")[2].decode())
+        while jobs:
+            jobs.pop(0)("", 1.0)
+        self.say(source="198.51.100.1", address="honest.example")
+        jobs.pop(0)("198.51.100.1", 2.0)
+        self.poll(3.0)
+        self.assertEqual(self.names(), [json.loads(LUANTI_START)["name"]])
 
     def test_the_order_and_the_totals(self):
         """By the operator's priority, then the score: 12 players, 9 of them counted, and so on."""
@@ -7155,6 +7557,74 @@ class LuantiTest(WebCase):
                 self.assertEqual((entry["mapgen"], entry["updates"], entry["clients_top"]),
                                  ("v7", 3, 2))
                 self.registry.remove(self.registry.servers()[0])
+
+
+class LuantiUnderAttack(unittest.TestCase):
+    """Over real sockets, no source exempt from limits: announcements that never answer."""
+
+    def post(self, server, source, port, address=""):
+        """Announce a Luanti server from this address; the status."""
+        place = "127.0.0.1", port_of(server, "http")
+        told = {**json.loads(LUANTI_START), "port": port, "address": address}
+        text = json.dumps(told).encode()
+        with socket.create_connection(place, 5, (source, 0)) as client:
+            client.sendall(luanti_request(text))
+            client.settimeout(5)
+            return int(client.recv(65536)[9:12])
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux has all of 127.*")
+    def test_an_honest_server_is_listed_soon(self):
+        """Nine addresses have 32 each that are silent, at a tenth of the default rate."""
+        sources = ["127.0.1.%d" % number for number in range(1, 10)]
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(master(
+                http__ports="0", poll__rate="50", limits__requests="1000/1000",
+                limits__connections="1000/1000", server__bind="127.0.0.1"))
+            honest = stack.enter_context(FakeServer(
+                lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else []))
+            for source in sources:
+                statuses = [self.post(server, source, 20000 + number) for number in range(36)]
+                self.assertEqual(statuses, [202] * 32 + [429] * 4)
+            sent = server.tallies["poll"].sent
+            began = time.monotonic()
+            self.assertEqual(self.post(server, "127.0.0.1", honest.port), 202)
+            eventually(lambda: server.registry.total == 1, 20.0)
+            waited = time.monotonic() - began
+            # By the clock, or where the machine was busy by what others were sent in between
+            self.assertTrue(waited < 2.5 or server.tallies["poll"].sent - sent <= 100, waited)
+
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux has all of 127.*")
+    def test_slow_names_of_others_are_no_honest_server_s_fault(self):
+        """Ten announcements of five addresses with names that take for ever."""
+        answers = threading.Event()
+        self.addCleanup(answers.set)
+
+        def look_up(host, like=""):
+            if host == "slow.example":
+                answers.wait(20)
+                raise OSError("no such name")
+            return "127.0.0.1"
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(ms, "resolved", look_up))
+            server = stack.enter_context(master(http__ports="0", server__bind="127.0.0.1"))
+            honest = stack.enter_context(FakeServer(
+                lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else []))
+            for number in range(1, 6):
+                statuses = [self.post(server, "127.0.1.%d" % number, port, "slow.example")
+                            for port in (20001, 20002, 20003)]
+                self.assertEqual(statuses, [202, 202, 429])
+            found = []
+            server.post(lambda now: server.names.resolve(
+                "ini.example", lambda address, now: found.append(
+                    (address, server.registry.total)), ""))
+            for _ in range(2):                          # its first one waits still
+                self.assertEqual(self.post(server, "127.0.0.1", honest.port, "a.example"), 202)
+            self.assertEqual(self.post(server, "127.0.0.1", honest.port, "a.example"), 429)
+            answers.set()
+            eventually(lambda: server.registry.total == 1, 20.0)
+            self.assertEqual(found, [("127.0.0.1", 0)])
 
 
 MINETEST = shutil.which("minetestserver", path=os.environ.get("PATH", "") + ":/usr/games")
@@ -8347,8 +8817,9 @@ class MasterServerTest(unittest.TestCase):
                 master() as server, self.assertLogs("masterserver") as logged:
             server.post(lambda now: 1 // 0)                 # a fault ends nothing else
             for host in "a", "b":
-                server.resolve(host, lambda address, now: found.append(
-                    (address, threading.current_thread() is server.thread)))
+                server.post(lambda now, host=host: server.names.resolve(
+                    host, lambda address, now: found.append(
+                        (address, threading.current_thread() is server.thread)), ""))
             eventually(lambda: len(found) == 2)
         self.assertEqual(found, [("203.0.113.9", True), ("", True)])
         self.assertIn("ZeroDivisionError", logged.output[0])
@@ -8394,6 +8865,66 @@ class WorkerTest(unittest.TestCase):
         self.assertIn("too many", str(results[0]))
         hangs.set()
         self.assertTrue(worker.stop(5.0))
+
+
+class HostNamesTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.names = ms.HostNames(lambda *posted: None)
+        self.jobs: List[Any] = []
+        self.names.worker.submit = lambda job, done: self.jobs.append((job, done))  # type: ignore
+        self.answers: List[Tuple[str, str]] = []
+
+    def ask(self, host: str, source: str = "") -> None:
+        self.names.resolve(host, lambda address, now: self.answers.append((host, address)), source)
+
+    def answer(self, result: Any) -> str:
+        """The thread has looked one up; which one."""
+        job, done = self.jobs.pop(0)
+        done(result, 0.0)
+        return job.args[0]
+
+    def test_one_after_another_those_of_the_ini_in_front(self) -> None:
+        for number in range(4):
+            self.ask("slow%d.example" % number, "192.0.2.%d" % number)
+        self.ask("a.example")
+        self.ask("b.example")
+        self.assertEqual(len(self.jobs), 1)
+        order = [self.answer("203.0.113.9") for _ in range(6)]
+        self.assertEqual(order, ["slow0.example", "a.example", "b.example", "slow1.example",
+                                 "slow2.example", "slow3.example"])
+        self.assertEqual(self.answers, [(host, "203.0.113.9") for host in order])
+        self.assertEqual((self.jobs, self.names.sources), ([], {}))
+        self.ask("none.example")
+        self.answer(OSError("no such host"))
+        self.assertEqual(self.answers[-1], ("none.example", ""))
+
+    def test_a_source_has_two_at_a_time(self) -> None:
+        for first, second, other in (
+                ("192.0.2.1", "192.0.2.1", "192.0.2.2"),
+                ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1")):
+            self.setUp()
+            for source in first, second:
+                self.ask("slow.example", source)
+            for source in first, second:
+                with self.assertRaises(ms.Refused) as refused:
+                    self.ask("slow.example", source)
+                self.assertEqual(refused.exception.outcome, "busy")
+                self.assertIn("try again", str(refused.exception))
+            self.ask("honest.example", other)
+            self.answer("")
+            self.ask("slow.example", first)             # one of them is through
+
+    def test_strangers_have_so_many_and_the_ini_always_finds_room(self) -> None:
+        for number in range(ms.LOOKUPS):
+            self.ask("slow.example", "192.0.2.%d" % (number // 2))
+        with self.assertRaisesRegex(ms.Refused, "too many host names .* try again"):
+            self.ask("honest.example", "198.51.100.1")
+        for number in range(500):
+            self.ask("%d.example" % number)
+        self.answer("")
+        self.ask("honest.example", "198.51.100.1")
+        self.assertEqual([self.answer("") for _ in range(500)],
+                         ["%d.example" % number for number in range(500)])
 
 
 class ReloadTest(unittest.TestCase):
