@@ -124,6 +124,9 @@ WORKER_JOBS = 64                    # waiting for one thread; others are told to
 # takes half a minute
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
+# Game servers of one source that wait for the same look-up. If each is a Luanti server with the
+# longest announcement, those of all strangers take 80 MB
+LOOKUP_WAITERS = 16
 STOP_S = 2.0                        # at a stop, for answers on their way: people wait no longer
 STOP_DISK_S = 5.0                   # and for a batch being written, which takes milliseconds
 DESCRIPTORS_KEPT = 40               # for all but connections: listeners, streams, database, log
@@ -7935,33 +7938,46 @@ class Lookup(NamedTuple):
     """A host name to be looked up; see Core.resolve."""
 
     host: str
-    done: Callable[[str, float], None]
     source: str                         # by source_key(), "" for the ini
     like: str
+    waiters: List[Callable[[str, float], None]]         # each `done` that waits for the address
+
+    @property
+    def key(self) -> Tuple[str, str, str]:
+        return self.source, self.host, self.like
 
 
 class HostNames:
     """Looks host names up in a thread, one after another: each can take half a minute.
 
     Those that the ini names go first, so that no stranger delays them by more than the one that is
-    under way; and a stranger has few at a time, so that there is room for others. All of this
-    happens in the event loop, but for the look-up itself."""
+    under way; and a stranger has few at a time, so that there is room for others. The game servers
+    of one machine, which have the same name and start together, wait for the same look-up. All of
+    this happens in the event loop, but for the look-up itself."""
 
     def __init__(self, post):
         self.worker = WorkerThread("names", post)
         self.of_ini, self.of_strangers = collections.deque(), collections.deque()
         self.is_busy = False                            # one is under way
         self.sources = collections.defaultdict(int)     # strangers' names by source, all of them
+        # The latest Lookup by its key; once it has no room for more waiters another one follows
+        self.open: Dict[Tuple[str, str, str], Lookup] = {}
 
     def resolve(self, host, done, source, like=""):
         """As Core.resolve."""
-        lookup = Lookup(host, done, source and source_key(source), like)
+        source = source and source_key(source)
+        lookup = Lookup(host, source, like, [done])
+        latest = self.open.get(lookup.key)
+        if latest is not None and (not source or len(latest.waiters) < LOOKUP_WAITERS):
+            latest.waiters.append(done)
+            return
         if source:
-            self.admit(lookup.source)
-            self.sources[lookup.source] += 1
+            self.admit(source)
+            self.sources[source] += 1
             self.of_strangers.append(lookup)
         else:
             self.of_ini.append(lookup)
+        self.open[lookup.key] = lookup
         self.begin_next()
 
     def admit(self, source):
@@ -7983,8 +7999,12 @@ class HostNames:
         self.is_busy = False
         if lookup.source:
             uncount(self.sources, lookup.source)
+        latest = self.open.get(lookup.key)
+        if latest is lookup:
+            del self.open[lookup.key]
         self.begin_next()
-        lookup.done(result if isinstance(result, str) else "", now)
+        for done in lookup.waiters:
+            done(result if isinstance(result, str) else "", now)
 
 
 # --- Webhooks ------------------------------------------------------------------------------------
