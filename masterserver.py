@@ -7995,7 +7995,7 @@ class HostNames:
             self.worker.submit(functools.partial(resolved, lookup.host, lookup.like),
                                functools.partial(self.looked_up, lookup))
 
-    def looked_up(self, lookup, result, now):
+    def looked_up(self, lookup: Lookup, result: Any, now: float) -> None:
         self.is_busy = False
         if lookup.source:
             uncount(self.sources, lookup.source)
