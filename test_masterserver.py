@@ -9494,16 +9494,25 @@ class LogTest(unittest.TestCase):
 
     def test_who_does_not_read_stops_nothing(self) -> None:
         """Lines for which there is no room are lost; the end waits for the others, not for long."""
-        reads, read = threading.Event(), []
-        self.start(mock.Mock(write=lambda text: (reads.wait(20), read.append(text))))
+        writing, reads, read = threading.Event(), threading.Event(), []
+
+        def write(text: str) -> None:
+            writing.set()
+            reads.wait(2 * SOON_S)
+            read.append(text)
+        self.start(mock.Mock(write=write))
+        self.addCleanup(reads.set)
         began = time.monotonic()
-        for number in range(3000):
+        ms.log.info("line 0")
+        # From here on the writing thread takes nothing more out of the queue
+        self.assertTrue(writing.wait(SOON_S))
+        for number in range(1, 3000):
             ms.log.info("line %d", number)
         with mock.patch.object(ms, "LOG_END_S", 0.2):
             ms.end_log()
-        self.assertTrue(0.15 < time.monotonic() - began < 5)
+        self.assertTrue(0.15 < time.monotonic() - began < SOON_S)
         reads.set()
-        eventually(lambda: len(read) >= ms.LOG_LINES)
+        eventually(lambda: len(read) > ms.LOG_LINES)
         numbers = re.findall(r"INFO line (\d+)\n", "".join(read))
         self.assertEqual(numbers, [str(number) for number in range(len(numbers))])
         self.assertLess(len(numbers), ms.LOG_LINES + 5)
