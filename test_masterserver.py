@@ -80,6 +80,8 @@ NO_PORTS = {"server.bind": "127.0.0.1", **{row.setting: "" for row in ms.PROTOCO
 # How long a test waits for what happens at once on a quiet machine, and much later on a busy one:
 # nobody waits so long when all goes well
 SOON_S = 30.0
+# Pairs of ports that no system hands out for port 0, in an order of this process
+PORTS = iter(random.SystemRandom().sample(range(10000, 20000, 2), 5000))
 hexa = bytes.fromhex                    # wire bytes from hex with spaces
 
 
@@ -208,6 +210,19 @@ def eventually(check: Callable[[], Any], seconds: float = SOON_S) -> Any:
         if time.monotonic() > deadline:
             raise AssertionError("it did not happen within %g s" % seconds)
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that is free, as is the next one, by UDP and TCP. For what is bound later, or anew:
+    one that the system had handed out could be somebody else's by then."""
+    for port in PORTS:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for kind in socket.SOCK_DGRAM, socket.SOCK_STREAM:
+                for place in port, port + 1:
+                    sock = stack.enter_context(socket.socket(socket.AF_INET, kind))
+                    sock.bind(("0.0.0.0", place))
+            return port
+    raise AssertionError("there is no free port")
 
 
 def master(**settings: str) -> ms.MasterServer:
@@ -3871,13 +3886,10 @@ class Quake3Test(unittest.TestCase):
 class OpenArenaTest(unittest.TestCase):
     def test_a_real_server_and_a_real_client(self):
         with tempfile.TemporaryDirectory() as home, master(
-                quake3__port="0", limits__exempt="127.0.0.0/8") as server, socket.socket(
-                socket.AF_INET, socket.SOCK_DGRAM) as free:
-            free.bind(("127.0.0.1", 0))
+                quake3__port="0", limits__exempt="127.0.0.0/8") as server:
             place = "127.0.0.1:%d" % port_of(server, "quake3")
             words = ["dedicated", "2", "net_ip", "127.0.0.1", "com_hunkmegs", "64", "net_port",
-                     str(free.getsockname()[1]), "sv_hostname", "^1Red", "sv_master1", place]
-            free.close()
+                     str(free_port()), "sv_hostname", "^1Red", "sv_master1", place]
             words += [word for number in "2345" for word in ("sv_master" + number, "")]
             game = subprocess.Popen(
                 [OPENARENA_SERVER, "+map", "oa_dm1", *itertools.chain.from_iterable(
@@ -6382,20 +6394,17 @@ class LuantiOnTheWire(unittest.TestCase):
             hurry.start()
             self.addCleanup(hurry.stop)
 
-        def start_master(port):
-            server = master(http__ports=port, server__database=database)
+        def start_master():
+            server = master(http__ports=str(port), server__database=database)
             server.start()
             self.addCleanup(server.stop)
             server.poller.interval = 0.5
             return server
 
         def start_game():
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
             game = subprocess.Popen(
                 [MINETEST, "--world", os.path.join(folder.name, "world"), "--gameid", "minetest",
-                 "--config", config, "--port", str(port), "--quiet"],
+                 "--config", config, "--port", str(free_port()), "--quiet"],
                 env={**os.environ, "HOME": folder.name}, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL)
             self.addCleanup(game.wait)
@@ -6405,15 +6414,15 @@ class LuantiOnTheWire(unittest.TestCase):
         def listed(server, count):
             return eventually(lambda: server.registry.total == count)
 
-        server = start_master("0")
-        port = port_of(server, "http")
+        port = free_port()                  # the second master has that of the first one
+        server = start_master()
         with open(config, "w") as file:
             file.write("server_announce = true\nserverlist_url = http://127.0.0.1:%d\n"
                        "bind_address = 127.0.0.1\nserver_name = A real one\n" % port)
         game = start_game()
         listed(server, 1)
         server.stop()
-        server = start_master(str(port))
+        server = start_master()
         self.assertEqual(server.registry.total, 1)
         eventually(lambda: server.registry.servers()[0].confirmed)
         entry, = json.loads(fetch(port, "/list")[2])["list"]
@@ -7427,7 +7436,8 @@ class MasterServerTest(unittest.TestCase):
         """Nobody is accepted any more; what was sent before is answered, and nobody gets a reset.
         """
         held, hold = threading.Event(), threading.Event()
-        with master(http__ports="0") as server, contextlib.ExitStack() as stack:
+        port = free_port()
+        with master(http__ports=str(port)) as server, contextlib.ExitStack() as stack:
             server.post(lambda now: held.set() or hold.wait(5))
             held.wait(5)
             clients = [stack.enter_context(connect(server, "http")) for _ in range(3)]
@@ -7438,7 +7448,7 @@ class MasterServerTest(unittest.TestCase):
             for client in clients[:2]:
                 self.assertEqual(split_response(read_all(client))[0], 200)
             self.assertEqual(read_all(clients[2]), b"")
-        self.assertRaises(OSError, socket.create_connection, ("127.0.0.1", port_of(server, "http")))
+        self.assertRaises(OSError, socket.create_connection, ("127.0.0.1", port))
         began = time.monotonic()
         with master() as server:
             eventually(lambda: server.next_tick)            # it waits, and hears at once
@@ -8388,9 +8398,7 @@ class RedisCase(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
         self.path = os.path.join(self.folder, "redis.sock")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
 
     def engine(self, *options: str) -> subprocess.Popen[bytes]:
         engine = subprocess.Popen(
@@ -8841,11 +8849,11 @@ class Announcing(unittest.TestCase):
         hurry.start()
         self.addCleanup(hurry.stop)
 
-    def listening(self, kind):
+    def listening(self, kind, port=0):
         """A master's socket, and where it is."""
         sock = socket.socket(socket.AF_INET, kind)
         self.addCleanup(sock.close)
-        sock.bind(("127.0.0.1", 0))
+        sock.bind(("127.0.0.1", port))
         sock.settimeout(SOON_S)
         if kind == socket.SOCK_STREAM:
             sock.listen(5)
@@ -8897,9 +8905,7 @@ class Announcing(unittest.TestCase):
                     ("hyperbol", "http", 0, ""), ("mygame", "http", 0, ""),
                     ("aio", "aio", 0, "text"), ("aio", "aio", 0, "framed")):
                 place = "127.0.0.1:%d" % (ports[protocol] + offset)
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-                    free.bind(("0.0.0.0", 0))
-                    port = free.getsockname()[1]
+                port = free_port()          # a zone is pinged on the next one
                 stack.enter_context(ms.Announcement(game, port, place, dialect, **fields))
                 rows.append((game, port, "Name", 3))
             eventually(lambda: sorted(
@@ -9001,11 +9007,9 @@ class Announcing(unittest.TestCase):
         told.set()
 
     def test_datagrams_to_a_closed_port_go_on(self):
-        sock, place = self.listening(socket.SOCK_DGRAM)
-        port = sock.getsockname()[1]
-        sock.close()
+        port = free_port()
         with mock.patch.object(ms, "ICEBALL_GAPS_S", [0.05] * 5), mock.patch.object(ms, "log"), \
-                ms.Announcement("iceball", 21737, place) as announcement:
+                ms.Announcement("iceball", 21737, "127.0.0.1:%d" % port) as announcement:
             eventually(lambda: "no answer" in announcement.announcers[0].state)
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as again:
                 again.bind(("127.0.0.1", port))
@@ -9081,8 +9085,8 @@ class Announcing(unittest.TestCase):
 
     def test_queries_are_answered_where_the_port_is_free(self):
         """All but the masters share a bound, as their addresses may be made up."""
-        game, _ = self.listening(socket.SOCK_DGRAM)
-        port = game.getsockname()[1]
+        port = free_port()
+        game, _ = self.listening(socket.SOCK_DGRAM, port)
         with self.assertLogs("masterserver", "INFO") as logs, \
                 mock.patch.object(ms, "resolved", side_effect=OSError("no such name")), \
                 mock.patch.object(ms, "SURPLUS_BYTES", (0.001, 16)):
@@ -9311,7 +9315,7 @@ class ClientTools(unittest.TestCase):
             for words in (("ping", "127.0.0.1:%d" % (server.port - 1)), ("list", server.place)):
                 self.assertIn("no answer from UDP port %d" % server.port,
                               self.failing(*words, "--game", "subspace"))
-            self.failing("list", server.place, "--game", "iceball")         # refused
+        self.failing("list", "127.0.0.1:1", "--game", "iceball")            # refused
         self.failing("ping", "127.0.0.1:65535", "--game", "subspace")       # there is no next one
 
     def test_what_is_no_host_name(self) -> None:
@@ -9774,11 +9778,10 @@ class Checking(unittest.TestCase):
     def test_ports_that_are_taken(self) -> None:
         """All of them are told, what the trial has opened is closed, the database is not made."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, socket.socket() as tcp:
-            udp.bind(("127.0.0.1", 0))
-            tcp.bind(("127.0.0.1", 0))
+            ports = {"iceball__port": str(free_port()), "http__ports": str(free_port())}
+            udp.bind(("127.0.0.1", int(ports["iceball__port"])))
+            tcp.bind(("127.0.0.1", int(ports["http__ports"])))
             tcp.listen(1)
-            ports = {"iceball__port": str(udp.getsockname()[1]),
-                     "http__ports": str(tcp.getsockname()[1])}
             status, words = self.check(**ports)
         self.assertRegex(words, "\nmasterserver.py: iceball cannot listen .*\nhttp cannot listen ")
         self.assertEqual((status, words.count(" cannot listen on ")), (1, 2))
@@ -10048,7 +10051,8 @@ class HyperbolProgramTest(unittest.TestCase):
         python = python2()
         if not python:
             self.skipTest("there is no Python 2 here")
-        host = "127.0.0.203"        # its port is written into the script: the address is our own
+        # Its port is written into the script: the address is this process's own
+        host = "127.%d.%d.203" % divmod(os.getpid() % 65536, 256)
         script = self.script(host)
         names = b"Fun & Games", b"<b>", b"\xc3\xa9t\xc3\xa9 \"'", b"four"
         with contextlib.ExitStack() as stack:
@@ -10091,6 +10095,10 @@ def announce_iceball(server: ms.MasterServer, *ports: int) -> None:
 class Embedded(unittest.TestCase):
     """MasterServer as a class of somebody else's program."""
 
+    def ports(self, *settings: str) -> Dict[str, str]:
+        """Ports for these settings, that assert_closed can bind again."""
+        return {setting: str(free_port()) for setting in settings}
+
     def assert_closed(self, server: ms.MasterServer) -> None:
         """Nothing of it is open, and it starts no more."""
         for listener in server.listeners:
@@ -10105,7 +10113,8 @@ class Embedded(unittest.TestCase):
 
     def test_started_twice_and_stopped_twice(self) -> None:
         state = random.getstate()                   # the other program may have seeded it
-        server = master(iceball__port="0", http__ports="0", hyperbol__port="0", subspace__port="0")
+        server = master(**self.ports("iceball__port", "http__ports", "hyperbol__port",
+                                     "subspace__port"))
         server.start()
         thread = server.thread
         server.start()
@@ -10118,7 +10127,7 @@ class Embedded(unittest.TestCase):
 
     def test_stopped_before_it_serves(self) -> None:
         for begin in (lambda server: None, ms.MasterServer.bind):
-            server = master(iceball__port="0")
+            server = master(**self.ports("iceball__port"))
             begin(server)
             server.stop()
             server.run()
@@ -10126,7 +10135,7 @@ class Embedded(unittest.TestCase):
 
     def test_stopped_while_it_binds(self) -> None:
         """As by Ctrl+C."""
-        server = master(iceball__port="0", http__ports="0")
+        server = master(**self.ports("iceball__port", "http__ports"))
         serve = server.serve
 
         def interrupted(*arguments: Any) -> None:
@@ -10144,7 +10153,7 @@ class Embedded(unittest.TestCase):
                 lambda server: server.stop(),
                 lambda server: signal.raise_signal(signal.SIGINT),
                 lambda server: threading.Thread(target=server.stop).start()):
-            server = master(iceball__port="0")
+            server = master(**self.ports("iceball__port"))
             signal.signal(signal.SIGINT, lambda number, frame: server.stop())
             server.registry.watch(lambda event, listed: stop(server))
             server.bind()
@@ -10177,7 +10186,8 @@ class Embedded(unittest.TestCase):
     def test_what_cannot_start_says_so_and_leaves_nothing_open(self) -> None:
         with master(iceball__port="0", http__ports="0") as first:
             iceball, http = port_of(first, "iceball"), port_of(first, "http")
-            second = master(iceball__port=str(iceball), http__ports="0, %d" % http)
+            second = master(iceball__port=str(iceball),
+                            http__ports="%d, %d" % (free_port(), http))
             words = "(?s)UDP 127.0.0.1:%d: .*TCP 127.0.0.1:%d: " % (iceball, http)
             self.assertRaisesRegex(ms.StartError, words, second.start)
         self.assert_closed(second)
