@@ -6729,7 +6729,7 @@ class NewsTest(unittest.TestCase):
 
 
 class Receiver(http.server.ThreadingHTTPServer):
-    """Takes webhooks; the path says what it answers. `got`: path and body of each."""
+    """Takes webhooks; the path says what it answers. `got`: path, body, type and time of each."""
 
     daemon_threads, request_queue_size = True, 64
 
@@ -6752,10 +6752,10 @@ class ReceiverHandler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.got.append((self.command + " " + self.path, body.decode("utf-8"),
-                                self.headers["Content-Type"]))
+                                self.headers["Content-Type"], time.monotonic()))
         what = self.path.split("/")[1]
         if what == "hang" and not self.server.works.is_set():
-            self.server.works.wait(20)
+            self.server.works.wait(2 * SOON_S)
             return
         self.send_response(204 if not what.isdigit() or self.server.works.is_set() else int(what))
         self.send_header("Location", self.server.url + "/elsewhere")
@@ -6779,7 +6779,7 @@ class WebhookTest(unittest.TestCase):
     def setUp(self):
         self.receiver = Receiver()
         self.addCleanup(self.receiver.close)
-        patch = mock.patch.object(ms, "WEBHOOK_S", 0.6)
+        patch = mock.patch.object(ms, "WEBHOOK_S", SOON_S)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -6790,9 +6790,11 @@ class WebhookTest(unittest.TestCase):
             self.assertEqual(found, tuple(answer))
         self.assertEqual([got[0] for got in self.receiver.got],
                          ["POST /ok", "POST /302/x", "POST /404", "POST /429", "POST /500"])
-        self.assertEqual(self.receiver.got[0][1:], ("b", "text/plain"))
-        for url, words in ((self.receiver.url + "/hang", "timeout|TimeoutError"),
-                           (CLOSED, "ConnectionRefusedError"), ("SECRET", "ValueError"),
+        self.assertEqual(self.receiver.got[0][1:3], ("b", "text/plain"))
+        with mock.patch.object(ms, "WEBHOOK_S", 0.3):
+            self.assertRegex(ms.post_url(self.receiver.url + "/hang", "text/plain", b"b")[0],
+                             "^(timeout|TimeoutError)$")
+        for url, words in ((CLOSED, "ConnectionRefusedError"), ("SECRET", "ValueError"),
                            ("http://no.invalid/", "gaierror"),
                            ("http://127.0.0.1:1x/", "InvalidURL")):
             self.assertRegex(ms.post_url(url, "text/plain", b"b")[0], "^(%s)$" % words)
@@ -6819,36 +6821,50 @@ class WebhookTest(unittest.TestCase):
                  "moved": "text %s/302/SECRET", "none": "text %s/404/SECRET",
                  "busy": "text %s/429/SECRET", "down": "json %s/500/SECRET"}
         settings = {"webhooks__" + name: hook % self.receiver.url for name, hook in hooks.items()}
-        with mock.patch.object(ms, "WEBHOOK_RETRY_S", 0.1), mock.patch.object(ms, "TICK_S", 0.1), \
+        open_url, given_up = urllib.request.OpenerDirector.open, threading.Event()
+        self.addCleanup(given_up.set)
+
+        def open_or_hang(opener, request, data=None, timeout=None):
+            """Who hangs does so until the test goes on, and is then given up soon; nobody else is,
+            however slow the machine."""
+            self.assertEqual(timeout, ms.WEBHOOK_S)
+            if "/hang/" in request.full_url:
+                given_up.wait(2 * SOON_S)
+                timeout = 0.1
+            return open_url(opener, request, data, timeout)
+        with mock.patch.object(urllib.request.OpenerDirector, "open", open_or_hang), \
+                mock.patch.object(ms, "WEBHOOK_RETRY_S", 0.1), mock.patch.object(ms, "TICK_S", 0.1), \
                 self.assertLogs("masterserver", "WARNING") as logged, \
                 master(http__ports="0", games__mygame="My Game", limits__requests="1000",
                        limits__connections_open="999", notify__text="$players on $name",
                        webhooks__gone="text " + CLOSED, **settings) as server:
             def announce(players):
-                began = time.monotonic()
                 body = b"game=mygame&port=5&name=A+name&players=%d" % players
                 answer = fetch(port_of(server, "http"), "/announce", method="POST", body=body)
                 self.assertEqual(answer[0], 200)
-                return time.monotonic() - began
 
             def told(path):
                 return [got for got in self.receiver.got if got[0].startswith("POST " + path)]
 
             for players in 0, 1, 2:
                 announce(players)
-            eventually(lambda: told("/ok"), 3)
-            self.assertLess(max(announce(3) for _ in range(50)), 0.5)
+            eventually(lambda: told("/ok"))
+            for _ in range(50):                             # one hangs; all of these are answered
+                announce(3)
             self.assertEqual(json.loads(told("/ok")[0][1])["content"], "2 on A name")
-            self.assertEqual((len(told("/ok")), len(told("/429"))), (1, 1))     # which is obeyed
-            eventually(lambda: len(told("/404")) == 3 and len(told("/hang")) == 3, 10)
+            self.assertEqual((len(told("/ok")), len(told("/hang"))), (1, 0))
+            given_up.set()
+            for path in "/302", "/404", "/500", "/hang":
+                eventually(lambda path=path: len(told(path)) == 3)
             self.assertEqual(told("/elsewhere") + [got for got in self.receiver.got
                                                   if got[0].startswith("GET")], [])
-            self.assertEqual(len(logged.output), 6)
+            eventually(lambda: len(logged.output) == 6)
             self.assertIn(b"masterserver_news_dropped_total 0\n",
                           fetch(port_of(server, "http"), "/metrics")[2])
             self.receiver.works.set()
-            eventually(lambda: len(told("/429")) == 2, 10)      # works again by itself
-            eventually(lambda: len(logged.output) == 7)
+            eventually(lambda: len(logged.output) == 7)         # works again by itself
+            for before, after in zip(told("/429"), told("/429")[1:]):
+                self.assertGreaterEqual(after[-1] - before[-1], 2.0)            # as it has asked
         eventually(lambda: "masterserver webhook ours" not in
                    [thread.name for thread in threading.enumerate()])
         for secret in "SECRET", "127.0.0.1:%d" % self.receiver.server_address[1]:
@@ -8866,7 +8882,7 @@ class Announcing(unittest.TestCase):
     """With real sockets, in this process and as a command."""
 
     def setUp(self):
-        hurry = mock.patch.multiple(ms, STEP_S=0.02, GOODBYE_S=0.3)
+        hurry = mock.patch.multiple(ms, STEP_S=0.02, GOODBYE_S=SOON_S)
         hurry.start()
         self.addCleanup(hurry.stop)
 
@@ -8886,9 +8902,10 @@ class Announcing(unittest.TestCase):
         connection.settimeout(SOON_S)
         return connection
 
-    @mock.patch.object(ms, "ICEBALL_GAPS_S", (0.05, 0.05, 0.05, 0.05, 0.2))
+    # A burst so long that a slow answer comes before its end
+    @mock.patch.object(ms, "ICEBALL_GAPS_S", (0.05,) * 999)
     def test_as_a_class(self):
-        before = threading.active_count()
+        before = set(threading.enumerate())
         with self.assertLogs("masterserver") as logs, tempfile.TemporaryDirectory() as folder:
             with master(iceball__port="0", server__public_address="203.0.113.5") as server:
                 path = os.path.join(folder, "players")
@@ -8910,7 +8927,7 @@ class Announcing(unittest.TestCase):
                     eventually(lambda: listed.mode == "ctf")
                 announcement.stop()
                 self.assertRaises(RuntimeError, announcement.start)
-        eventually(lambda: threading.active_count() == before)
+        eventually(lambda: before.issuperset(threading.enumerate()))
         self.assertEqual(len([line for line in logs.output if line.endswith(": announced")]), 1)
 
     @mock.patch.object(ms, "TICK_S", 0.1)
@@ -9004,9 +9021,11 @@ class Announcing(unittest.TestCase):
             if host == "no.example":
                 raise OSError("no such name")
             if host == "silent.example":
-                told.wait(20)
+                told.wait(4 * SOON_S)
             return ["127.0.0.1"]
+        self.addCleanup(told.set)
         with mock.patch.object(ms, "addresses", addresses), mock.patch.object(ms, "log"), \
+                mock.patch.object(ms, "GOODBYE_S", 0.3), \
                 ms.Announcement("iceball", 21737, [
                     "silent.example", "no.example", refusing_place, place],
                     give_up=True) as announcement:
@@ -9024,8 +9043,7 @@ class Announcing(unittest.TestCase):
             time.sleep(5 * ms.STEP_S)
             self.assertEqual(announcement.failure, "")
             began = time.monotonic()
-        self.assertLess(time.monotonic() - began, ms.GOODBYE_S + 1.0)
-        told.set()
+        self.assertLess(time.monotonic() - began, 2 * SOON_S)
 
     def test_datagrams_to_a_closed_port_go_on(self):
         port = free_port()
@@ -9046,7 +9064,7 @@ class Announcing(unittest.TestCase):
                     self.assertEqual(connection.recv(100), hexa("03000000 03 8269"))
                     connection.sendall(words or hexa("02000000 05 03"))
                     if not words:
-                        eventually(lambda: "announced" in logs.output[-1])
+                        eventually(lambda: "announced" in "".join(logs.output))
                         connection.close()
                 connection = self.accept(sock)
                 connection.recv(100)
@@ -9077,9 +9095,10 @@ class Announcing(unittest.TestCase):
                            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
                            b"19\r\n{\"listed\":true,\"ttl\":120}\r\n0\r\n\r\n", b""):
                 connection = self.accept(sock)
-                head, _, body = connection.recv(4096).partition(b"\r\n\r\n")
-                while not body.endswith(b"}"):
-                    body += connection.recv(4096)
+                request = b""
+                while not request.endswith(b"}"):
+                    request += connection.recv(4096) or b"the end}"
+                head, _, body = request.partition(b"\r\n\r\n")
                 self.assertTrue(head.startswith(b"POST /announce HTTP/1.1\r\n"))
                 self.assertIn(b"\r\nHost: %s\r\n" % place.encode(), head)
                 self.assertIn(b"\r\nContent-Type: application/json", head)
@@ -9090,7 +9109,7 @@ class Announcing(unittest.TestCase):
                     eventually(lambda: announcement.announcers[0].state == "listed")
                     stopping = threading.Thread(target=announcement.stop)
                     stopping.start()
-            stopping.join(5)
+            stopping.join(SOON_S)
         self.assertEqual((bodies[0]["name"], bodies[2]), ("Ü", bodies[0]))
         self.assertEqual(bodies[3], dict(bodies[0], action="stop"))
         self.assertRegex(logs.output[0], "no answer that can be read; is that the port of the "
@@ -9177,7 +9196,7 @@ class Announcing(unittest.TestCase):
             process.terminate()
             out, err = process.communicate(timeout=SOON_S)
             self.assertEqual((process.returncode, out), (0, b""), err)
-            self.assertEqual(server.registry.servers(), [])
+            self.assertEqual(server.registry.servers(), [])     # it has waited for the answer
 
     def test_command_with_wrong_arguments(self):
         status, out, err = command("announce", "--game", "iceball", "--port", "21737",
