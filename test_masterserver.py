@@ -78,6 +78,11 @@ HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER
 os.environ["PYTHONPATH"] = HERE
 # Settings of a program that nobody outside reaches, and that opens no port
 NO_PORTS = {"server.bind": "127.0.0.1", **{row.setting: "" for row in ms.PROTOCOLS if row.setting}}
+# How long a test waits for what happens at once on a quiet machine, and much later on a busy one:
+# nobody waits so long when all goes well
+SOON_S = 30.0
+# Pairs of ports that no system hands out for port 0, in an order of this process
+PORTS = iter(random.SystemRandom().sample(range(10000, 20000, 2), 5000))
 hexa = bytes.fromhex                    # wire bytes from hex with spaces
 
 
@@ -140,7 +145,7 @@ class RunningServer:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE if ms.WINDOWS else subprocess.DEVNULL, stderr=stderr)
         while not os.path.exists(ready):
-            if self.process.poll() is not None or time.monotonic() > began + 20:
+            if self.process.poll() is not None or time.monotonic() > began + SOON_S:
                 self.stop()
                 raise AssertionError("the server did not start: " + self.log)
             time.sleep(0.0005)
@@ -165,7 +170,7 @@ class RunningServer:
             self.process.stdin.close()
         elif self.process.poll() is None:
             self.process.terminate()
-        status = self.process.wait(20)
+        status = self.process.wait(SOON_S)
         self.logged()
         self.folder.cleanup()
         return status
@@ -197,7 +202,7 @@ def timing(test: Callable[[Any], None]) -> Callable[[Any], None]:
     return attempts
 
 
-def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
+def eventually(check: Callable[[], Any], seconds: float = SOON_S) -> Any:
     """The first true result of `check`; AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -207,6 +212,19 @@ def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
         if time.monotonic() > deadline:
             raise AssertionError("it did not happen within %g s" % seconds)
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that is free, as is the next one, by UDP and TCP. For what is bound later, or anew:
+    one that the system had handed out could be somebody else's by then."""
+    for port in PORTS:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for kind in socket.SOCK_DGRAM, socket.SOCK_STREAM:
+                for place in port, port + 1:
+                    sock = stack.enter_context(socket.socket(socket.AF_INET, kind))
+                    sock.bind(("0.0.0.0", place))
+            return port
+    raise AssertionError("there is no free port")
 
 
 def master(**settings: str) -> ms.MasterServer:
@@ -219,7 +237,7 @@ def port_of(server: ms.MasterServer, protocol: str) -> int:
 
 
 def connect(server: ms.MasterServer, protocol: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port_of(server, protocol)), 5)
+    return socket.create_connection(("127.0.0.1", port_of(server, protocol)), SOON_S)
 
 
 def read_all(client: socket.socket, size: int = 65536) -> bytes:
@@ -242,7 +260,7 @@ def fetch(port: int, path: str, *headers: str, method: str = "GET",
     lines = ["%s %s HTTP/1.1" % (method, path), "Host: 127.0.0.1", "Connection: close", *headers]
     if body:
         lines.append("Content-Length: %d" % len(body))
-    with socket.create_connection(("127.0.0.1", port), 5) as client:
+    with socket.create_connection(("127.0.0.1", port), SOON_S) as client:
         client.sendall("\r\n".join(lines + ["", ""]).encode() + body)
         return split_response(read_all(client))[:3]
 
@@ -262,7 +280,7 @@ def send_forged(source: Tuple[str, int], place: Tuple[str, int], data: bytes) ->
 
 
 def run_program(*options: str, input: str = "",
-                timeout: float = 20.0) -> subprocess.CompletedProcess[str]:
+                timeout: float = SOON_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*START, *options], input=input, timeout=timeout, encoding="utf-8",
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -4211,8 +4229,11 @@ class AioTest(unittest.TestCase):
 class AioScenario(unittest.TestCase):
     """Programs of all generations on one running server, over real sockets."""
 
+    # Whoever has said nothing for 1.2 s is greeted by this, and its number: also on a busy machine
+    GREETING = rb"%1#\d+#%"
+
     def connect(self, greeting=hexa("01 00000000")):
-        sock = socket.create_connection(("127.0.0.1", self.server.port("aio")), 5)
+        sock = socket.create_connection(("127.0.0.1", self.server.port("aio")), SOON_S)
         self.addCleanup(sock.close)
         self.take(sock, greeting)
         return sock
@@ -4221,21 +4242,23 @@ class AioScenario(unittest.TestCase):
         data = b""
         while len(data) < len(wanted):
             data += sock.recv(len(wanted) - len(data)) or b"the end"
+            data = re.sub(b"^" + self.GREETING, b"", data)
         self.assertEqual(data, wanted)
 
     def ask(self, request):
-        """All that a peer gets who sends this and no more."""
+        """All that a peer gets who sends this and no more, but for a greeting."""
         with self.connect() as sock:
             sock.sendall(request)
             sock.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: sock.recv(65536), b""))
+            answer = read_all(sock)
+        return re.sub(b"^" + self.GREETING, b"", answer)
 
     def test_all_generations_at_once(self):
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             game = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             game.bind(("127.0.0.1", 0))
-            game.settimeout(5)
+            game.settimeout(SOON_S)
             port = game.getsockname()[1]
             news = os.path.join(folder, "news.txt")
             with open(news, "w", encoding="utf-8") as file:
@@ -4852,13 +4875,10 @@ class Quake3Forged(unittest.TestCase):
 class OpenArenaTest(unittest.TestCase):
     def test_a_real_server_and_a_real_client(self):
         with tempfile.TemporaryDirectory() as home, master(
-                quake3__port="0", limits__exempt="127.0.0.0/8") as server, socket.socket(
-                socket.AF_INET, socket.SOCK_DGRAM) as free:
-            free.bind(("127.0.0.1", 0))
+                quake3__port="0", limits__exempt="127.0.0.0/8") as server:
             place = "127.0.0.1:%d" % port_of(server, "quake3")
             words = ["dedicated", "2", "net_ip", "127.0.0.1", "com_hunkmegs", "64", "net_port",
-                     str(free.getsockname()[1]), "sv_hostname", "^1Red", "sv_master1", place]
-            free.close()
+                     str(free_port()), "sv_hostname", "^1Red", "sv_master1", place]
             words += [word for number in "2345" for word in ("sv_master" + number, "")]
             game = subprocess.Popen(
                 [OPENARENA_SERVER, "+map", "oa_dm1", *itertools.chain.from_iterable(
@@ -4866,16 +4886,18 @@ class OpenArenaTest(unittest.TestCase):
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 env=dict(os.environ, HOME=home))
             try:
-                eventually(lambda: server.registry.total, 15)
+                eventually(lambda: server.registry.total, 2 * SOON_S)
                 found, = server.registry.servers()
                 self.assertEqual((found.game, found.name, found.map, found.version),
                                  ("openarena", "Red", "oa_dm1", "71"))
-                seen = subprocess.run(
-                    ["quakestat", "-nh", "-raw", ",", "-retry", "1", "-q3m,71", place],
-                    stdout=subprocess.PIPE, timeout=20).stdout.decode()
-                self.assertIn("Q3S,127.0.0.1:%d,Red" % found.port, seen)
+
+                def seen():             # it waits for all of 2 s, but for the game server only 1 s
+                    return subprocess.run(
+                        ["quakestat", "-nh", "-raw", ",", "-retry", "1", "-mi", "1", "-q3m,71",
+                         place], stdout=subprocess.PIPE, timeout=SOON_S).stdout.decode()
+                eventually(lambda: "Q3S,127.0.0.1:%d,Red" % found.port in seen())
                 game.terminate()
-                eventually(lambda: not server.registry.total, 5)
+                eventually(lambda: not server.registry.total)
             finally:
                 game.kill()
                 game.wait()
@@ -5210,7 +5232,7 @@ class Browser:
         """Leave nothing behind, whether it has started or not: without its pipes it ends."""
         os.close(self.pipe_in)
         os.close(self.pipe_out)
-        self.process.wait(20)
+        self.process.wait(SOON_S)
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def send(self, method, **params):
@@ -5246,7 +5268,7 @@ class Browser:
 
     def navigate(self, url):
         loader = self.call("Page.navigate", url=url)["loaderId"]
-        eventually(lambda: self.evaluate("1") and loader in self.loaded, 15)
+        eventually(lambda: self.evaluate("1") and loader in self.loaded)
 
     def evaluate(self, script):
         """The value of an expression, as JSON has it; a promise is waited for. None also while
@@ -5290,6 +5312,9 @@ class BrowserCase(unittest.TestCase):
         cls.browser = Browser()
         cls.addClassCleanup(cls.browser.end)
         cls.browser.start()
+        # A page refreshes when a test wants it, and not after five seconds as well
+        cls.browser.call("Page.addScriptToEvaluateOnNewDocument", source="""
+            window.every = setInterval; window.setInterval = () => 0""")
 
     def setUp(self):
         self.site.servers, self.site.down = make_servers(60), False
@@ -5325,10 +5350,11 @@ class BrowserCase(unittest.TestCase):
         """The status line has this text, soon."""
         eventually(lambda: text in self.of("#status") if text else not self.of("#status"))
 
-    def type(self, selector, text):
-        self.js("""{const box = document.querySelector(%r); box.focus(); box.value = %s;
-            box.dispatchEvent(new Event('input', {bubbles: true}))}""" % (
-                selector, json.dumps(text)))
+    def type(self, selector, *texts):
+        """Have these in the box, one after the other with no pause between them."""
+        self.js("""{const box = document.querySelector(%r); box.focus();
+            for (box.value of %s) box.dispatchEvent(new Event('input', {bubbles: true}))}""" % (
+                selector, json.dumps(texts)))
 
     def refresh(self):
         """A refresh now, as when the tab comes to the front; to its end."""
@@ -5355,8 +5381,7 @@ class BrowserTest(BrowserCase):
                 self.type("[name=name]", text)
                 self.expect(lambda server: server is self.site.servers[at])
             self.site.asked.clear()
-            for text in "n", "no", "nobody":
-                self.type("[name=name]", text)
+            self.type("[name=name]", "n", "no", "nobody")
             self.says("No server matches.")
         eventually(lambda: self.site.asked)
         self.assertEqual(self.site.asked, [("/?name=nobody", 200)])        # once, when typing ended
@@ -5417,7 +5442,7 @@ class BrowserTest(BrowserCase):
                                  ".map(box => box.value)"), ["e", "empty"])
         self.type("[name=name]", "")                    # the others are fetched at once
         eventually(lambda: len(self.names()) == sum(
-            server.game == "subspace" and server.players > 0 for server in self.site.servers), 3)
+            server.game == "subspace" and server.players > 0 for server in self.site.servers))
 
     def test_live_update_keeps_focus_and_scroll(self):
         self.open()
@@ -5448,7 +5473,7 @@ class BrowserTest(BrowserCase):
 
     def test_an_own_template_of_the_table_alone_is_refreshed_by_itself(self):
         script = self.browser.call("Page.addScriptToEvaluateOnNewDocument", source="""
-            const every = setInterval; window.setInterval = (call, ms) => every(call, ms / 20)""")
+            window.setInterval = (call, ms) => every(call, ms / 20)""")
         self.addCleanup(self.browser.call, "Page.removeScriptToEvaluateOnNewDocument", **script)
         self.site.template = "<!doctype html>$head$table"
         self.addCleanup(delattr, self.site, "template")
@@ -5531,6 +5556,7 @@ class BrowserTest(BrowserCase):
         server = self.site.servers[3]
         address = ms.endpoint(server.address, server.port)
         for without in "", "navigator.clipboard.writeText = undefined":       # as with plain http
+            self.js("setTimeout = () => 0")             # what it says does not pass
             self.js("navigator.clipboard.writeText('')")
             self.js(without)
             self.js("document.querySelectorAll('.copy')[3].click()")
@@ -7636,25 +7662,21 @@ class LuantiOnTheWire(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         config, database = (os.path.join(folder.name, name) for name in ("minetest.conf", "db"))
-        for hurry in (mock.patch.object(ms, "TICK_S", 0.1),
-                      mock.patch.object(ms.Luanti, "timeout_s", 0.2)):
-            hurry.start()
-            self.addCleanup(hurry.stop)
+        hurry = mock.patch.object(ms, "TICK_S", 0.1)
+        hurry.start()
+        self.addCleanup(hurry.stop)
 
-        def start_master(port):
-            server = master(http__ports=port, server__database=database)
+        def start_master():
+            server = master(http__ports=str(port), server__database=database)
             server.start()
             self.addCleanup(server.stop)
             server.poller.interval = 0.5
             return server
 
         def start_game():
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
             game = subprocess.Popen(
                 [MINETEST, "--world", os.path.join(folder.name, "world"), "--gameid", "minetest",
-                 "--config", config, "--port", str(port), "--quiet"],
+                 "--config", config, "--port", str(free_port()), "--quiet"],
                 env={**os.environ, "HOME": folder.name}, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL)
             self.addCleanup(game.wait)
@@ -7662,19 +7684,19 @@ class LuantiOnTheWire(unittest.TestCase):
             return game
 
         def listed(server, count):
-            return eventually(lambda: server.registry.total == count)
+            return eventually(lambda: server.registry.total == count, 2 * SOON_S)
 
-        server = start_master("0")
-        port = port_of(server, "http")
+        port = free_port()                  # the second master has that of the first one
+        server = start_master()
         with open(config, "w") as file:
             file.write("server_announce = true\nserverlist_url = http://127.0.0.1:%d\n"
                        "bind_address = 127.0.0.1\nserver_name = A real one\n" % port)
         game = start_game()
         listed(server, 1)
         server.stop()
-        server = start_master(str(port))
+        server = start_master()
         self.assertEqual(server.registry.total, 1)
-        eventually(lambda: server.registry.servers()[0].confirmed)
+        eventually(lambda: [found for found in server.registry.servers() if found.confirmed])
         entry, = json.loads(fetch(port, "/list")[2])["list"]
         self.assertEqual((entry["name"], entry["mapgen"], entry["address"]),
                          ("A real one", "v7", "127.0.0.1"))
@@ -7685,7 +7707,10 @@ class LuantiOnTheWire(unittest.TestCase):
         game = start_game()
         listed(server, 1)
         game.kill()
-        listed(server, 0)
+        with mock.patch.object(ms.Luanti, "timeout_s", 0.2):    # now that it does not answer
+            listed(server, 0)
+
+
 # --- Banners and previews ------------------------------------------------------------------------
 
 class BannerTest(unittest.TestCase):
@@ -8071,7 +8096,7 @@ class NewsTest(unittest.TestCase):
 
 
 class Receiver(http.server.ThreadingHTTPServer):
-    """Takes webhooks; the path says what it answers. `got`: path and body of each."""
+    """Takes webhooks; the path says what it answers. `got`: path, body, type and time of each."""
 
     daemon_threads, request_queue_size = True, 64
 
@@ -8094,10 +8119,10 @@ class ReceiverHandler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.got.append((self.command + " " + self.path, body.decode("utf-8"),
-                                self.headers["Content-Type"]))
+                                self.headers["Content-Type"], time.monotonic()))
         what = self.path.split("/")[1]
         if what == "hang" and not self.server.works.is_set():
-            self.server.works.wait(20)
+            self.server.works.wait(2 * SOON_S)
             return
         self.send_response(204 if not what.isdigit() or self.server.works.is_set() else int(what))
         self.send_header("Location", self.server.url + "/elsewhere")
@@ -8121,7 +8146,7 @@ class WebhookTest(unittest.TestCase):
     def setUp(self):
         self.receiver = Receiver()
         self.addCleanup(self.receiver.close)
-        patch = mock.patch.object(ms, "WEBHOOK_S", 0.6)
+        patch = mock.patch.object(ms, "WEBHOOK_S", SOON_S)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -8132,9 +8157,11 @@ class WebhookTest(unittest.TestCase):
             self.assertEqual(found, tuple(answer))
         self.assertEqual([got[0] for got in self.receiver.got],
                          ["POST /ok", "POST /302/x", "POST /404", "POST /429", "POST /500"])
-        self.assertEqual(self.receiver.got[0][1:], ("b", "text/plain"))
-        for url, words in ((self.receiver.url + "/hang", "timeout|TimeoutError"),
-                           (CLOSED, "ConnectionRefusedError"), ("SECRET", "ValueError"),
+        self.assertEqual(self.receiver.got[0][1:3], ("b", "text/plain"))
+        with mock.patch.object(ms, "WEBHOOK_S", 0.3):
+            self.assertRegex(ms.post_url(self.receiver.url + "/hang", "text/plain", b"b")[0],
+                             "^(timeout|TimeoutError)$")
+        for url, words in ((CLOSED, "ConnectionRefusedError"), ("SECRET", "ValueError"),
                            ("http://no.invalid/", "gaierror"),
                            ("http://127.0.0.1:1x/", "InvalidURL")):
             self.assertRegex(ms.post_url(url, "text/plain", b"b")[0], "^(%s)$" % words)
@@ -8161,36 +8188,50 @@ class WebhookTest(unittest.TestCase):
                  "moved": "text %s/302/SECRET", "none": "text %s/404/SECRET",
                  "busy": "text %s/429/SECRET", "down": "json %s/500/SECRET"}
         settings = {"webhooks__" + name: hook % self.receiver.url for name, hook in hooks.items()}
-        with mock.patch.object(ms, "WEBHOOK_RETRY_S", 0.1), mock.patch.object(ms, "TICK_S", 0.1), \
+        open_url, given_up = urllib.request.OpenerDirector.open, threading.Event()
+        self.addCleanup(given_up.set)
+
+        def open_or_hang(opener, request, data=None, timeout=None):
+            """Who hangs does so until the test goes on, and is then given up soon; nobody else is,
+            however slow the machine."""
+            self.assertEqual(timeout, ms.WEBHOOK_S)
+            if "/hang/" in request.full_url:
+                given_up.wait(2 * SOON_S)
+                timeout = 0.1
+            return open_url(opener, request, data, timeout)
+        with mock.patch.object(urllib.request.OpenerDirector, "open", open_or_hang), \
+                mock.patch.object(ms, "WEBHOOK_RETRY_S", 0.1), mock.patch.object(ms, "TICK_S", 0.1), \
                 self.assertLogs("masterserver", "WARNING") as logged, \
                 master(http__ports="0", games__mygame="My Game", limits__requests="1000",
                        limits__connections_open="999", notify__text="$players on $name",
                        webhooks__gone="text " + CLOSED, **settings) as server:
             def announce(players):
-                began = time.monotonic()
                 body = b"game=mygame&port=5&name=A+name&players=%d" % players
                 answer = fetch(port_of(server, "http"), "/announce", method="POST", body=body)
                 self.assertEqual(answer[0], 200)
-                return time.monotonic() - began
 
             def told(path):
                 return [got for got in self.receiver.got if got[0].startswith("POST " + path)]
 
             for players in 0, 1, 2:
                 announce(players)
-            eventually(lambda: told("/ok"), 3)
-            self.assertLess(max(announce(3) for _ in range(50)), 0.5)
+            eventually(lambda: told("/ok"))
+            for _ in range(50):                             # one hangs; all of these are answered
+                announce(3)
             self.assertEqual(json.loads(told("/ok")[0][1])["content"], "2 on A name")
-            self.assertEqual((len(told("/ok")), len(told("/429"))), (1, 1))     # which is obeyed
-            eventually(lambda: len(told("/404")) == 3 and len(told("/hang")) == 3, 10)
+            self.assertEqual((len(told("/ok")), len(told("/hang"))), (1, 0))
+            given_up.set()
+            for path in "/302", "/404", "/500", "/hang":
+                eventually(lambda path=path: len(told(path)) == 3)
             self.assertEqual(told("/elsewhere") + [got for got in self.receiver.got
                                                   if got[0].startswith("GET")], [])
-            self.assertEqual(len(logged.output), 6)
+            eventually(lambda: len(logged.output) == 6)
             self.assertIn(b"masterserver_news_dropped_total 0\n",
                           fetch(port_of(server, "http"), "/metrics")[2])
             self.receiver.works.set()
-            eventually(lambda: len(told("/429")) == 2, 10)      # works again by itself
-            eventually(lambda: len(logged.output) == 7)
+            eventually(lambda: len(logged.output) == 7)         # works again by itself
+            for before, after in zip(told("/429"), told("/429")[1:]):
+                self.assertGreaterEqual(after[-1] - before[-1], 2.0)            # as it has asked
         eventually(lambda: "masterserver webhook ours" not in
                    [thread.name for thread in threading.enumerate()])
         for secret in "SECRET", "127.0.0.1:%d" % self.receiver.server_address[1]:
@@ -8265,11 +8306,18 @@ class UdpSocketTest(unittest.TestCase):
             with self.subTest(way=vector):
                 yield self.make(vector)
 
+    def read(self, place: ms.UdpSocket, number: int) -> None:
+        """Have it read until it has received so many datagrams: a busy system delivers late."""
+        def all_received() -> bool:
+            place.ready(0.0)
+            return place.tally.received >= number
+        eventually(all_received)
+
     def game(self, host: str = "127.0.0.1") -> socket.socket:
         game = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.addCleanup(game.close)
         game.bind((host, 0))
-        game.settimeout(5)
+        game.settimeout(SOON_S)
         return game
 
     def test_there_is_a_vector(self) -> None:
@@ -8292,14 +8340,13 @@ class UdpSocketTest(unittest.TestCase):
             linux = sys.platform == "linux"             # which has the whole of 127.0.0.0/8
             games = [self.game("127.0.0.%d" % (number + 1) if linux else "127.0.0.1")
                      for number in range(30)]
-            for _ in range(3):
+            for turn in range(3):
                 for game, _ in itertools.product(games, range(5)):
                     size = rng.choice((1, 85, 86, 1499))
                     data = bytes([rng.choice((0, 1, 1, 2)), *rng.choices(range(256), k=size)])
                     game.sendto(data, place.sock.getsockname())
                     wanted.setdefault(game, []).extend([data] * data[0])
-                for _ in range(3):                      # 150 are more than it reads at once
-                    place.ready(0.0)
+                self.read(place, 150 * (turn + 1))      # 150 are more than it reads at once
             for game, answers in wanted.items():
                 self.assertEqual(sorted(game.recv(4096) for _ in answers), sorted(answers))
                 game.setblocking(False)
@@ -8316,7 +8363,7 @@ class UdpSocketTest(unittest.TestCase):
             with self.assertLogs("masterserver", "DEBUG") as logs:
                 for data in (b"\1" * 5000, b"", b"\n\xe2", b"\1x"):
                     game.sendto(data, place.sock.getsockname())
-                place.ready(0.0)
+                self.read(place, 4)
             self.assertEqual((game.recv(8000), game.recv(8000)),
                              (b"\1" * ms.MAX_DATAGRAM_BYTES, b"\1x"))
             self.assertIn("IndexError", logs.output[0])         # of the mirror, which wants a byte
@@ -8331,7 +8378,7 @@ class UdpSocketTest(unittest.TestCase):
             game = self.game()
             for number in range(5):
                 game.sendto(b"\1%d" % number, place.sock.getsockname())
-            place.ready(0.0)
+            self.read(place, 5)
             self.assertEqual([game.recv(100) for _ in range(3)], [b"\0010", b"\0011", b"\0012"])
             self.assertEqual((place.tally.limited, place.tally.sent), (2, 3))
 
@@ -8339,6 +8386,7 @@ class UdpSocketTest(unittest.TestCase):
         for place in self.ways():
             game = self.game()
             game.sendto(b"x", place.sock.getsockname())
+            self.assertTrue(select.select([place.sock], [], [], SOON_S)[0])
             if place.vector:
                 _, _, (good,) = place.vector.receive(place.sock)
                 answers = [(b"y", good[:2] + bytes(2) + good[4:]), (b"y", good)] * 2    # port 0
@@ -8358,7 +8406,7 @@ class UdpSocketTest(unittest.TestCase):
                 (data * 10, peer)] * 8
             for _ in range(20):                         # 160 answers, 2.4 MB
                 game.sendto(b"x" * 1500, place.sock.getsockname())
-            place.ready(0.0)
+            self.read(place, 20)
             self.assertEqual(game.recv(60000), b"x" * 15000)
             self.assertEqual(place.tally.bytes_out, 160 * 15000)
 
@@ -8429,7 +8477,7 @@ class ConnectionTest(unittest.TestCase):
             for option in socket.SO_SNDBUF, socket.SO_RCVBUF:
                 sock.setsockopt(socket.SOL_SOCKET, option, 1 << 14)
         ours.setblocking(False)
-        theirs.settimeout(5)
+        theirs.settimeout(SOON_S)
         listener = ms.TcpListener(server, "test", None, None, ms.Tally())
         connection = ms.TcpConnection(listener, ours, "203.0.113.9", session)
         server.connections[connection] = None
@@ -8586,6 +8634,7 @@ class ConnectionTest(unittest.TestCase):
             self.assertEqual(option, 120_000)
 
 
+@mock.patch.object(ms, "AIO_GREETING_S", 999.0)     # whoever is slow to speak is not greeted
 class LimitsOnTheWireTest(unittest.TestCase):
     def test_open_connections_of_one_source(self) -> None:
         """One over the limit is told so or closed, without a reset; one that left makes room."""
@@ -8630,7 +8679,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
                     self.assertEqual(server.tallies["http"].limited, int(not answered))
                 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
                     game.connect(("127.0.0.1", port_of(server, "iceball")))
-                    game.settimeout(5.0 if answered else 0.2)
+                    game.settimeout(SOON_S if answered else 0.2)
                     game.send(CAPTURED)
                     with contextlib.nullcontext() if answered else self.assertRaises(
                             socket.timeout):
@@ -8660,7 +8709,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
             clients = [stack.enter_context(connect(server, "aio")) for _ in range(3)]
             for _ in range(20):
                 stack.enter_context(socket.create_connection(
-                    ("127.0.0.1", port_of(server, "aio")), 5, ("127.0.0.2", 0)))
+                    ("127.0.0.1", port_of(server, "aio")), SOON_S, ("127.0.0.2", 0)))
             for client in clients:
                 client.sendall(b"12#%\n")
                 self.assertEqual(client.recv(5), b"\1\0\0\0\0")
@@ -8675,6 +8724,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
         accept = mock.Mock(side_effect=OSError(errno.EMFILE, "too many"))
         with connect(server, "hyperbol") as client, self.assertLogs("masterserver") as logged:
             sock = listener.sock
+            self.assertTrue(select.select([sock], [], [], SOON_S)[0])
             listener.sock = mock.Mock(wraps=sock, accept=accept, fileno=sock.fileno)
             for _ in range(2):
                 listener.ready(0.0)
@@ -8700,7 +8750,7 @@ class MasterServerTest(unittest.TestCase):
     def test_an_iceball_server_is_listed_and_shown(self) -> None:
         with RunningServer() as server:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-                game.settimeout(5)
+                game.settimeout(SOON_S)
                 game.connect(("127.0.0.1", server.port("iceball")))
                 game.send(CAPTURED)
                 game.send(b"HSHK" + game.recv(4096)[4:])
@@ -8788,14 +8838,15 @@ class MasterServerTest(unittest.TestCase):
         self.assertIn("ZeroDivisionError", logged.output[0])
         self.assertNotIn("TOKEN", logged.output[0])
 
-    @mock.patch.multiple(ms, LOOK_S=9.0, TICK_S=9.0)
+    @mock.patch.multiple(ms, LOOK_S=99.0, TICK_S=99.0)
     def test_it_ends_with_the_answers_that_were_asked_for(self) -> None:
         """Nobody is accepted any more; what was sent before is answered, and nobody gets a reset.
         """
         held, hold = threading.Event(), threading.Event()
-        with master(http__ports="0") as server, contextlib.ExitStack() as stack:
-            server.post(lambda now: held.set() or hold.wait(5))
-            held.wait(5)
+        port = free_port()
+        with master(http__ports=str(port)) as server, contextlib.ExitStack() as stack:
+            server.post(lambda now: held.set() or hold.wait(2 * SOON_S))
+            self.assertTrue(held.wait(SOON_S))
             clients = [stack.enter_context(connect(server, "http")) for _ in range(3)]
             for client in clients[:2]:
                 client.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -8804,11 +8855,11 @@ class MasterServerTest(unittest.TestCase):
             for client in clients[:2]:
                 self.assertEqual(split_response(read_all(client))[0], 200)
             self.assertEqual(read_all(clients[2]), b"")
-        self.assertRaises(OSError, socket.create_connection, ("127.0.0.1", port_of(server, "http")))
+        self.assertRaises(OSError, socket.create_connection, ("127.0.0.1", port))
         began = time.monotonic()
         with master() as server:
             eventually(lambda: server.next_tick)            # it waits, and hears at once
-        self.assertLess(time.monotonic() - began, 6.0)
+        self.assertLess(time.monotonic() - began, 2 * SOON_S)
 
     def test_host_names_are_looked_up_in_a_thread_of_their_own(self) -> None:
         found: List[Tuple[str, bool]] = []
@@ -8839,9 +8890,12 @@ def fetch_here(server: ms.MasterServer, path: str) -> Tuple[int, Dict[str, str],
     """One request to a server whose loop this thread drives."""
     with connect(server, "http") as client:
         client.sendall(b"GET %s HTTP/1.0\r\n\r\n" % path.encode())
-        for _ in range(5):
+        answer = [b""]
+        while answer[-1] or len(answer) == 1:           # until it ends the connection
             server.round(time.monotonic() + 0.05)
-        return split_response(read_all(client))[:3]
+            if select.select([client], [], [], 0)[0]:
+                answer.append(client.recv(65536))
+        return split_response(b"".join(answer))[:3]
 
 
 class WorkerTest(unittest.TestCase):
@@ -8851,7 +8905,7 @@ class WorkerTest(unittest.TestCase):
         self.assertTrue(worker.stop(0.0))                       # it has not begun
         worker.submit(lambda: 5, "one")
         worker.submit(lambda: {}[6], "two")
-        self.assertTrue(worker.stop(5.0))
+        self.assertTrue(worker.stop(SOON_S))
         self.assertEqual(results, [("one", "5"), ("two", "6")])
 
     def test_too_many_wait_and_one_that_hangs(self) -> None:
@@ -8863,7 +8917,7 @@ class WorkerTest(unittest.TestCase):
         self.assertFalse(worker.stop(0.01))
         self.assertIn("too many", str(results[0]))
         hangs.set()
-        self.assertTrue(worker.stop(5.0))
+        self.assertTrue(worker.stop(SOON_S))
 
 
 class HostNamesTest(unittest.TestCase):
@@ -9385,11 +9439,11 @@ class DiskOfTheProgramTest(unittest.TestCase):
     def test_killed_and_started_again(self) -> None:
         server = RunningServer(start=HURRIED, server__database=self.path)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-            game.settimeout(5)
+            game.settimeout(SOON_S)
             game.connect(("127.0.0.1", server.port("iceball")))
             game.send(CAPTURED)
             game.send(b"HSHK" + game.recv(4096)[4:])
-        eventually(lambda: self.listed() == 1, 10)
+        eventually(lambda: self.listed() == 1)
         server.process.kill()
         server.stop()
         with RunningServer(server__database=self.path) as server:
@@ -9401,15 +9455,15 @@ class DiskOfTheProgramTest(unittest.TestCase):
         go_on = threading.Event()
         for save, listed, told in (
                 (None, 1, ""), (sqlite3.OperationalError("full"), 1, "the database: full"),
-                (lambda *rows: go_on.wait(20), 1, "the disk takes too long")):
+                (lambda *rows: go_on.wait(2 * SOON_S), 1, "the disk takes too long")):
             server = master(http__ports="0", server__database=self.path)
             self.addCleanup(server.database.close)
-            self.addCleanup(server.disk.stop, 20.0)
+            self.addCleanup(server.disk.stop, SOON_S)
             self.addCleanup(go_on.set)
             server.bind()
             server.registry.hear("iceball", "203.0.113.9", 1 + bool(save), "203.0.113.9",
                                  time.monotonic(), 120.0, {})
-            with mock.patch.object(ms, "STOP_DISK_S", 0.3 if told[-4:] == "long" else 5.0), \
+            with mock.patch.object(ms, "STOP_DISK_S", 0.3 if told[-4:] == "long" else SOON_S), \
                     mock.patch.object(server.database, "save", side_effect=save,
                                       wraps=server.database.save), \
                     self.assertLogs("masterserver") as logged:
@@ -10161,9 +10215,11 @@ class RedisCase(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
         self.path = os.path.join(self.folder, "redis.sock")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
+        # An engine that takes its time is no trouble, and masters that do are not gone
+        patch = mock.patch.multiple(ms, ENGINE_ANSWER_S=SOON_S, CLUSTER_LEASE_S=int(2 * SOON_S))
+        patch.start()
+        self.addCleanup(patch.stop)
 
     def engine(self, *options: str) -> subprocess.Popen[bytes]:
         engine = subprocess.Popen(
@@ -10198,7 +10254,7 @@ class RedisTest(RedisCase):
         eventually(lambda: seen({1: 0}))
         for players in 1, 2, 3:
             hear(masters[1], 2, players=players, max_players=9)
-            eventually(lambda: seen({1: 0, 2: players}), 2.0)
+            eventually(lambda: seen({1: 0, 2: players}))
         told = json.loads(fetch(port_of(masters[2], "http"), "/servers.json")[2])["servers"]
         self.assertEqual({one["port"]: one["master"] for one in told}, {1: "a", 2: "b"})
         engine.kill()
@@ -10208,7 +10264,7 @@ class RedisTest(RedisCase):
         hear(masters[0], 3)
         self.engine("--requirepass", "p@ss")
         eventually(lambda: self.assertTrue(all(len(one.registry.servers()) >= 2 for one in masters))
-                   or seen({1: 0, 2: 3, 3: 0}), 5.0)
+                   or seen({1: 0, 2: 3, 3: 0}))
         eventually(lambda: b'"servers":{"c":0,"a":2,"b":1}'
                    in fetch(port_of(masters[2], "http"), "/healthz")[2])
         self.assertIn(b'\nmasterserver_cluster_servers{master="a"} 2\n',
@@ -10304,7 +10360,7 @@ class RedisTest(RedisCase):
             def serve() -> None:
                 client = listener.accept()[0]
                 with client:
-                    client.settimeout(9)
+                    client.settimeout(SOON_S)
                     client.sendall(data)
                     read_all(client)                    # until it is closed
             thread = threading.Thread(target=serve)
@@ -10668,16 +10724,16 @@ class Announcing(unittest.TestCase):
     """With real sockets, in this process and as a command."""
 
     def setUp(self):
-        hurry = mock.patch.multiple(ms, STEP_S=0.02, GOODBYE_S=0.3)
+        hurry = mock.patch.multiple(ms, STEP_S=0.02, GOODBYE_S=SOON_S)
         hurry.start()
         self.addCleanup(hurry.stop)
 
-    def listening(self, kind):
+    def listening(self, kind, port=0):
         """A master's socket, and where it is."""
         sock = socket.socket(socket.AF_INET, kind)
         self.addCleanup(sock.close)
-        sock.bind(("127.0.0.1", 0))
-        sock.settimeout(5)
+        sock.bind(("127.0.0.1", port))
+        sock.settimeout(SOON_S)
         if kind == socket.SOCK_STREAM:
             sock.listen(5)
         return sock, "127.0.0.1:%d" % sock.getsockname()[1]
@@ -10685,12 +10741,13 @@ class Announcing(unittest.TestCase):
     def accept(self, sock):
         connection, _ = sock.accept()
         self.addCleanup(connection.close)
-        connection.settimeout(5)
+        connection.settimeout(SOON_S)
         return connection
 
-    @mock.patch.object(ms, "ICEBALL_GAPS_S", (0.05, 0.05, 0.05, 0.05, 0.2))
+    # A burst so long that a slow answer comes before its end
+    @mock.patch.object(ms, "ICEBALL_GAPS_S", (0.05,) * 999)
     def test_as_a_class(self):
-        before = threading.active_count()
+        before = set(threading.enumerate())
         with self.assertLogs("masterserver") as logs, tempfile.TemporaryDirectory() as folder:
             with master(iceball__port="0", server__public_address="203.0.113.5") as server:
                 path = os.path.join(folder, "players")
@@ -10712,7 +10769,7 @@ class Announcing(unittest.TestCase):
                     eventually(lambda: listed.mode == "ctf")
                 announcement.stop()
                 self.assertRaises(RuntimeError, announcement.start)
-        eventually(lambda: threading.active_count() == before)
+        eventually(lambda: before.issuperset(threading.enumerate()))
         self.assertEqual(len([line for line in logs.output if line.endswith(": announced")]), 1)
 
     @mock.patch.object(ms, "TICK_S", 0.1)
@@ -10728,14 +10785,12 @@ class Announcing(unittest.TestCase):
                     ("hyperbol", "http", 0, ""), ("mygame", "http", 0, ""),
                     ("aio", "aio", 0, "text"), ("aio", "aio", 0, "framed")):
                 place = "127.0.0.1:%d" % (ports[protocol] + offset)
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-                    free.bind(("0.0.0.0", 0))
-                    port = free.getsockname()[1]
+                port = free_port()          # a zone is pinged on the next one
                 stack.enter_context(ms.Announcement(game, port, place, dialect, **fields))
                 rows.append((game, port, "Name", 3))
             eventually(lambda: sorted(
                 (found.game, found.port, found.name, found.players)
-                for found in server.registry.servers()) == sorted(rows), 10)
+                for found in server.registry.servers()) == sorted(rows))
             stack.close()
             # Who has a way to sign off has done so
             eventually(lambda: {found.game for found in server.registry.servers()}
@@ -10808,9 +10863,11 @@ class Announcing(unittest.TestCase):
             if host == "no.example":
                 raise OSError("no such name")
             if host == "silent.example":
-                told.wait(20)
+                told.wait(4 * SOON_S)
             return ["127.0.0.1"]
+        self.addCleanup(told.set)
         with mock.patch.object(ms, "addresses", addresses), mock.patch.object(ms, "log"), \
+                mock.patch.object(ms, "GOODBYE_S", 0.3), \
                 ms.Announcement("iceball", 21737, [
                     "silent.example", "no.example", refusing_place, place],
                     give_up=True) as announcement:
@@ -10828,19 +10885,16 @@ class Announcing(unittest.TestCase):
             time.sleep(5 * ms.STEP_S)
             self.assertEqual(announcement.failure, "")
             began = time.monotonic()
-        self.assertLess(time.monotonic() - began, ms.GOODBYE_S + 1.0)
-        told.set()
+        self.assertLess(time.monotonic() - began, 2 * SOON_S)
 
     def test_datagrams_to_a_closed_port_go_on(self):
-        sock, place = self.listening(socket.SOCK_DGRAM)
-        port = sock.getsockname()[1]
-        sock.close()
+        port = free_port()
         with mock.patch.object(ms, "ICEBALL_GAPS_S", [0.05] * 5), mock.patch.object(ms, "log"), \
-                ms.Announcement("iceball", 21737, place) as announcement:
+                ms.Announcement("iceball", 21737, "127.0.0.1:%d" % port) as announcement:
             eventually(lambda: "no answer" in announcement.announcers[0].state)
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as again:
                 again.bind(("127.0.0.1", port))
-                again.settimeout(5)
+                again.settimeout(SOON_S)
                 self.assertEqual(len(again.recv(1000)), 86)
 
     def test_a_connection_that_ends_is_made_again(self):
@@ -10852,7 +10906,7 @@ class Announcing(unittest.TestCase):
                     self.assertEqual(connection.recv(100), hexa("03000000 03 8269"))
                     connection.sendall(words or hexa("02000000 05 03"))
                     if not words:
-                        eventually(lambda: "announced" in logs.output[-1])
+                        eventually(lambda: "announced" in "".join(logs.output))
                         connection.close()
                 connection = self.accept(sock)
                 connection.recv(100)
@@ -10883,9 +10937,10 @@ class Announcing(unittest.TestCase):
                            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
                            b"19\r\n{\"listed\":true,\"ttl\":120}\r\n0\r\n\r\n", b""):
                 connection = self.accept(sock)
-                head, _, body = connection.recv(4096).partition(b"\r\n\r\n")
-                while not body.endswith(b"}"):
-                    body += connection.recv(4096)
+                request = b""
+                while not request.endswith(b"}"):
+                    request += connection.recv(4096) or b"the end}"
+                head, _, body = request.partition(b"\r\n\r\n")
                 self.assertTrue(head.startswith(b"POST /announce HTTP/1.1\r\n"))
                 self.assertIn(b"\r\nHost: %s\r\n" % place.encode(), head)
                 self.assertIn(b"\r\nContent-Type: application/json", head)
@@ -10896,7 +10951,7 @@ class Announcing(unittest.TestCase):
                     eventually(lambda: announcement.announcers[0].state == "listed")
                     stopping = threading.Thread(target=announcement.stop)
                     stopping.start()
-            stopping.join(5)
+            stopping.join(SOON_S)
         self.assertEqual((bodies[0]["name"], bodies[2]), ("Ü", bodies[0]))
         self.assertEqual(bodies[3], dict(bodies[0], action="stop"))
         self.assertRegex(logs.output[0], "no answer that can be read; is that the port of the "
@@ -10912,8 +10967,8 @@ class Announcing(unittest.TestCase):
 
     def test_queries_are_answered_where_the_port_is_free(self):
         """All but the masters share a bound, as their addresses may be made up."""
-        game, _ = self.listening(socket.SOCK_DGRAM)
-        port = game.getsockname()[1]
+        port = free_port()
+        game, _ = self.listening(socket.SOCK_DGRAM, port)
         with self.assertLogs("masterserver", "INFO") as logs, \
                 mock.patch.object(ms, "resolved", side_effect=OSError("no such name")), \
                 mock.patch.object(ms, "SURPLUS_BYTES", (0.001, 16)):
@@ -10929,7 +10984,7 @@ class Announcing(unittest.TestCase):
                 asking.send(bytes(8))
                 for known in ("", "127.0.0.1"):
                     announcement.announcers[0].address = known
-                    asking.settimeout(5)
+                    asking.settimeout(SOON_S)
                     for number in range(4):
                         asking.send(bytes([number] * 4))
                         self.assertEqual(asking.recv(1000), bytes([0] * 4 + [number] * 4))
@@ -10955,20 +11010,20 @@ class Announcing(unittest.TestCase):
             process.stdin.flush()
             try:
                 eventually(lambda: [found for found in server.registry.servers() if (
-                    found.name, found.players, found.map) == ("Küche", 5, "Höhle")], 20)
+                    found.name, found.players, found.map) == ("Küche", 5, "Höhle")])
             finally:
-                out, err = process.communicate(timeout=20)
+                out, err = process.communicate(timeout=SOON_S)
         self.assertEqual((process.returncode, out), (0, b""), err)
         self.assertIn(b"nonsense", err)
         self.assertNotIn(b"Traceback", err)
 
     def test_command_when_no_master_is_left(self):
         sock, place = self.listening(socket.SOCK_DGRAM)
-        sock.settimeout(20)
+        sock.settimeout(SOON_S)
         process = self.command("--game", "iceball", "--port", "21737", place)
         data, peer = sock.recvfrom(1000)
         sock.sendto(b"BADF", peer)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=SOON_S)
         self.assertEqual((process.returncode, out, len(data)), (1, b"", 86), err)
         self.assertRegex(err, b"no master accepts this server: %s: refused: the master cannot read "
                               b"the announcement" % place.encode())
@@ -10979,11 +11034,11 @@ class Announcing(unittest.TestCase):
         with master(http__ports="0", games__mygame="Mine") as server:
             process = self.command("--game", "mygame", "--port", "4000",
                                    "127.0.0.1:%d" % port_of(server, "http"))
-            eventually(server.registry.servers, 20)
+            eventually(server.registry.servers)
             process.terminate()
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=SOON_S)
             self.assertEqual((process.returncode, out), (0, b""), err)
-            self.assertEqual(server.registry.servers(), [])
+            self.assertEqual(server.registry.servers(), [])     # it has waited for the answer
 
     def test_command_with_wrong_arguments(self):
         status, out, err = command("announce", "--game", "iceball", "--port", "21737",
@@ -10996,7 +11051,7 @@ class Announcing(unittest.TestCase):
 
 class FakeServer(threading.Thread):
     """Answers datagrams on one loopback port with `answer(data)`, a list of datagrams, or serves
-    one TCP connection after another with `serve(sock)`."""
+    one TCP connection after another with `serve(sock)`. At its end it has seen all that came."""
 
     def __init__(self, answer: Optional[Callable[[bytes], Iterable[bytes]]] = None,
                  serve: Optional[Callable[[socket.socket], Any]] = None) -> None:
@@ -11013,7 +11068,11 @@ class FakeServer(threading.Thread):
         self.stopping = False
 
     def run(self) -> None:
-        while not self.stopping:
+        while self.sock.fileno() >= 0:
+            if not select.select([self.sock], [], [], 0.02)[0]:
+                if self.stopping:
+                    return
+                continue
             with contextlib.suppress(OSError):
                 if self.answer:
                     data, peer = self.sock.recvfrom(4096)
@@ -11021,7 +11080,7 @@ class FakeServer(threading.Thread):
                         self.sock.sendto(packet, peer)
                 elif self.serve:
                     with self.sock.accept()[0] as sock:
-                        sock.settimeout(5)
+                        sock.settimeout(SOON_S)
                         self.serve(sock)
 
     def __enter__(self) -> FakeServer:
@@ -11077,9 +11136,9 @@ def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]
 class ClientTools(unittest.TestCase):
 
     def setUp(self) -> None:
-        hurry = mock.patch.multiple(ms, ASK_WAIT_S=0.05, AIO_TEXT_S=0.1)
-        hurry.start()
-        self.addCleanup(hurry.stop)
+        patience = mock.patch.multiple(ms, ASK_WAIT_S=SOON_S, AIO_TEXT_S=SOON_S)
+        patience.start()
+        self.addCleanup(patience.stop)
 
     def ask(self, *words: str) -> Dict[str, Any]:
         """What a command prints, without what depends on the moment."""
@@ -11138,11 +11197,11 @@ class ClientTools(unittest.TestCase):
                 self.assertIn("what came is not an answer",
                               self.failing("ping", server.place, "--game", "aio"))
         self.assertEqual(len(questions), 5 * 3)
-        with FakeServer(lambda data: []) as server:
+        with FakeServer(lambda data: []) as server, mock.patch.object(ms, "ASK_WAIT_S", 0.05):
             for words in (("ping", "127.0.0.1:%d" % (server.port - 1)), ("list", server.place)):
                 self.assertIn("no answer from UDP port %d" % server.port,
                               self.failing(*words, "--game", "subspace"))
-            self.failing("list", server.place, "--game", "iceball")         # refused
+        self.failing("list", "127.0.0.1:1", "--game", "iceball")            # refused
         self.failing("ping", "127.0.0.1:65535", "--game", "subspace")       # there is no next one
 
     def test_what_is_no_host_name(self) -> None:
@@ -11331,20 +11390,22 @@ class ClientTools(unittest.TestCase):
                                      {"address": "2001:db8::2f", "port": 36961}])
             self.assertEqual(told, [OUT + b"getserversExt Xonotic 3 empty full"])
             packets.pop()               # the end is lost
-            self.assertIn("timed out", self.failing("list", server.place, "--game", "quake3"))
+            with mock.patch.object(ms, "ASK_WAIT_S", 0.4):      # and it is asked three times
+                self.assertIn("timed out", self.failing("list", server.place, "--game", "quake3"))
 
     def test_a_list_of_zones_that_is_none(self) -> None:
         """Who is silent, who leaves at once, and who announces more than can be."""
-        for packet, seconds in ((b"", 0.3), (b"\0\7", 20.0),
+        for packet, seconds in ((b"", 0.3), (b"\0\7", 4 * SOON_S),
                                 (hexa("0003 00000000 000a ffffffff 01"), 0.3)):
             began = time.monotonic()
             with FakeServer(lambda data: [packet]) as server, \
                     mock.patch.object(ms, "ASK_TOTAL_S", seconds):
                 self.assertIn("no list from UDP port",
                               self.failing("list", server.place, "--game", "subspace"))
-            self.assertLess(time.monotonic() - began, 4.0)
+            self.assertLess(time.monotonic() - began, 2 * SOON_S)
 
 
+@mock.patch.object(ms, "ASK_WAIT_S", SOON_S)
 class SubSpaceOnTheWire(unittest.TestCase):
     """The program, a zone and a player, on loopback."""
 
@@ -11448,6 +11509,7 @@ class LogTest(unittest.TestCase):
     def start(self, stderr: Any = None, **settings: str) -> logging.Handler:
         """A log of the program, but not its own one."""
         for patch in (mock.patch.object(ms, "log", logging.Logger("masterserver")),
+                      mock.patch.object(ms, "LOG_END_S", SOON_S),
                       mock.patch.object(sys, "stderr", stderr)):
             patch.start()
             self.addCleanup(patch.stop)
@@ -11462,16 +11524,25 @@ class LogTest(unittest.TestCase):
 
     def test_who_does_not_read_stops_nothing(self) -> None:
         """Lines for which there is no room are lost; the end waits for the others, not for long."""
-        reads, read = threading.Event(), []
-        self.start(mock.Mock(write=lambda text: (reads.wait(20), read.append(text))))
+        writing, reads, read = threading.Event(), threading.Event(), []
+
+        def write(text: str) -> None:
+            writing.set()
+            reads.wait(2 * SOON_S)
+            read.append(text)
+        self.start(mock.Mock(write=write))
+        self.addCleanup(reads.set)
         began = time.monotonic()
-        for number in range(3000):
+        ms.log.info("line 0")
+        # From here on the writing thread takes nothing more out of the queue
+        self.assertTrue(writing.wait(SOON_S))
+        for number in range(1, 3000):
             ms.log.info("line %d", number)
         with mock.patch.object(ms, "LOG_END_S", 0.2):
             ms.end_log()
-        self.assertTrue(0.15 < time.monotonic() - began < 5)
+        self.assertTrue(0.15 < time.monotonic() - began < SOON_S)
         reads.set()
-        eventually(lambda: len(read) >= ms.LOG_LINES)
+        eventually(lambda: len(read) > ms.LOG_LINES)
         numbers = re.findall(r"INFO line (\d+)\n", "".join(read))
         self.assertEqual(numbers, [str(number) for number in range(len(numbers))])
         self.assertLess(len(numbers), ms.LOG_LINES + 5)
@@ -11488,7 +11559,7 @@ class LogTest(unittest.TestCase):
             self.assertEqual(fetch(server.port("http"), "/healthz")[0], 200)
             began = time.monotonic()
             self.assertEqual(server.stop(), 0)
-            self.assertLess(time.monotonic() - began, 10)
+            self.assertLess(time.monotonic() - began, SOON_S)
 
     def test_a_file_rotates(self) -> None:
         """Three older ones are kept; where that cannot be, the file grows."""
@@ -11569,11 +11640,11 @@ class ServingTest(unittest.TestCase):
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE) as process:
             self.addCleanup(process.kill)
-            eventually(lambda: process.poll() is not None or os.path.exists(self.path), 20)
+            eventually(lambda: process.poll() is not None or os.path.exists(self.path))
             self.assertIsNone(process.poll())
             with open(self.path, encoding="utf-8") as file:
                 ready = json.load(file)
-            out, err = process.communicate(b"anything\n", timeout=20)
+            out, err = process.communicate(b"anything\n", timeout=SOON_S)
         self.assertEqual((process.returncode, out, ready["pid"]), (0, b"", process.pid), err)
         iceball, http = (listener["port"] for listener in ready["listeners"])
         self.assertEqual(ready["listeners"], [
@@ -11606,7 +11677,7 @@ class ServingTest(unittest.TestCase):
             with RunningServer("--set", "aio.dialects=text") as server:
                 eventually(lambda: server.logged(b"WARNING --set: [aio] dialects"))
                 place = "127.0.0.1", server.port("http")
-                with socket.create_connection(place, 5) as client:
+                with socket.create_connection(place, SOON_S) as client:
                     for title, told in (("[http]\ntitle = New", b"changed: http.title"),
                                         ("[bans]\nx = y", b"old settings stay in force")):
                         with open(server.config, "w", encoding="utf-8") as file:
@@ -11616,10 +11687,10 @@ class ServingTest(unittest.TestCase):
                         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
                         data = b""
                         while b"</html>" not in data:
-                            data += client.recv(65536)
+                            data += client.recv(65536) or b"</html> did not come"
                         self.assertIn(b"<title>New", data)
                 server.process.send_signal(stop)
-                self.assertEqual(server.process.wait(20), 0)
+                self.assertEqual(server.process.wait(SOON_S), 0)
 
     def test_a_ready_file_that_cannot_be_written(self) -> None:
         with self.assertRaisesRegex(AssertionError, "the ready file cannot be written"):
@@ -11670,7 +11741,7 @@ class ServingTest(unittest.TestCase):
     @unittest.skipUnless(os.path.exists("/dev/full"), "no full device here")
     def test_where_standard_output_takes_nothing(self) -> None:
         with open("/dev/full", "wb") as full:
-            done = subprocess.run([*START, "--print-config"], stdout=full, timeout=20,
+            done = subprocess.run([*START, "--print-config"], stdout=full, timeout=SOON_S,
                                   stderr=subprocess.PIPE)
         self.assertEqual((done.returncode, done.stderr[:34]),
                          (1, b"masterserver.py: standard output: "))
@@ -11680,7 +11751,7 @@ class ServingTest(unittest.TestCase):
         with FakeServer(serve=scripted(b"", b"12#%\n", answer)) as server:
             done = subprocess.run(
                 [*START, "list", "--game", "aio", server.place], capture_output=True,
-                env=dict(os.environ, PYTHONIOENCODING="cp1252"), timeout=20)
+                env=dict(os.environ, PYTHONIOENCODING="cp1252"), timeout=SOON_S)
         self.assertEqual((done.returncode, done.stderr), (0, b""))
         self.assertRegex(done.stdout, rb"^ +-  127.0.0.1:5 +\?\r?\n$")
 
@@ -11716,7 +11787,7 @@ class WritingFiles(unittest.TestCase):
         reader = threading.Thread(target=lambda: found.append(self.read(pipe)))
         reader.start()
         ms.write_file(pipe, b"two")
-        reader.join(5)
+        reader.join(SOON_S)
         self.assertEqual(found, [b"two"])
         self.assertEqual(sorted(os.listdir(self.folder)), ["file", "link", "pipe"])
 
@@ -11733,11 +11804,10 @@ class Checking(unittest.TestCase):
     def test_ports_that_are_taken(self) -> None:
         """All of them are told, what the trial has opened is closed, the database is not made."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, socket.socket() as tcp:
-            udp.bind(("127.0.0.1", 0))
-            tcp.bind(("127.0.0.1", 0))
+            ports = {"iceball__port": str(free_port()), "http__ports": str(free_port())}
+            udp.bind(("127.0.0.1", int(ports["iceball__port"])))
+            tcp.bind(("127.0.0.1", int(ports["http__ports"])))
             tcp.listen(1)
-            ports = {"iceball__port": str(udp.getsockname()[1]),
-                     "http__ports": str(tcp.getsockname()[1])}
             status, words = self.check(**ports)
         self.assertRegex(words, "\nmasterserver.py: iceball cannot listen .*\nhttp cannot listen ")
         self.assertEqual((status, words.count(" cannot listen on ")), (1, 2))
@@ -11807,7 +11877,7 @@ class ExportTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
         self.output = os.path.join(folder.name, "servers.xml")
-        patch = mock.patch.object(ms, "ASK_WAIT_S", 0.05)
+        patch = mock.patch.multiple(ms, ASK_WAIT_S=SOON_S, HYPERBOL_LIST_S=SOON_S)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -11827,13 +11897,15 @@ class ExportTest(unittest.TestCase):
         """Who does not answer is queried once more; what is no place is listed, and not queried."""
         with FakeServer(hyperbol_game(b"Fun & Games", 2)) as game, \
                 FakeServer(hyperbol_game(b"", 9)) as silent:
+            began = time.monotonic()
             done = self.export("--game", "hyperbol", listing=(
                 entry("127.0.0.1", game.port, 3) + entry("127.0.0.1", silent.port) + NOBODY
                 + entry("255.255.255.255", 5) + b"\1\2\3"))
+            took_ms = (time.monotonic() - began) * 1000
         self.assertEqual(done, (0, "4 servers, 1 of them responding, 5 players: %s written.\n"
                                 % self.output, ""))
         first, *others = self.exported()
-        self.assertLess(int(first.pop("ping_milliseconds")), 250)
+        self.assertIn(int(first.pop("ping_milliseconds")), range(int(took_ms) + 1))
         self.assertEqual(first, {
             "ip": "127.0.0.1", "port": str(game.port), "responding": "1", "flavor": "3",
             "servername": "Fun & Games", "gametype": "Capture the Core", "mapname": "orbital",
@@ -11870,14 +11942,14 @@ class ExportTest(unittest.TestCase):
     def test_failures_leave_the_old_file(self) -> None:
         with open(self.output, "wb") as file:
             file.write(b"old")
-        with mock.patch.object(ms, "HYPERBOL_LIST_S", 0.3):
-            for listing, greeting, expected, told in (
-                    (b"", b"SSH-2.0-x\r\n\r\n", 4, "is not a Hyperbol master"),
-                    (b"", b"", 3, "No list from 127.0.0.1:"),
-                    (b"", HBSL, 6, "is empty; %s is left as it is" % self.output)):
-                status, out, err = self.export(listing=listing, greeting=greeting)
-                self.assertEqual((status, out), (expected, ""))
-                self.assertIn(told, err)
+        for patience_s, greeting, expected, told in (
+                (SOON_S, b"SSH-2.0-x\r\n\r\n", 4, "is not a Hyperbol master"),
+                (0.3, b"", 3, "No list from 127.0.0.1:"),
+                (SOON_S, HBSL, 6, "is empty; %s is left as it is" % self.output)):
+            with mock.patch.object(ms, "HYPERBOL_LIST_S", patience_s):
+                status, out, err = self.export(listing=b"", greeting=greeting)
+            self.assertEqual((status, out), (expected, ""))
+            self.assertIn(told, err)
         for place in "127.0.0.1:1", "a..b":
             status, out, err = command("export", place, "--output", self.output)
             self.assertEqual((status, out), (3, ""))
@@ -11961,7 +12033,7 @@ class ExportTest(unittest.TestCase):
                 ("/", {b"PASS": b"530 f\xfcr niemand\r\n"}, "530 f\xfcr niemand"),
                 ("/", {b"USER": b""}, "EOFError"), ("/a%0Ab", {}, "illegal newline"),
                 ("/", {b"CONNECT": b"\r"}, "timed out")):
-            with mock.patch.object(ms, "EXPORT_FTP_S", 0.3 if reason == "timed out" else 10.0):
+            with mock.patch.object(ms, "EXPORT_FTP_S", 0.3 if reason == "timed out" else SOON_S):
                 status, words, found = self.upload(path, answers)
             self.assertEqual(status, 8, words)
             self.assertIn("The upload to 127.0.0.1 failed: ", words)
@@ -11979,6 +12051,7 @@ def python2() -> str:
     return ""
 
 
+@mock.patch.multiple(ms, ASK_WAIT_S=SOON_S, HYPERBOL_LIST_S=SOON_S)
 class HyperbolProgramTest(unittest.TestCase):
     """The program with game servers that it queries, and both scripts that read its list."""
 
@@ -12017,7 +12090,8 @@ class HyperbolProgramTest(unittest.TestCase):
         python = python2()
         if not python:
             self.skipTest("there is no Python 2 here")
-        host = "127.0.0.203"        # its port is written into the script: the address is our own
+        # Its port is written into the script: the address is this process's own
+        host = "127.%d.%d.203" % divmod(os.getpid() % 65536, 256)
         script = self.script(host)
         names = b"Fun & Games", b"<b>", b"\xc3\xa9t\xc3\xa9 \"'", b"four"
         with contextlib.ExitStack() as stack:
@@ -12026,7 +12100,7 @@ class HyperbolProgramTest(unittest.TestCase):
             server = stack.enter_context(RunningServer(
                 start=HURRIED, server__bind=host, hyperbol__port="20203",
                 hyperbol__servers="\n".join(known)))
-            eventually(lambda: len(ms.list_hyperbol(host, 20203)) == 4, 10.0)
+            eventually(lambda: len(ms.list_hyperbol(host, 20203)) == 4)
             path = os.path.join(server.folder.name, "script.py")
             ms.write_file(path, script.encode())
             with subprocess.Popen([python, "-u", path], cwd=server.folder.name,
@@ -12046,19 +12120,28 @@ class HyperbolProgramTest(unittest.TestCase):
 
 
 
-def announce_iceball(server: ms.MasterServer, *ports: int) -> None:
-    """List game servers on these ports of this machine."""
+def handshake_iceball(server: ms.MasterServer, *ports: int) -> None:
+    """Announce game servers on these ports of this machine; they will be listed soon."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-        game.settimeout(5)
+        game.settimeout(SOON_S)
         game.connect(("127.0.0.1", port_of(server, "iceball")))
         for port in ports:
             game.send(announcement(port))
             game.send(b"HSHK" + game.recv(100)[4:])
+
+
+def announce_iceball(server: ms.MasterServer, *ports: int) -> None:
+    """List game servers on these ports of this machine."""
+    handshake_iceball(server, *ports)
     eventually(lambda: all(server.registry.get("iceball", "127.0.0.1", port) for port in ports))
 
 
 class Embedded(unittest.TestCase):
     """MasterServer as a class of somebody else's program."""
+
+    def ports(self, *settings: str) -> Dict[str, str]:
+        """Ports for these settings, that assert_closed can bind again."""
+        return {setting: str(free_port()) for setting in settings}
 
     def assert_closed(self, server: ms.MasterServer) -> None:
         """Nothing of it is open, and it starts no more."""
@@ -12074,7 +12157,8 @@ class Embedded(unittest.TestCase):
 
     def test_started_twice_and_stopped_twice(self) -> None:
         state = random.getstate()                   # the other program may have seeded it
-        server = master(iceball__port="0", http__ports="0", hyperbol__port="0", subspace__port="0")
+        server = master(**self.ports("iceball__port", "http__ports", "hyperbol__port",
+                                     "subspace__port"))
         server.start()
         thread = server.thread
         server.start()
@@ -12087,7 +12171,7 @@ class Embedded(unittest.TestCase):
 
     def test_stopped_before_it_serves(self) -> None:
         for begin in (lambda server: None, ms.MasterServer.bind):
-            server = master(iceball__port="0")
+            server = master(**self.ports("iceball__port"))
             begin(server)
             server.stop()
             server.run()
@@ -12095,7 +12179,7 @@ class Embedded(unittest.TestCase):
 
     def test_stopped_while_it_binds(self) -> None:
         """As by Ctrl+C."""
-        server = master(iceball__port="0", http__ports="0")
+        server = master(**self.ports("iceball__port", "http__ports"))
         serve = server.serve
 
         def interrupted(*arguments: Any) -> None:
@@ -12113,11 +12197,11 @@ class Embedded(unittest.TestCase):
                 lambda server: server.stop(),
                 lambda server: signal.raise_signal(signal.SIGINT),
                 lambda server: threading.Thread(target=server.stop).start()):
-            server = master(iceball__port="0")
+            server = master(**self.ports("iceball__port"))
             signal.signal(signal.SIGINT, lambda number, frame: server.stop())
             server.registry.watch(lambda event, listed: stop(server))
             server.bind()
-            announcing = threading.Thread(target=announce_iceball, args=(server, 1000))
+            announcing = threading.Thread(target=handshake_iceball, args=(server, 1000))
             announcing.start()
             server.run()
             announcing.join()
@@ -12130,7 +12214,7 @@ class Embedded(unittest.TestCase):
             {**NO_PORTS, "iceball.port": "0", "iceball.timeout": "1"},
             lambda event, listed: events.append((event, listed.port, threading.current_thread())))
         with server:
-            announce_iceball(server, 1000)
+            handshake_iceball(server, 1000)         # who looks late finds it gone already
             eventually(lambda: len(events) == 2)
         self.assertEqual(events, [(event, 1000, server.thread) for event in ("listed", "gone")])
 
@@ -12146,7 +12230,8 @@ class Embedded(unittest.TestCase):
     def test_what_cannot_start_says_so_and_leaves_nothing_open(self) -> None:
         with master(iceball__port="0", http__ports="0") as first:
             iceball, http = port_of(first, "iceball"), port_of(first, "http")
-            second = master(iceball__port=str(iceball), http__ports="0, %d" % http)
+            second = master(iceball__port=str(iceball),
+                            http__ports="%d, %d" % (free_port(), http))
             words = "(?s)UDP 127.0.0.1:%d: .*TCP 127.0.0.1:%d: " % (iceball, http)
             self.assertRaisesRegex(ms.StartError, words, second.start)
         self.assert_closed(second)
@@ -12184,7 +12269,7 @@ class Embedded(unittest.TestCase):
         web, = (protocol for protocol in server.protocols if isinstance(protocol, ms.Web))
         with mock.patch.object(time, "time", return_value=4e9):
             server.tick(time.monotonic())
-        self.assertAlmostEqual(web.epoch + time.monotonic(), 4e9, delta=5.0)
+        self.assertAlmostEqual(web.epoch + time.monotonic(), 4e9, delta=SOON_S)
 
     def test_import_starts_nothing_and_nothing_is_left(self) -> None:
         script = """if True:
@@ -12208,12 +12293,12 @@ class Embedded(unittest.TestCase):
                 announcement.start()
                 announcement.stop()
             ms.Announcement("aio", 21737, ["127.0.0.1:1"], name="n").stop()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 30
             while state() != before and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert state() == before, (state(), before)
             """
-        done = subprocess.run([*PYTHON, "-c", script], cwd=HERE, timeout=30,
+        done = subprocess.run([*PYTHON, "-c", script], cwd=HERE, timeout=2 * SOON_S,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.assertEqual((done.returncode, done.stdout), (0, b""))
 
@@ -12428,7 +12513,7 @@ class ReadmeTest(unittest.TestCase):
         def stop():
             for process in running:
                 process.terminate()
-            return {process.wait(20) for process in running}
+            return {process.wait(SOON_S) for process in running}
 
         def names():
             return sorted(server["name"] for server in json.loads(
@@ -12436,12 +12521,12 @@ class ReadmeTest(unittest.TestCase):
 
         self.addCleanup(stop)
         start("runs: the server")
-        eventually(lambda: "Players and browsers" in text_of(log) or running[0].poll(), 20)
+        eventually(lambda: "Players and browsers" in text_of(log) or running[0].poll())
         if running[0].poll():
             self.assertIn("cannot listen on", text_of(log))
             self.skipTest("the default ports are taken: " + text_of(log))
         start("runs: until stopped")
-        eventually(lambda: names() == ["My court", "My sanctuary", "My server", "My zone"], 20)
+        eventually(lambda: names() == ["My court", "My sanctuary", "My server", "My zone"])
         for how, language, block in self.blocks:
             if how not in ("runs", "runs: status 0 or 1"):
                 continue
@@ -12477,7 +12562,7 @@ class ReadmeTest(unittest.TestCase):
         with module.MasterServer({**NO_PORTS, "tag.port": "0", "http.ports": "0"}) as server, \
                 socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
             game.connect(("127.0.0.1", port_of(server, "tag")))
-            game.settimeout(10)
+            game.settimeout(SOON_S)
             game.send(b"TAG!" + bytes(8) + told)
             answer = game.recv(100)
             self.assertEqual((answer[:4], len(answer), server.registry.total), (b"OK!!", 12, 0))
