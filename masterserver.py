@@ -1172,6 +1172,7 @@ class Server:
     published    the name as an AIO server has published it, with its counter of players
     claim        the announcer that a SubSpace zone belongs to, as texts: see ZoneOwner
     fingerprint  of the packet that, repeated, changes nothing; see Registry.by_fingerprint
+    sender       the address and UDP port that an Iceball server announces from
     official, priority   the operator's marks
     confirmed    heard from since this program started
     pinned       named by the ini: it stays, as not responding, however long it is silent
@@ -1184,7 +1185,8 @@ class Server:
         "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
-        "lifetime", "rank", "parts", "published", "announced", "claim", "fingerprint", "master")
+        "lifetime", "rank", "parts", "published", "announced", "claim", "fingerprint", "sender",
+        "master")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
@@ -1197,7 +1199,7 @@ class Server:
         self.verified, self.description, self.playing = verified, description, playing
         self.flavor, self.responding, self.ping_ms = flavor, responding, ping_ms
         self.details, self.published, self.announced = details, published, announced
-        self.claim, self.fingerprint, self.master = claim, None, ""
+        self.claim, self.fingerprint, self.sender, self.master = claim, None, None, ""
         self.official, self.priority, self.confirmed, self.pinned = False, 0, True, False
         self.rank = self.parts = None
 
@@ -2671,6 +2673,8 @@ class Iceball(UdpProtocol):
         self.timeout = core.settings["iceball.timeout"]
         self.prove_at = -math.inf
         self.reproaches = Limiter(ICEBALL_REPROACHES)
+        self.senders = {}               # listed servers by the address and port that they send from
+        self.registry.watch(self.forget_sender, "iceball", ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
@@ -2688,7 +2692,7 @@ class Iceball(UdpProtocol):
     def repeated(self, data, peers, now):
         # Among 100,000 servers each look-up waits for memory three times. Done one right after the
         # other, those of a batch wait together: an announcement costs 1.11 times that among 100
-        fingerprints = list(map(hash, zip(data, [peer[0] for peer in peers])))
+        fingerprints = list(map(hash, zip(data, peers)))
         servers = list(map(self.registry.by_fingerprint.get, fingerprints))
         for server in servers:
             if server is not None:
@@ -2701,7 +2705,7 @@ class Iceball(UdpProtocol):
             if kind == b"1CEB":
                 answer = self.announcement(data, source, now)
             elif kind == b"HSHK":
-                answer = self.handshake(data, source, now)
+                answer = self.handshake(data, peer, now)
             elif b"\1" <= kind[:1] <= b"\7":
                 answer = self.draft.answer(data, peer, now)
             else:
@@ -2749,7 +2753,8 @@ class Iceball(UdpProtocol):
             return b"BADV" + ICEBALL_VERSIONS.pack(ICEBALL_HBVERSION, self.version)
         return b"BADF"
 
-    def handshake(self, data, source, now):
+    def handshake(self, data, peer, now):
+        source = peer[0]
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if data == ICEBALL_SAME_RETURNED:
             return b""
@@ -2758,13 +2763,39 @@ class Iceball(UdpProtocol):
                             % COOKIE_WINDOW_S)
         packet = (ICEBALL_HEAD + packed).ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
         _, _, version, port, players, maximum, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
+        if self.is_sender_of_another(peer, port):
+            self.registry.note(source, "iceball", port, "owner", now,
+                               "the UDP port that it came from announces another game port")
+            return b""
         server = self.hear(source, "", port, now, {
             "name": iceball_text(name), "mode": iceball_word(mode), "map": iceball_word(map),
             "version": iceball_version_text(version), "players": players, "max_players": maximum})
         if server is not None:
             # With 64 bits two of a million are alike once in 40 million times
-            self.registry.set_fingerprint(server, hash((packet, source)))
+            self.registry.set_fingerprint(server, hash((packet, peer)))
+            self.set_sender(server, peer)
         return b""
+
+    def is_sender_of_another(self, peer, port):
+        """Is a server listed that sends from here and has another game port?
+
+        A game server echoes every MSOK, also one for an announcement that was forged in its name.
+        It has one game port; so nobody can list others at its address. A server that is listed
+        already is never turned away."""
+        registry, server = self.registry, self.senders.get(peer[:2])
+        if server is None or port in (0, server.port) or registry.rules.exempts(peer[0]):
+            return False
+        return registry.get("iceball", registry.rules.listed_address(peer[0]), port) is None
+
+    def set_sender(self, server, peer):
+        if server.sender != peer[:2]:
+            self.forget_sender("changed", server)
+            server.sender = peer[:2]
+        self.senders[server.sender] = server
+
+    def forget_sender(self, event, server):
+        if self.senders.get(server.sender) is server:
+            del self.senders[server.sender]
 
     def hear(self, source, claim, port, now, fields):
         """List or refresh a server that has proven its source; None: it is refused."""
@@ -7195,7 +7226,7 @@ name: The name is refused
 game: The game is refused
     It is not listed: %s. Its operator chooses this master's games.
 owner: Announced from elsewhere
-    It stays listed as it is: %s. If you know of no other announcer, ask this master's operator.
+    It is not accepted: %s. If you know of no other announcer, ask this master's operator.
 password: Another password
     It is not accepted: %s. Wait, or set the former password again.
 stopped: Signed off
@@ -7621,14 +7652,15 @@ class UdpSocket:
         data, peers, names = vector.receive(self.sock) if vector else self.receive()
         tally.received += len(data)
         tally.bytes_in += sum(map(len, data))
+        # Before the limit: a flood in a server's name does not keep out what it repeats
+        repeated = self.protocol.repeated(data, peers, now)
         allowed = [allow(peer[0], now) for peer in peers]
         if not all(allowed):
             tally.limited += allowed.count(False)
-            data, peers, names = (list(itertools.compress(column, allowed))
-                                  for column in (data, peers, names))
+            data, peers, names, repeated = (list(itertools.compress(column, allowed))
+                                            for column in (data, peers, names, repeated))
         answers = []
-        known = self.protocol.repeated(data, peers, now)
-        for packet, peer, name, answer in zip(data, peers, names, known):
+        for packet, peer, name, answer in zip(data, peers, names, repeated):
             if answer is not None:
                 answers.append((answer, name))
                 continue

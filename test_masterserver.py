@@ -2092,6 +2092,35 @@ class IceballTest(IceballCase):
         self.send(b"HSHK" + self.send(announcement(port=0))[4:])
         self.assertEqual(self.outcome(), "bad packet: port 0 cannot be listed")
 
+    def test_a_game_server_s_socket_announces_one_game_port(self):
+        """It echoes any MSOK, also one for an announcement that was forged in its name."""
+        def fakes(now, peer):
+            for port in range(1, 41):
+                forged = announcement(port, name=b"Fake")
+                self.send(b"HSHK" + self.send(forged, now, peer)[4:], now, peer)
+
+        server = self.shake(CAPTURED)
+        fakes(1.0, self.peer)
+        self.assertEqual(self.places(), [("203.0.113.9", 21737)])
+        self.assertEqual(self.outcome(1), "owner: the UDP port that it came from announces another "
+                                          "game port")
+        self.shake(CAPTURED, 2.0, ("203.0.113.9", 40001))   # it was started again
+        fakes(3.0, ("203.0.113.9", 40001))
+        self.assertEqual(self.places(), [("203.0.113.9", 21737)])
+        self.shake(announcement(5), 4.0)                    # the former port is free again
+        # A server that is listed is not turned away, though a fake one sends from its port
+        again = "203.0.113.9", 40001
+        self.iceball.set_sender(self.registry.get("iceball", "203.0.113.9", 5), again)
+        self.shake(announcement(21737, players=3), 4.5, again)
+        self.assertEqual((server.players, self.iceball.senders[again]), (3, server))
+        for listed in self.registry.servers():
+            self.registry.remove(listed)
+        self.assertEqual((self.iceball.senders, self.registry.total), ({}, 0))
+        self.rules.exempt = ms.Networks([ms.read_network("203.0.113.0/24")])
+        self.rules.datagrams.table.clear()
+        fakes(5.0, self.peer)
+        self.assertEqual(self.registry.total, 40)
+
     def test_nothing_unproven_changes_a_listed_server(self):
         server = self.shake(CAPTURED)
         before = [getattr(server, name) for name in ms.Server.__slots__]
@@ -2114,19 +2143,22 @@ class IceballTest(IceballCase):
 
     def test_what_is_a_repetition_and_what_is_not(self):
         other, same = announcement(), b"MSOKsame"
-        captured, server = self.shake(CAPTURED), self.shake(other)
+        captured, server = self.shake(CAPTURED, 0.0, ("203.0.113.9", 1)), self.shake(other)
         for data, source in ((other[:-1], "203.0.113.9"), (other + b"\0", "203.0.113.9"),
                              (other, "203.0.113.90"), (other + b"2", "03.0.113.9")):
             self.assertEqual(self.repeated([data], 1.0, (source, 40000)), [None])
         self.assertEqual(self.repeated([b"?", other, CAPTURED, other], 3.0),
-                         [None, same, same, same])
+                         [None, same, None, same])
+        self.assertEqual(self.repeated([CAPTURED], 3.0, ("203.0.113.9", 1)), [same])
         self.assertEqual(self.send(b"HSHKsame", 3.0), b"")
-        self.assertEqual(self.repeated([other], 4.0, ("203.0.113.9", 50000)), [same])
-        self.assertEqual((captured.last_seen, server.last_seen), (3.0, 4.0))
+        # From another port it has been started again, and proves itself anew
+        self.assertEqual(self.repeated([other], 4.0, ("203.0.113.9", 50000)), [None])
+        self.assertEqual((captured.last_seen, server.last_seen), (3.0, 3.0))
         self.shake(announcement(players=1), 5.0)
         self.assertEqual(self.repeated([other, announcement(players=1)]), [None, same])
         self.registry.remove(server)
-        self.assertEqual(self.repeated([announcement(players=1), CAPTURED]), [None, same])
+        self.assertEqual(self.repeated([announcement(players=1)]), [None])
+        self.assertEqual(self.repeated([CAPTURED], 6.0, ("203.0.113.9", 1)), [same])
 
     def test_gone_after_120_s_and_not_before(self):
         self.shake(CAPTURED, 10.0)
@@ -2232,7 +2264,8 @@ class IceballTest(IceballCase):
         self.start(server__refuse_names="casino", limits__servers="1")
         self.shake(CAPTURED)
         for port, name, outcome in (1, b"S", "limit"), (21737, b"Casino", "name"):
-            self.send(b"HSHK" + self.send(announcement(port, name=name))[4:], 1.0)
+            peer = "203.0.113.9", port                      # each game server has its own socket
+            self.send(b"HSHK" + self.send(announcement(port, name=name), 1.0, peer)[4:], 1.0, peer)
             self.assertRegex(self.outcome(port), "^" + outcome)
         self.assertEqual([server.name for server in self.registry.servers()], ["Iceball Server"])
 
@@ -8383,6 +8416,22 @@ class UdpSocketTest(unittest.TestCase):
             self.assertEqual([game.recv(100) for _ in range(3)], [b"\0010", b"\0011", b"\0012"])
             self.assertEqual((place.tally.limited, place.tally.sent), (2, 3))
 
+    def test_a_flood_in_its_name_does_not_keep_out_what_a_server_repeats(self) -> None:
+        for place in self.ways():
+            core = make_core(limits__exempt="")
+            place.protocol, place.limiter = ms.Iceball(core), ms.Limiter((0.001, 2))
+            game = self.game()
+            peer = game.getsockname()
+            msok = place.protocol.announcement(CAPTURED, peer[0], 0.0)
+            place.protocol.handshake(b"HSHK" + msok[4:], peer, 0.0)
+            listed, = core.registry.servers()
+            for number in range(5):
+                game.sendto(b"x", place.sock.getsockname())
+            game.sendto(CAPTURED, place.sock.getsockname())
+            listed.last_seen = -100.0
+            self.read(place, 6)
+            self.assertEqual((place.tally.limited, listed.last_seen), (4, 0.0))
+
     def test_who_cannot_be_answered_keeps_nobody_else_waiting(self) -> None:
         for place in self.ways():
             game = self.game()
@@ -12123,10 +12172,10 @@ class HyperbolProgramTest(unittest.TestCase):
 
 def handshake_iceball(server: ms.MasterServer, *ports: int) -> None:
     """Announce game servers on these ports of this machine; they will be listed soon."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-        game.settimeout(SOON_S)
-        game.connect(("127.0.0.1", port_of(server, "iceball")))
-        for port in ports:
+    for port in ports:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
+            game.settimeout(SOON_S)
+            game.connect(("127.0.0.1", port_of(server, "iceball")))
             game.send(announcement(port))
             game.send(b"HSHK" + game.recv(100)[4:])
 
