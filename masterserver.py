@@ -120,10 +120,12 @@ OUTPUT_TOTAL_S = 120.0              # who takes longer for one answer is not rea
 # What waits for all readers together: three lists of 50,000 servers
 OUTPUT_BYTES = 64 << 20
 WORKER_JOBS = 64                    # waiting for one thread; others are told to try again
-# Host names of strangers that are being looked up. With a name server that is slow each of them
+# Host names of strangers that wait to be looked up. With a name server that is slow each of them
 # takes half a minute
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
+LOOKUPS_PER_NETWORK = 4             # of an IPv6 /48, which anybody can have
+LOOKUP_TURNS = 1024                 # sources whose turn is remembered: half an hour of fast ones
 # Game servers of one source that wait for the same look-up. If each is a Luanti server with the
 # longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
@@ -1130,6 +1132,10 @@ class Rules:
         `use` has its own: a flood of pings keeps nobody from the list."""
         return size <= 0 or self.exempts(address) or self.surplus.allow(use, now, size)
 
+    def surplus_is_spent(self, use, address, now):
+        """Would allow_surplus() refuse this source even a few bytes?"""
+        return self.surplus.spent(use, now) and not self.exempts(address)
+
     def ban(self, *addresses):
         """Why none of these addresses may announce, or ""."""
         for address in set(addresses) if self.bans else ():
@@ -1250,7 +1256,7 @@ class PacketNotes:
     that was silent for longest."""
 
     def __init__(self):
-        # By source, and then by protocol and port
+        # By source_key(), and then by address, protocol and port
         self.by_source = collections.OrderedDict()
         self.total = 0
         self.this_second, self.second_ends = 0, 0.0     # how many were added in it
@@ -1261,10 +1267,10 @@ class PacketNotes:
         elif self.this_second >= NOTES_PER_S:
             return
         self.this_second += 1
-        notes = self.by_source.setdefault(source, collections.OrderedDict())
-        self.by_source.move_to_end(source)
+        notes = self.by_source.setdefault(source_key(source), collections.OrderedDict())
+        self.by_source.move_to_end(source_key(source))
         self.total -= len(notes)
-        keep_latest(notes, (protocol, port), note, NOTES_PER_SOURCE)
+        keep_latest(notes, (source, protocol, port), note, NOTES_PER_SOURCE)
         self.total += len(notes)
         while self.total > NOTES:
             _, oldest = self.by_source.popitem(last=False)
@@ -1272,13 +1278,13 @@ class PacketNotes:
 
     def get(self, source, protocol, port):
         """The Note, or None."""
-        return self.by_source.get(source, {}).get((protocol, port))
+        return self.by_source.get(source_key(source), {}).get((source, protocol, port))
 
     def __iter__(self):
-        """(source, protocol, port, Note), those of the source heard longest ago first."""
-        for source, notes in self.by_source.items():
-            for (protocol, port), note in notes.items():
-                yield source, protocol, port, note
+        """(address, protocol, port, Note), those of the source heard longest ago first."""
+        for notes in self.by_source.values():
+            for (address, protocol, port), note in notes.items():
+                yield address, protocol, port, note
 
 
 class Registry:
@@ -2176,7 +2182,9 @@ POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit; what is 
 POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
 POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
 POLL_MISSED = 3                     # polls without an answer after which a server is gone
-# Newcomers at a time: at the default rate all of them are asked within four seconds. If each is a
+POLL_RESTARTS = 5                   # a server that has just started may announce itself a few times
+# Newcomers at a time: at the default rate all of them are asked within four seconds, or within 40
+# where listed servers take nine tenths of it. If each is a
 # Luanti server with the longest announcement, those take 160 MB
 NEWCOMERS = 2000
 NEWCOMER_SHARE = 10                 # listed servers leave one query of so many to newcomers
@@ -2193,6 +2201,7 @@ class Target:
     asked_at: Optional[float] = None    # a query is open since then
     nonce = 0                       # of that query
     unanswered = 0                  # queries of this poll
+    restarts = 0                    # polls that an announcement has cut short since the last answer
     missed = 0                      # polls in a row
     ping_ms = 0.0                   # round trip of the answer at hand
     wrong = ""                      # why what came in this poll is no answer
@@ -2332,10 +2341,17 @@ class Poller(UdpProtocol):
 
     def begin(self, querier, address, server_port, now):
         """Poll this game server, as add() does if it is no target yet. Its next poll begins at the
-        next tick, also where one is under way; what the querier remembers of that one goes."""
+        next tick, also where one is under way; what the querier remembers of that one goes.
+
+        This cuts short POLL_RESTARTS polls in a row: a server that announces itself every few
+        seconds and answers nothing is missed like any other."""
         target = self.find(querier, address, server_port)
         if target is None:
             target = self.add(querier, address, server_port)
+        if target.asked_at is not None or target.unanswered:
+            if target.restarts >= POLL_RESTARTS:
+                return target
+            target.restarts += 1
         target.asked_at, target.unanswered, target.wrong, target.scratch = None, 0, "", None
         target.due = now
         return target
@@ -2352,7 +2368,7 @@ class Poller(UdpProtocol):
             except (Malformed, Refused) as error:       # perhaps another game's
                 wrong = target.wrong = str(error)
                 continue
-            target.missed = 0
+            target.missed = target.restarts = 0
             if goodbye is None:
                 target.asked_at, target.due = None, now
             else:
@@ -2817,7 +2833,7 @@ DRAFT_HBVERSION = b"\1\0"
 # Requests whose id has not come back yet, the latest: at 30,000 forged ones a second, more than can
 # be read, an honest one still has 0.3 s
 DRAFT_REQUESTS = 8192
-DRAFT_SESSIONS_PER_SOURCE = 64      # two for each of the 32 servers that one source may list
+DRAFT_SESSIONS = 2                  # so many for each server that one source may list
 DRAFT_NO_SESSION = b"\6"
 
 
@@ -2872,7 +2888,9 @@ class IceballDraft:
             return b""
         self.requests.pop(peer, None)
         session = session._replace(ends=now + self.iceball.timeout)
-        keep_latest(self.sessions[peer[0]], peer, session, DRAFT_SESSIONS_PER_SOURCE)
+        rules = self.registry.rules
+        share = rules.servers if rules.exempts(peer[0]) else rules.servers_per_source
+        keep_latest(self.sessions[peer[0]], peer, session, DRAFT_SESSIONS * share)
         if not server.name:
             self.registry.update(server, {"name": endpoint(server.address, server.port)})
         if name is None:
@@ -3806,6 +3824,9 @@ def zone_entries(data: bytes) -> List[Dict[str, Any]]:
 
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0; greets framed peers as well
 AIO_GREETING_S = 1.2                # of silence before the text greeting; text clients wait for it
+# Of all connections those of listed servers are so much at most: the others are for players and
+# browsers, and where room must be made no server has to leave
+AIO_SHARE = 0.5
 AIO_IDLE_S = 330.0                  # who publishes nothing; framed clients speak every 270 s
 AIO_KEEPALIVE_S = 120.0             # without one from who has sent some; they come every 20 to 40 s
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted them
@@ -4176,6 +4197,8 @@ class AioSession(Session):
         known = self.registry.get("aio", *place)
         name = fields.get("name") or (known.name if known else endpoint(*place))
         try:
+            if self.server is None:
+                self.aio.admit_connection()
             server = self.registry.hear("aio", *place, self.address, now, math.inf, {
                 **fields, "name": name, "verified": "connection"})
         except Refused as refused:
@@ -4223,6 +4246,7 @@ class Aio(TcpProtocol, Querier):
         self.read(core.settings)
 
     def read(self, settings):
+        self.servers_at_most = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
         text = settings.texts.get("aio.news_file") or settings["aio.news"]
         text = text.strip()[:16000]             # a string16 carries 65,535 bytes
         self.text_news = ("%%NEWS#%s#%%" % aio_escape(text)).encode("utf-8", "replace")
@@ -4230,6 +4254,12 @@ class Aio(TcpProtocol, Querier):
 
     def session(self, address, now):
         return AioSession(self, address, next(self.numbers), now)
+
+    def admit_connection(self):
+        """Raise Refused if too many connections are those of listed servers."""
+        if len(self.owners) >= self.servers_at_most:
+            raise Refused("limit", "this master keeps connections to at most %d servers"
+                          % self.servers_at_most)
 
     def disown(self, event, server):
         """Its session has it no more: it is gone, or another one's."""
@@ -4294,6 +4324,7 @@ QUAKE3_MODES_OF = "quake3arena", "openarena"
 QUAKE3_GAMES = 64                       # at a time: each is a tab on the page
 # New ones that one source may bring: a machine runs servers of one game, rarely of two
 QUAKE3_GAMES_PER_SOURCE = 4
+QUAKE3_GAMES_PER_NETWORK = 8            # of an IPv6 /48, which anybody can have
 QUAKE3_QUESTIONS = 256                  # whose answers are kept: programs ask a few for each game
 # The form of what an infoResponse must have, once the defaults are in it
 QUAKE3_NEEDED = {"protocol": "0|-?[1-9][0-9]{0,8}", "clients": "-?[0-9]{1,9}",
@@ -4491,7 +4522,9 @@ class Quake3(UdpProtocol, PolledGame):
         if gamename and not server.master:
             super().watch(event, server)
         if gamename and event == "listed":
-            self.registry.entitle(server, QUAKE3_TITLES.get(server.game, gamename))
+            # A foreign letter may look like another one: then the id, which has none, is the title
+            title = gamename if gamename.isascii() else server.game
+            self.registry.entitle(server, QUAKE3_TITLES.get(server.game, title))
 
     def answers_about(self, servers):
         """The function that gives the packets that answer a Quake3Question about these servers."""
@@ -4530,6 +4563,9 @@ class Quake3(UdpProtocol, PolledGame):
         if len(words) == 2 and words[0] == QUAKE3_HEARTBEAT:
             return self.heartbeat(words[1].decode("latin-1"), place, now)
         question = quake3_question(words or [b""])
+        # Forged questions have emptied the bucket: an answer is not even made
+        if self.rules.surplus_is_spent("quake3", place[0], now):
+            raise Limited
         # By default a source gets 5 at once, then 1 a second
         if not self.rules.udp_requests.allow(place[0], now, self.rules.request_tokens(10)):
             raise Limited
@@ -4640,13 +4676,14 @@ class Quake3(UdpProtocol, PolledGame):
 
     def admit_new_game(self, source, named_games):
         """Raise Refused if there are too many games, in all or of this source."""
-        if len(self.registry.titles) >= QUAKE3_GAMES:
+        if len(self.registry.titles.keys() - named_games) >= QUAKE3_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_GAMES)
         if self.rules.exempts(source):
             return
         bringers = [source_keys(bringer) for game, bringer in self.registry.title_sources.items()
                     if game not in named_games]
         for key, limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
+            limit = min(limit, QUAKE3_GAMES_PER_NETWORK)
             if sum(key in keys for keys in bringers) >= limit:
                 raise Refused("limit", "at most %d new games of one source" % limit)
 
@@ -7125,10 +7162,10 @@ def announced_game(web, value):
 
 def post_announce(web, request):
     """An announcement by HTTP; the address is the connection's."""
-    # Browsers send these two, the first only over HTTPS and to their own machine
-    site = request.header("Sec-Fetch-Site") or request.header("Origin")
-    if site not in ("", "none", "same-origin", "http://" + request.header("Host")):
-        raise HttpError(403, "A web page of another site may not announce servers here.")
+    # Browsers send these two, the first only over HTTPS and to their own machine. What a page says
+    # of itself and of Host proves nothing: its name may lead here (DNS rebinding)
+    if request.header("Origin") or request.header("Sec-Fetch-Site") not in ("", "none"):
+        raise HttpError(403, "A web page may not announce servers here.")
     game, port = "announce", 0
     try:
         sent = announced_fields(request)
@@ -7833,7 +7870,8 @@ class TcpConnection:
         self.watch(0)
         self.sock.close()
         del self.server.connections[self]
-        uncount(self.server.by_source, source_key(self.address))
+        for key in source_keys(self.address):
+            uncount(self.server.by_source, key)
         self.server.guarded(self.session.closed, now)
 
 
@@ -7893,8 +7931,8 @@ class TcpListener:
             self.tally.limited += 1
             sock.close()
             return
-        source = source_key(address)
-        crowded = server.by_source[source] >= settings["limits.connections_open"]
+        crowded = any(server.by_source[key] >= limit for key, limit in source_limits(
+            address, settings["limits.connections_open"]))
         refused = (crowded and not rules.exempts(address)
                    or not rules.connections.allow(address, now))
         if refused:
@@ -7908,7 +7946,8 @@ class TcpListener:
         session = (protocol.refusal if refused else protocol.session)(address, now)
         connection = TcpConnection(self, sock, address, session)
         server.connections[connection] = None
-        server.by_source[source] += 1
+        for key in source_keys(address):
+            server.by_source[key] += 1
         if refused or protocol.speaks_first:
             connection.answer(session.opened, now)
         else:                           # its request is usually here already
@@ -7970,7 +8009,7 @@ class Lookup(NamedTuple):
     """A host name to be looked up; see Core.resolve."""
 
     host: str
-    source: str                         # by source_key(), "" for the ini
+    source: str                         # the address of the stranger who named it, "" for the ini
     like: str
     waiters: List[Callable[[str, float], None]]         # each `done` that waits for the address
 
@@ -7983,7 +8022,8 @@ class HostNames:
     """Looks host names up in a thread, one after another: each can take half a minute.
 
     Those that the ini names go first, so that no stranger delays them by more than the one that is
-    under way; and a stranger has few at a time, so that there is room for others. The game servers
+    under way. A stranger has few at a time, and strangers take turns, so that there is room for
+    others. The game servers
     of one machine, which have the same name and start together, wait for the same look-up. All of
     this happens in the event loop, but for the look-up itself."""
 
@@ -7991,13 +8031,14 @@ class HostNames:
         self.worker = WorkerThread("names", post)
         self.of_ini, self.of_strangers = collections.deque(), collections.deque()
         self.is_busy = False                            # one is under way
-        self.sources = collections.defaultdict(int)     # strangers' names by source, all of them
+        self.sources = collections.defaultdict(int)     # look-ups of strangers, by source_keys()
+        # The sources whose look-ups were begun last, the latest at the end
+        self.served = collections.OrderedDict()
         # The latest Lookup by its key; once it has no room for more waiters another one follows
         self.open: Dict[Tuple[str, str, str], Lookup] = {}
 
     def resolve(self, host, done, source, like=""):
         """As Core.resolve."""
-        source = source and source_key(source)
         lookup = Lookup(host, source, like, [done])
         latest = self.open.get(lookup.key)
         if latest is not None and (not source or len(latest.waiters) < LOOKUP_WAITERS):
@@ -8005,7 +8046,8 @@ class HostNames:
             return
         if source:
             self.admit(source)
-            self.sources[source] += 1
+            for key in source_keys(source):
+                self.sources[key] += 1
             self.of_strangers.append(lookup)
         else:
             self.of_ini.append(lookup)
@@ -8013,24 +8055,40 @@ class HostNames:
         self.begin_next()
 
     def admit(self, source):
-        if self.sources.get(source, 0) >= LOOKUPS_PER_SOURCE:
-            raise Refused("busy", "%d host names that this source has named are being looked up; "
-                                  "try again in a minute" % LOOKUPS_PER_SOURCE)
-        if sum(self.sources.values()) >= LOOKUPS:
+        for key, limit in source_limits(source, LOOKUPS_PER_SOURCE):
+            limit = min(limit, LOOKUPS_PER_NETWORK)
+            if self.sources.get(key, 0) >= limit:
+                raise Refused("busy", "%d host names that this source has named are being looked "
+                                      "up; try again in a minute" % limit)
+        if len(self.of_strangers) >= LOOKUPS:
             raise Refused("busy", "too many host names are being looked up; try again in a minute")
 
     def begin_next(self):
-        names = self.of_ini or self.of_strangers
-        if names and not self.is_busy:
-            self.is_busy = True
-            lookup = names.popleft()
-            self.worker.submit(functools.partial(resolved, lookup.host, lookup.like),
-                               functools.partial(self.looked_up, lookup))
+        if self.is_busy:
+            return
+        if self.of_ini:
+            lookup = self.of_ini.popleft()
+        elif self.of_strangers:
+            lookup = self.next_of_strangers()
+        else:
+            return
+        self.is_busy = True
+        self.worker.submit(functools.partial(resolved, lookup.host, lookup.like),
+                           functools.partial(self.looked_up, lookup))
+
+    def next_of_strangers(self):
+        """Take the look-up of the source that was served longest ago; a new source comes first."""
+        turns = {source: turn for turn, source in enumerate(self.served, 1)}
+        lookup = min(self.of_strangers, key=lambda one: turns.get(source_key(one.source), 0))
+        self.of_strangers.remove(lookup)
+        keep_latest(self.served, source_key(lookup.source), None, LOOKUP_TURNS)
+        return lookup
 
     def looked_up(self, lookup: Lookup, result: Any, now: float) -> None:
         self.is_busy = False
         if lookup.source:
-            uncount(self.sources, lookup.source)
+            for key in source_keys(lookup.source):
+                uncount(self.sources, key)
         latest = self.open.get(lookup.key)
         if latest is lookup:
             del self.open[lookup.key]
@@ -8204,7 +8262,7 @@ class News:
     def publish(self, server):
         """Enter a message in the account; send it if no other master does."""
         if self.now - self.sent_last[0] < MINUTE:
-            self.gauges["news_dropped_total"] += 1
+            self.gauges["news_dropped_total"] += self.sends(self.now)
             return
         self.sent_last.append(self.now)
         keep_latest(self.sent_at, server.key, self.now, KNOWN_SERVERS)
@@ -8605,7 +8663,9 @@ class MasterLogs:
     old connection delivers late goes where nobody reads any more, and nobody is told of a log
     before it is complete.
 
-    All of this can block; the cluster's thread alone calls it, and close() once that has ended.
+    All of this can block: the cluster's thread alone calls open() and exchange(), and close() comes
+    once that has ended. Between two exchanges the event loop reads `link` and `length`, and may
+    disconnect().
     Raises NameTaken, or what EngineLink raises."""
 
     link: Any = None
@@ -8896,7 +8956,8 @@ class Cluster:
     @staticmethod
     def own_word_stands(server, told):
         """Does what this master has heard itself stand against what another one tells? It does if
-        it was heard later, and where this master has a connection or polls the server."""
+        it was heard later, and for a server without a lifetime, which leaves with its connection
+        or its polls."""
         return server.lifetime == math.inf or server.last_seen >= told.last_seen
 
     def own_changed(self, event, server):
