@@ -2809,7 +2809,7 @@ class Iceball(UdpProtocol):
             server.sender = peer[:2]
         self.senders[server.sender] = server
 
-    def forget_sender(self, event, server):
+    def forget_sender(self, event: str, server: Server) -> None:
         if self.senders.get(server.sender) is server:
             del self.senders[server.sender]
 
