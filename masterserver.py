@@ -1793,6 +1793,7 @@ class Database:
         left = [dict(zip(names, key)) for key in gone]
 
         def work(db):
+            self._keep_names(db, gone)
             # Never back: the clock may stand at 1970, after a power cut
             db.executemany(
                 "UPDATE server SET last_seen = max(last_seen, coalesce("
@@ -1811,6 +1812,18 @@ class Database:
                 "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
                 " WHERE game = :game AND address = :address AND port = :port", saved)
         self._run(work)
+
+    def _keep_names(self, db, gone):
+        """Of servers that have left keep the name alone, the first of the fields: a stranger could
+        have thousands of them listed, one after another, each with many texts."""
+        for game, address, port in gone:
+            server = self._server_id(db, game, address, port)
+            row = db.execute("SELECT fields FROM server WHERE id = :server AND fields NOTNULL",
+                             {"server": server}).fetchone()
+            if row is not None:
+                fields, = row
+                db.execute("UPDATE server SET fields = :fields WHERE id = :server",
+                           {"fields": json.dumps(stored_fields(fields)[:1]), "server": server})
 
     def known(self, game, address, port):
         """What is remembered of a server, also of one that left within the year."""
@@ -4707,6 +4720,9 @@ LUANTI_NUMBER_CHARACTERS = 32       # 17 digits tell any of its numbers; int() i
 # Of each list of names so many are kept: few servers have 500 mods
 LUANTI_NAMES = 500
 LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
+# What is kept of the lists, in bytes of JSON, as they stand in what every client fetches: 180
+# players with the longest names, 500 mods with usual ones. The official list takes 8 kB for all
+LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
 def read_luanti_description(text):
@@ -4934,9 +4950,23 @@ def luanti_fields(told):
         raise Refused("bad packet", "proto_min is above proto_max")
     if "clients_list" in fields:
         fields["clients"] = len(fields["clients_list"])
+    for name, most in LUANTI_LIST_BYTES.items():
+        if name in fields:
+            fields[name] = luanti_first_names(fields[name], most)
     if not re.match("https?://", fields.get("url", "")):
         fields.pop("url", None)
     return fields
+
+
+def luanti_first_names(names, most):
+    """The first of the names, as many as have `most` bytes in JSON."""
+    total = 0
+    for number, name in enumerate(names):
+        escapes = name.count('"') + name.count("\\")
+        total += len(name.encode()) + escapes + len('"",')
+        if total > most:
+            return names[:number]
+    return names
 
 
 def luanti_counted(fields, old):
@@ -4956,8 +4986,7 @@ def luanti_server(told):
             "map": told.get("mapgen", ""), "version": told["version"],
             "description": told["description"], "players": told["clients"],
             "max_players": clamp(told["clients_max"]),
-            "details": {"flags": ", ".join(flag for flag in LUANTI_FLAGS if told.get(flag)),
-                        "players_online": ", ".join(told.get("clients_list", ()))}}
+            "details": {"flags": ", ".join(flag for flag in LUANTI_FLAGS if told.get(flag))}}
 
 
 # ================================================================================================
@@ -6130,9 +6159,9 @@ def uptime(series, first_seen):
     return samples and "%.4g %% of the time" % (1000 * here // len(samples) / 10)
 
 
-# Of no interest to players: programs ask for servers by the gamename, and the tag of its heartbeat
-# comes from masters of an older version
-UNSHOWN_DETAILS = "gamename", "tag"
+# Of no interest to players: programs ask for servers by the gamename. The others are in records of
+# older versions only
+UNSHOWN_DETAILS = "gamename", "tag", "players_online"
 DESCRIPTION = "Description"
 
 
@@ -6154,6 +6183,7 @@ def server_facts(server):
     for name, value in server.details.items():
         if name not in UNSHOWN_DETAILS:
             facts.append((name.replace("_", " ").capitalize(), value))
+    facts.append(("Players online", ", ".join(server.announced.get("clients_list", ()))))
     return facts
 
 
@@ -8535,7 +8565,9 @@ class SavedList:
 
 # --- Several masters, one list -------------------------------------------------------------------
 
-REPLY_BYTES = 64 << 20      # a thousand records as long as Luanti's can be
+# A thousand records: the longest, of a Luanti server, has 25 kB, or twice as much where each byte
+# has to be escaped
+REPLY_BYTES = 64 << 20
 CLUSTER_BATCH = 1000        # records written or read at once: 400 kB as a rule
 CLUSTER_BATCHES = 60        # of one log at once: 60,000 servers; in the loop 15 ms a thousand
 CLUSTER_MASTERS = 16        # people run two or three
@@ -8545,6 +8577,7 @@ CLUSTER_LEASE_S = 10        # a master that was silent for so long is gone, and 
 CLUSTER_MARGIN_S = 2.0      # after a lease: the next try is a second later, its answer perhaps more
 CLUSTER_LOG = 4             # a log has so many records for each listed server, and for …
 CLUSTER_LOG_SERVERS = 1000  # … so many more; then a new one is begun
+CLUSTER_LOG_BYTES = 32 << 20        # of changes in a log, or long records would fill Redis
 # Servers of all other masters that are remembered: two lists as long as clients take, 50,000, at
 # some 2 kB a server
 CLUSTER_SERVERS = 100_000
@@ -8664,14 +8697,15 @@ class MasterLogs:
     before it is complete.
 
     All of this can block: the cluster's thread alone calls open() and exchange(), and close() comes
-    once that has ended. Between two exchanges the event loop reads `link` and `length`, and may
-    disconnect().
+    once that has ended. Between two exchanges the event loop reads what
+    link and log have, and may disconnect().
     Raises NameTaken, or what EngineLink raises."""
 
     link: Any = None
     renewed_at: Any = None                      # None: this connection has not had the lease yet
     log, logs_begun = b"", 0                    # the log's name, with the number of logs in it
     length = 0                                  # how many records it has
+    appended_bytes = 0                          # of those that came after the first, whole list
 
     def __init__(self, engine, prefix, name, tally):
         self.engine, self.prefix, self.name, self.tally = engine, prefix.encode(), name, tally
@@ -8719,6 +8753,8 @@ class MasterLogs:
             self.logs_begun += 1
             self.log, self.length = b"%s-%d" % (self.process, self.logs_begun), 0
         self.write(records)
+        if begins_log:
+            self.appended_bytes = 0
         self.renew(lease, has_webhooks)
         time.sleep(CLUSTER_PACE_S)
         return self.news()
@@ -8731,9 +8767,10 @@ class MasterLogs:
 
     def write(self, records):
         for at in range(0, len(records), CLUSTER_BATCH):
-            self.link.ask("RPUSH", self.key(self.log), *[
-                to_json((*encoded_row(row), confirmed))
-                for row, confirmed in records[at:at + CLUSTER_BATCH]])
+            batch = [to_json((*encoded_row(row), confirmed))
+                     for row, confirmed in records[at:at + CLUSTER_BATCH]]
+            self.link.ask("RPUSH", self.key(self.log), *batch)
+            self.appended_bytes += sum(map(len, batch))
         self.length += len(records)
         self.link.ask("EXPIRE", self.key(self.log), CLUSTER_LEASE_S)
 
@@ -8853,7 +8890,8 @@ class Cluster:
             self.thread.submit(self.logs.open, self.exchanged)
             return
         most = CLUSTER_LOG * (self.registry.total + CLUSTER_LOG_SERVERS)
-        begins_log = not self.linked_at or self.logs.length > most
+        begins_log = (not self.linked_at or self.logs.length > most
+                      or self.logs.appended_bytes > CLUSTER_LOG_BYTES)
         if begins_log:
             self.pending = {server.key: server for server in self.registry.servers()
                             if not server.master}

@@ -1062,6 +1062,21 @@ class ListOnDisk(DatabaseCase):
         changed = (*self.A, T0 + 170.0, T0, T0 + 50.0, '["new"]')
         self.assertEqual(self.database().load(T0), [changed, rows[2]])
 
+    def test_of_a_server_that_has_left_the_name_stays(self):
+        """A stranger lists one after another, each with as many texts as it may have."""
+        long = json.dumps(["Name", "x" * 20000, {"y": "z"}])
+        keys = [listed_key(number) for number in range(3)]
+        database = self.database()
+        database.save([listed_row(number, fields=long) for number in range(3)], set())
+        database.save([], {*keys[1:], listed_key(9)})
+        for key in keys:
+            self.assertEqual(database.known(*key).name, "Name")
+        self.assertEqual(self.sql("SELECT fields FROM server WHERE fields NOTNULL ORDER BY id"),
+                         [(long,), ('["Name"]',), ('["Name"]',)])
+        self.assertEqual([row.fields for row in database.load(T0)], [long])
+        database.save([listed_row(1, fields=long)], set())              # it comes back
+        self.assertEqual([row.fields for row in database.load(T0)], [long, long])
+
     def test_who_has_gone_is_known_with_his_first_time(self):
         database = self.database()
         for wall in (T0, T0 + 50):
@@ -7316,6 +7331,29 @@ class LuantiTest(WebCase):
                 self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
         self.assertEqual(self.get("/geoip")[2], b'{"continent":null}')
 
+    def test_long_lists_of_names_are_cut(self):
+        """What one server carries is short, wherever it goes; all of its players count."""
+        told = json.loads(LUANTI_START)
+        for names, name_bytes in (
+                (["%03d%s" % (number, "x" * 29) for number in range(500)], 35),
+                (["%03d%s" % (number, "\\" * 29) for number in range(500)], 3 + 2 * 29 + 3),
+                (["%03d%s" % (number, chr(0x1F600) * 29) for number in range(500)],
+                 3 + 4 * 29 + 3)):
+            self.setUp()
+            told.update(clients_list=names, mods=names, clients=0, clients_max=600)
+            self.luanti.announced(self.HERE, 36302, told, 0.0)
+            self.poll(1.0)
+            entry, = self.found()["list"]
+            self.assertEqual(entry["clients"], 500)
+            for key, most in ("clients_list", 4096), ("mods", 8192):
+                self.assertEqual(entry[key], names[:most // name_bytes])
+            server, = self.registry.servers()
+            record = ms.to_json((*ms.encoded_row(ms.stored_row(server, 0.0)), True))
+            self.assertLess(len(ms.to_json(entry)), 14_000)
+            self.assertLess(len(record), 30_000)
+        page = self.get("/server?game=luanti&address=%s&port=36302" % self.HERE)[2].decode()
+        self.assertIn("Players online", page)
+
     def test_forms_and_texts(self):
         """As newer servers send it, and as old ones did; an update is a start."""
         told = {name: str(value) if isinstance(value, int) else value
@@ -7512,10 +7550,12 @@ class LuantiTest(WebCase):
         self.assertEqual(self.names(), ["three"])
 
     def test_long_lists_are_cut(self):
-        self.say(mods=["mod%d%s" % (number, "x" * 50) for number in range(900)])
+        self.say(mods=["mod%d%s" % (number, "x" * 50) for number in range(900)],
+                 clients_list=["%x" % number for number in range(900)])
         self.poll(0.0)
-        mods = self.found()["list"][0]["mods"]
-        self.assertEqual((len(mods), {*map(len, mods)}), (500, {32}))
+        entry, = self.found()["list"]
+        self.assertEqual((len(entry["mods"]), {*map(len, entry["mods"])}), (8192 // 35, {32}))
+        self.assertEqual((len(entry["clients_list"]), entry["clients"]), (500, 500))
 
     def test_what_waits_is_bounded(self):
         """By source, and it leaves with its target."""
@@ -9958,15 +9998,18 @@ class ClusterTest(ClusterCase):
         self.assertEqual(len(self.shown(b)), 1)
 
     def test_a_long_log_is_begun_anew(self) -> None:
-        with mock.patch.object(ms, "CLUSTER_LOG_SERVERS", 5):
-            a, b = map(self.start, "ab")
-            for players in range(50):
-                self.hear(a, 1, players=players)
-                self.hear(a, 2)
-                self.run_for(1, lambda: self.assertLess(
-                    max(map(len, self.engine.logs.values()), default=0), 30))
-        self.assertEqual(self.shown(b), {1: ("a", "S1", 49), 2: ("a", "S2", 0)})
-        self.assertEqual(a.cluster["reconnects_total"], 0)
+        """By its records, or by the bytes of those that came after the whole list."""
+        for name, value in ("CLUSTER_LOG_SERVERS", 5), ("CLUSTER_LOG_BYTES", 3000):
+            self.setUp()
+            with mock.patch.object(ms, name, value):
+                a, b = map(self.start, "ab")
+                for players in range(50):
+                    self.hear(a, 1, players=players)
+                    self.hear(a, 2)
+                    self.run_for(1, lambda: self.assertLess(
+                        max(map(len, self.engine.logs.values()), default=0), 30, name))
+            self.assertEqual(self.shown(b), {1: ("a", "S1", 49), 2: ("a", "S2", 0)})
+            self.assertEqual(a.cluster["reconnects_total"], 0)
 
     def test_the_rules_of_each_master(self) -> None:
         a, b = self.start("a", games__other="Other"), self.start("b", limits__servers="3")
