@@ -915,6 +915,8 @@ def source_limits(address, limit):
     """Each key that counts what this source has, with the limit for that key.
 
     Anybody can have an IPv6 /48, so a /48 gets as much as SITE_SOURCES single sources."""
+    if ":" not in address:
+        return ((address, limit),)
     source, *network = source_keys(address)
     return [(source, limit)] + [(key, limit * SITE_SOURCES) for key in network]
 
@@ -1261,14 +1263,19 @@ class PacketNotes:
         self.total = 0
         self.this_second, self.second_ends = 0, 0.0     # how many were added in it
 
-    def add(self, source, protocol, port, note):
-        if note.at >= self.second_ends:
-            self.this_second, self.second_ends = 0, note.at + 1.0
+    def add(self, source, protocol, port, outcome, now, detail):
+        if now >= self.second_ends:
+            self.this_second, self.second_ends = 0, now + 1.0
         elif self.this_second >= NOTES_PER_S:
             return
         self.this_second += 1
-        notes = self.by_source.setdefault(source_key(source), collections.OrderedDict())
-        self.by_source.move_to_end(source_key(source))
+        note = Note(now, outcome, detail[:NOTE_CHARACTERS])
+        shared = source_key(source)
+        notes = self.by_source.get(shared)
+        if notes is None:
+            notes = self.by_source[shared] = collections.OrderedDict()
+        else:
+            self.by_source.move_to_end(shared)
         self.total -= len(notes)
         keep_latest(notes, (source, protocol, port), note, NOTES_PER_SOURCE)
         self.total += len(notes)
@@ -1527,7 +1534,7 @@ class Registry:
 
         `port`: as announced, 0 if it could not be read; `outcome`: a key of OUTCOMES (section 9).
         """
-        self.notes.add(source, protocol, port, Note(now, outcome, detail[:NOTE_CHARACTERS]))
+        self.notes.add(source, protocol, port, outcome, now, detail)
 
 
 def parts(servers, name, render):
@@ -2721,7 +2728,7 @@ class Iceball(UdpProtocol):
     def repeated(self, data, peers, now):
         # Among 100,000 servers each look-up waits for memory three times. Done one right after the
         # other, those of a batch wait together: an announcement costs 1.11 times that among 100
-        fingerprints = list(map(hash, zip(data, peers)))
+        fingerprints = list(map(hash, zip(data, [peer[0] for peer in peers])))
         servers = list(map(self.registry.by_fingerprint.get, fingerprints))
         for server in servers:
             if server is not None:
@@ -2801,7 +2808,7 @@ class Iceball(UdpProtocol):
             "version": iceball_version_text(version), "players": players, "max_players": maximum})
         if server is not None:
             # With 64 bits two of a million are alike once in 40 million times
-            self.registry.set_fingerprint(server, hash((packet, peer)))
+            self.registry.set_fingerprint(server, hash((packet, source)))
             self.set_sender(server, peer)
         return b""
 
