@@ -7244,9 +7244,11 @@ class ConnectionTest(unittest.TestCase):
         session.tick = mock.Mock(side_effect=[b"tock", b""])    # type: ignore[method-assign]
         connection, peer = self.make(session)
         connection.server.next_tick = math.inf
-        for _ in range(2):
+        rounds = 0
+        while session.tick.call_count < 2:
             connection.server.round(time.monotonic() + 1)
-        self.assertEqual(session.tick.call_count, 2)
+            rounds += 1
+        self.assertLess(rounds, 9)                      # a wait may end a moment too soon
         self.assertEqual(peer.recv(100), b"tock")
 
     def test_what_waits_for_slow_readers_is_bounded_in_all(self) -> None:
