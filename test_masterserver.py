@@ -6841,7 +6841,7 @@ class WebhookTest(unittest.TestCase):
                 timeout = 0.1
             return open_url(opener, request, data, timeout)
         with mock.patch.object(urllib.request.OpenerDirector, "open", open_or_hang), \
-                mock.patch.object(ms, "WEBHOOK_RETRY_S", 0.1), mock.patch.object(ms, "TICK_S", 0.1), \
+                mock.patch.multiple(ms, WEBHOOK_RETRY_S=0.1, TICK_S=0.1), \
                 self.assertLogs("masterserver", "WARNING") as logged, \
                 master(http__ports="0", games__mygame="My Game", limits__requests="1000",
                        limits__connections_open="999", notify__text="$players on $name",
