@@ -574,7 +574,8 @@ SETTINGS = (
     Setting("limits.connections_open", "64", read_number(1, 100000),
             "Open connections of one source."),
     Setting("limits.connections_total", "2000", read_number(8, 100000),
-            "Open connections in all; above that the one idle for longest is closed."),
+            "Open connections in all; above that the one idle for longest is closed.",
+            live=False),
     Setting("limits.servers_per_source", "32", read_number(1, 1000000),
             "Servers of one source that are listed, or queried; of one IPv6 /48, 16 times as "
             "many."),
@@ -657,6 +658,9 @@ class Settings:
                 raise SettingsError("--set %.16s: expected section.key=value"
                                     % without_secrets(item))
             self.put(name.strip(), text.strip(), "--set")
+        database = self.file("server.database")
+        if database and os.path.realpath(database) == os.path.realpath(path):
+            raise SettingsError("[server] database: that is the ini; it would be overwritten")
         return self
 
     def file(self, name):
@@ -8196,7 +8200,10 @@ class Webhook(WorkerThread):
             if good:
                 return
             tries += status != "429"
-            time.sleep(int(pause) if re.fullmatch("[1-9][0-9]{0,3}", pause) else WEBHOOK_RETRY_S)
+            pause_s = int(pause) if re.fullmatch("[1-9][0-9]{0,3}", pause) else WEBHOOK_RETRY_S
+            if tries == WEBHOOK_TRIES or time.monotonic() + pause_s > until:
+                return                      # so that what waits is not old when its turn comes
+            time.sleep(pause_s)
 
 
 class News:
@@ -8777,6 +8784,8 @@ class MasterLogs:
             batch = [to_json((*encoded_row(row), confirmed))
                      for row, confirmed in records[at:at + CLUSTER_BATCH]]
             self.link.ask("RPUSH", self.key(self.log), *batch)
+            # At once: a log that is written in part, as the link breaks, expires like any other
+            self.link.ask("EXPIRE", self.key(self.log), CLUSTER_LEASE_S)
             self.appended_bytes += sum(map(len, batch))
         self.length += len(records)
         self.link.ask("EXPIRE", self.key(self.log), CLUSTER_LEASE_S)
@@ -9379,8 +9388,8 @@ class MasterServer:
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
             return
+        # What changes from now on is read at the next tick, and so is a file that the ini names now
         changed = take_over(self.settings, new)
-        self.files_seen = file_stamps(new)              # it may name other files
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply(now)
@@ -9429,7 +9438,8 @@ ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
 SUBSPACE_PERIOD_S = 60.0            # as asss does
 AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s; each is answered
 AIO_MASTER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
-REFUSED_S = 1800.0                  # a refused server asks again after so long, as Iceball's do
+REFUSED_S = 1800.0                  # a refused server asks again after so long, as Iceball's do;
+                                    # by HTTP it does so after RETRY_MAX_S
 RETRY_S, RETRY_MAX_S = 1.0, 60.0    # pauses after a failure: 1, 2, 4 … 60 s
 CONNECT_S = 10.0                    # for a connection to come about
 RESPONSE_S = 20.0                   # for an HTTP answer
@@ -9457,6 +9467,7 @@ class Announcer:
     what it answers to such a query; raises Malformed."""
 
     transport = "udp"               # or "tcp": one connection that stays; or "http": one a request
+    refused_s = REFUSED_S
     master_port = 27790             # where its masters listen
     port_offset = 0                 # from the port that is named to the one for announcements
     query_offset: Optional[int] = None      # from the game port to the UDP port that masters query
@@ -9492,7 +9503,7 @@ class Announcer:
         self.tell(clean(str(error), TEXT_CHARACTERS))       # first: run() may end with these words
         pause_s = self.pause_s
         if isinstance(error, MasterRefused):
-            self.taken, pause_s = bool(self.taken), REFUSED_S
+            self.taken, pause_s = bool(self.taken), self.refused_s
         else:
             self.pause_s = min(2 * pause_s, RETRY_MAX_S)
         self.due = now + pause_s
@@ -9646,6 +9657,7 @@ class HttpAnnouncer(Announcer):
     end."""
 
     transport = "http"
+    refused_s = RETRY_MAX_S             # the master's operator may put it right at any time
 
     def fields(self):
         """What is posted."""
@@ -10804,11 +10816,18 @@ COMMANDS = {
 }
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """Its errors repeat the words of the command line; there may be a URL among them."""
+
+    def error(self, message):
+        super().error(" ".join(map(without_secrets, message.split(" "))))
+
+
 def main(argv=None):
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and words[0] in COMMANDS else ""
     command, add_arguments, help = COMMANDS[name]
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=("masterserver.py " + name).strip(), description=help,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
