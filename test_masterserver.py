@@ -457,7 +457,7 @@ class SettingsTest(unittest.TestCase):
 
     def test_a_wrong_command_line_shows_no_secret(self):
         for words in (("--set", "cluster.redis", "redis://:SECRET@h/0"),
-                      ("--redis=redis://:SECRET@h/0",), ("list", "--game", "x://SECRET", "h")):
+                      ("--redis=redis://:SECRET@h/0",), ("list", "--game", "x://h/SECRET", "h")):
             status, out, err = command(*words)
             self.assertEqual((status, "SECRET" in out + err), (2, False), words)
             self.assertIn("://", err)
