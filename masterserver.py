@@ -631,6 +631,8 @@ class Settings:
         self.given.add(row.name)
         try:
             (name + text).encode()          # bytes of the command line that are no text
+            if "\0" in text:
+                raise ValueError("a NUL is no text")        # and the name of no file
             if row.key:
                 self.values[name] = row.read(text)
             else:

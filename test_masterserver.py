@@ -364,6 +364,7 @@ class SettingsTest(unittest.TestCase):
                 ("[bans]\n1.2.3.4/33 = x\n", "expected an IPv4 or IPv6 network"),
                 ("[server]\nrefuse_names = (\n", "mistake at character 1"),
                 ("[server]\nrefuse_names = a{99999999999}\n", "this one is too large"),
+                ("[server]\ndatabase = a\0b\n", "a NUL is no text"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
                 ("[games]\naio = A\n", "the id aio is taken"),
                 ("[quake3]\ntags = Warsow\n", "tags = Warsow: expected TAG = GAME"),
