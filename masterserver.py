@@ -125,7 +125,8 @@ WORKER_JOBS = 64                    # waiting for one thread; others are told to
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
 LOOKUPS_PER_NETWORK = 4             # of an IPv6 /48, which anybody can have
-LOOKUP_TURNS = 1024                 # sources whose turn is remembered: half an hour of fast ones
+# Sources that are remembered as served lately: 16 times as many as can wait
+LOOKUP_TURNS = 1024
 # Game servers of one source that wait for the same look-up. If each is a Luanti server with the
 # longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
@@ -159,7 +160,7 @@ KNOWN_SERVERS = 60_000
 KNOWN_GAMES = 1000
 # What became of the last packets, for /check: so many notes in all, about 3 MB at their longest
 NOTES = 4096
-NOTES_PER_SOURCE = 64               # two for each of the 32 servers that one source may list
+NOTES_PER_SOURCE = 64               # two for each of the 32 servers that a source lists by default
 NOTES_PER_S = 500                   # a flood leaves eight seconds to look at
 NOTE_CHARACTERS = 200               # of the detail: two lines on the page
 
