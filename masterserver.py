@@ -159,10 +159,11 @@ KNOWN_SERVERS = 60_000
 # Games whose history is kept: the page has some 80 at a time, those of the Quake III family 64
 KNOWN_GAMES = 1000
 # What became of the last packets, for /check: so many notes in all, about 3 MB at their longest
-NOTES = 4096
-NOTES_PER_SOURCE = 64               # two for each of the 32 servers that a source lists by default
-NOTES_PER_S = 500                   # a flood leaves eight seconds to look at
-NOTE_CHARACTERS = 200               # of the detail: two lines on the page
+OUTCOMES_KEPT = 4096
+# two for each of the 32 servers that a source lists by default
+OUTCOMES_PER_SOURCE = 64
+OUTCOMES_PER_S = 500                   # a flood leaves eight seconds to look at
+OUTCOME_CHARACTERS = 200               # of the detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese characters need 1,200
 HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
@@ -582,11 +583,11 @@ SETTINGS = (
             "many."),
     Setting("limits.servers", "50000", read_number(1, 10000000), "Listed servers in all."),
 )
-ROWS = {row.name: row for row in SETTINGS}
+SETTINGS_BY_NAME = {row.name: row for row in SETTINGS}
 SECTIONS = {row.section for row in SETTINGS}
 
 # Settings of earlier versions; one that is still in an ini has no effect and is a warning
-REMOVED = ("aio.dialects", "aio.text_greeting_after")
+REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
 # Sections of which no value is shown, as it is a secret even where it is no URL
 SECRET_SECTIONS = "webhooks", "cluster"
@@ -621,10 +622,10 @@ class Settings:
         if "://" in section:            # the dot is the URL's
             raise SettingsError("%s: %s: expected section.key" % (where, without_secrets(name)))
         shown = "%s: [%s] %s" % (where, section, without_secrets(key))
-        if name in REMOVED:
+        if name in REMOVED_SETTINGS:
             self.warnings.append(shown + " is no setting any more; it has no effect")
             return
-        row = ROWS.get(name) or ROWS.get(section)
+        row = SETTINGS_BY_NAME.get(name) or SETTINGS_BY_NAME.get(section)
         if row is None:
             raise SettingsError("%s: [%s] %s" % (where, section, what_is_unknown(section, key)))
         for line in text.split("\n")[1:]:
@@ -696,7 +697,7 @@ def check_line_below(line, shown):
     section = "webhooks"
     if words[-1] in ENGINE_SCHEMES:
         section = "cluster"
-    elif ROWS.get("http." + name):
+    elif SETTINGS_BY_NAME.get("http." + name):
         section = "http"
     raise SettingsError(
         "%s: the line %s = … stands below this value and continues it, as it is indented; it "
@@ -769,7 +770,7 @@ Peer = Tuple[Any, ...]
 Replies = List[Tuple[bytes, Peer]]
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
 # not the module's own generator, which an embedding program may have seeded
-CHANCE = random.SystemRandom()
+RANDOM = random.SystemRandom()
 
 
 def error_text(error):
@@ -840,7 +841,7 @@ def clamp(value, high=PLAYERS_MAX):
     return 0 if value < 0 else high if value > high else value
 
 
-def canonical(address):
+def canonical_address(address):
     """The address as lists and limits know it: no scope, IPv4-mapped IPv6 as IPv4."""
     if ":" not in address:
         return address
@@ -891,7 +892,7 @@ class Networks:
 
 
 # Loopback, private or link-local: a server there may name another address for itself
-LOCAL = Networks(map(ipaddress.ip_network, (
+LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
     "127.0.0.0/8", "::1/128",                                   # loopback
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
@@ -928,7 +929,7 @@ def source_limits(address, limit):
     return [(source, limit)] + [(key, limit * SITE_SOURCES) for key in network]
 
 
-def uncount(counts, key):
+def decrement(counts, key):
     """One fewer of these; a key with none left is dropped."""
     counts[key] -= 1
     if not counts[key]:
@@ -943,7 +944,7 @@ def keep_latest(table, key, value, most):
         table.popitem(last=False)
 
 
-def endpoint(address, port):
+def endpoint_text(address, port):
     return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
 
 
@@ -977,7 +978,7 @@ class Cookie:
         mac.update(message)
         return mac.digest()
 
-    def good(self, mac, message, now):
+    def is_valid(self, mac, message, now):
         if mac == self.make(message, now):
             return True
         older = self.previous.copy()
@@ -1009,7 +1010,7 @@ class Limiter:
         self.depth_s = (rate[1] + 0.001) / rate[0]      # a bit more, so that sums of fractions fit
         self.table.clear()
 
-    def spent(self, address, now):
+    def is_nearly_empty(self, address, now):
         """Has this source next to nothing left? Asking costs it nothing."""
         full_at = self.table.get(source_key(address), 0.0)
         return full_at - now > self.depth_s - 2 * self.cost_s
@@ -1080,9 +1081,11 @@ class Rules:
     and has but the verdict."""
 
     def __init__(self, settings):
-        (self.datagrams, self.messages, self.connections, self.udp_requests, self.requests,
-         self.answers) = self.limiters = [Limiter(ANSWERS_RATE, self.verdict) for _ in range(6)]
-        self.surplus = Limiter(SURPLUS_BYTES)
+        (self.datagram_limiter, self.message_limiter, self.connection_limiter,
+         self.udp_request_limiter, self.request_limiter,
+         self.answer_limiter) = self.limiters = [Limiter(ANSWERS_RATE,
+                                                         self.verdict) for _ in range(6)]
+        self.surplus_limiter = Limiter(SURPLUS_BYTES)
         self.read(settings)
 
     def read(self, settings):
@@ -1096,11 +1099,11 @@ class Rules:
         # Why one is blocked is for the operator alone
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])
         self.refuse_names = settings["server.refuse_names"]
-        self.servers = settings["limits.servers"]
-        self.servers_per_source = settings["limits.servers_per_source"]
+        self.max_servers = settings["limits.servers"]
+        self.max_servers_per_source = settings["limits.servers_per_source"]
         for limiter, name in zip(self.limiters, LIMITS):
             limiter.set_rate(settings[name])
-        self.answers.set_rate(ANSWERS_RATE)             # who is blocked may have changed
+        self.answer_limiter.set_rate(ANSWERS_RATE)             # who is blocked may have changed
         _, self.requests_at_once = settings["limits.requests"]
 
     def request_tokens(self, tokens):
@@ -1108,15 +1111,17 @@ class Rules:
         most, so that the smallest bucket lets it through now and then."""
         return min(tokens, self.requests_at_once / 2)
 
-    def believes(self, source, claimed):
+    def believes_claim(self, source, claimed):
         """May a server say that it has this address? Only one on a local network, and no
         loopback."""
-        return source in LOCAL and is_unicast(claimed) and not is_loopback(canonical(claimed))
+        if source not in LOCAL_NETWORKS or not is_unicast(claimed):
+            return False
+        return not is_loopback(canonical_address(claimed))
 
     def listed_address(self, source, claimed=""):
         """Where players find a server that sends from `source` and claims to be at `claimed`."""
-        if claimed and self.believes(source, claimed):
-            return canonical(claimed)
+        if claimed and self.believes_claim(source, claimed):
+            return canonical_address(claimed)
         if source in self.address_map:
             return self.address_map[source]
         if self.public_address and is_loopback(source):
@@ -1132,20 +1137,20 @@ class Rules:
 
     def exempts(self, address):
         # The table costs less than the verdict, and knows most of them
-        return (self.datagrams.table.get(address) or self.verdict(address)) == EXEMPT
+        return (self.datagram_limiter.table.get(address) or self.verdict(address)) == EXEMPT
 
     def allow_surplus(self, use, address, size, now):
         """May a source that has proven nothing get `size` bytes more than it sent?
 
         All of them share one bucket: a limit by source does not bind those who forge sources. Each
         `use` has its own: a flood of pings keeps nobody from the list."""
-        return size <= 0 or self.exempts(address) or self.surplus.allow(use, now, size)
+        return size <= 0 or self.exempts(address) or self.surplus_limiter.allow(use, now, size)
 
     def surplus_is_spent(self, use, address, now):
         """Would allow_surplus() refuse this source even a few bytes?"""
-        return self.surplus.spent(use, now) and not self.exempts(address)
+        return self.surplus_limiter.is_nearly_empty(use, now) and not self.exempts(address)
 
-    def ban(self, *addresses):
+    def ban_reason(self, *addresses):
         """Why none of these addresses may announce, or ""."""
         for address in set(addresses) if self.bans else ():
             reason = self.bans.find(address_number(address))
@@ -1153,17 +1158,17 @@ class Rules:
                 return reason or "banned, no reason given"
         return ""
 
-    def check_source(self, counts, source, participle):
+    def check_source_limit(self, counts, source, participle):
         """Raise Refused if this source has as many servers as it may have.
 
         `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
-        for key, limit in source_limits(source, self.servers_per_source):
+        for key, limit in source_limits(source, self.max_servers_per_source):
             if counts.get(key, 0) >= limit and not self.exempts(source):
                 network = key[-3:] + " network" if ":" in key else "address"
                 raise Refused("limit", "at most %d servers of one %s are %s"
                               % (limit, network, participle))
 
-    def marks(self, place):
+    def operator_marks(self, place):
         return self.official.get(place, False), self.priority.get(place, 0)
 
 
@@ -1183,9 +1188,9 @@ class Server:
                  poller decides
     playing      in ships, on the field; None: the protocol is silent
     verified     how it is known to be there: handshake, query, connection, or self-reported
-    announced    what Luanti's told, as its list has it
-    published    the name as an AIO server has published it, with its counter of players
-    claim        the announcer that a SubSpace zone belongs to, as texts: see ZoneOwner
+    luanti_announcement what Luanti's told, as its list has it
+    aio_published_name   the name as an AIO server has published it, with its counter of players
+    zone_owner the announcer that a SubSpace zone belongs to, as texts: see ZoneOwner
     fingerprint  of the packet that, repeated, changes nothing; see Registry.by_fingerprint
     sender       the address and UDP port that an Iceball server announces from
     official, priority   the operator's marks
@@ -1193,30 +1198,31 @@ class Server:
     pinned       named by the ini: it stays, as not responding, however long it is silent
     master       the master that has heard it; "": this one
     rank         as ranking() made it; None after a change
-    parts        its part of each list, as made last
+    entry_cache  its entry of each list, as rendered last
     """
 
     __slots__ = (
         "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
-        "lifetime", "rank", "parts", "published", "announced", "claim", "fingerprint", "sender",
-        "master")
+        "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
+        "zone_owner", "fingerprint", "sender", "master")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
-                 published="", announced=NO_DETAILS, claim=NO_DETAILS):
+                 aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS):
         self.game, self.address, self.port, self.source = game, address, port, source
         self.first_seen = self.last_seen = now
         self.lifetime, self.name, self.mode, self.map = lifetime, name, mode, map
         self.version, self.players, self.max_players = version, players, max_players
         self.verified, self.description, self.playing = verified, description, playing
         self.flavor, self.responding, self.ping_ms = flavor, responding, ping_ms
-        self.details, self.published, self.announced = details, published, announced
-        self.claim, self.fingerprint, self.sender, self.master = claim, None, None, ""
+        self.details, self.aio_published_name = details, aio_published_name
+        self.luanti_announcement, self.zone_owner = luanti_announcement, zone_owner
+        self.fingerprint, self.sender, self.master = None, None, ""
         self.official, self.priority, self.confirmed, self.pinned = False, 0, True, False
-        self.rank = self.parts = None
+        self.rank = self.entry_cache = None
 
     @property
     def key(self) -> Key:
@@ -1250,7 +1256,7 @@ def census_of(servers):
     return {game: Census(*count) for game, count in counts.items()}
 
 
-class Note(NamedTuple):
+class PacketOutcome(NamedTuple):
     """What became of a packet."""
 
     at: float                           # seconds of the monotonic clock
@@ -1258,7 +1264,7 @@ class Note(NamedTuple):
     detail: str
 
 
-class PacketNotes:
+class PacketOutcomes:
     """What became of the last packets, by source, protocol and announced port.
 
     A source that fills its share loses its own oldest note; when all are too many, the source goes
@@ -1273,10 +1279,10 @@ class PacketNotes:
     def add(self, source, protocol, port, outcome, now, detail):
         if now >= self.second_ends:
             self.this_second, self.second_ends = 0, now + 1.0
-        elif self.this_second >= NOTES_PER_S:
+        elif self.this_second >= OUTCOMES_PER_S:
             return
         self.this_second += 1
-        note = Note(now, outcome, detail[:NOTE_CHARACTERS])
+        note = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
         shared = source_key(source)
         notes = self.by_source.get(shared)
         if notes is None:
@@ -1284,18 +1290,18 @@ class PacketNotes:
         else:
             self.by_source.move_to_end(shared)
         self.total -= len(notes)
-        keep_latest(notes, (source, protocol, port), note, NOTES_PER_SOURCE)
+        keep_latest(notes, (source, protocol, port), note, OUTCOMES_PER_SOURCE)
         self.total += len(notes)
-        while self.total > NOTES:
+        while self.total > OUTCOMES_KEPT:
             _, oldest = self.by_source.popitem(last=False)
             self.total -= len(oldest)
 
     def get(self, source, protocol, port):
-        """The Note, or None."""
+        """The PacketOutcome, or None."""
         return self.by_source.get(source_key(source), {}).get((source, protocol, port))
 
     def __iter__(self):
-        """(address, protocol, port, Note), those of the source heard longest ago first."""
+        """(address, protocol, port, PacketOutcome), those of the source heard longest ago first."""
         for notes in self.by_source.values():
             for (address, protocol, port), note in notes.items():
                 yield address, protocol, port, note
@@ -1318,20 +1324,21 @@ class Registry:
         self.sources = collections.defaultdict(int)         # how many, by source_keys()
         self.total = 0
         self.generation = 0
-        self.watchers = []                  # whom to tell: call, game ("": all), events, whose
+        self.subscribers = []                  # whom to tell: call, game ("": all), events, whose
         self.altered = set()                # own, listed, changed or gone since the disk was told
-        self.deaf_until = -math.inf         # nobody could be heard before: no silence counts
+        # nobody could be heard before: no silence counts
+        self.silence_counts_from = -math.inf
         # The shortcut of the hot path: the fingerprint of a packet, and the server that it is from
         # and about which it says nothing new. changed() ends the shortcut, whoever changed the
         # server: another master, the operator, the server itself
         self.by_fingerprint = {}
-        self.notes = PacketNotes()
-        self.counted = RenderedList(self, "", census_of)
+        self.outcomes = PacketOutcomes()
+        self.census_cache = RenderedList(self, "", census_of)
 
-    def watch(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
+    def subscribe(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
         """Have `call(event, server)` called for a game, or for all: for own servers, or for all.
         """
-        self.watchers.append((call, game, events, every_master))
+        self.subscribers.append((call, game, events, every_master))
 
     def get(self, game, address, port):
         return self.games.get(game, {}).get((address, port))
@@ -1353,52 +1360,54 @@ class Registry:
             server.fingerprint = None
         self.by_fingerprint.clear()
 
-    def admit(self, game, address, port, source, name=None, pinned=False):
+    def check_admission(self, key, source, name=None, pinned=False):
         """Raise Refused if a server that is not listed yet may not be.
 
         `name`: None if it has not told it; `pinned`: named in the ini, without limits."""
+        game, address, port = key
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         # Whoever sent us a packet has an address, but 0.* and a link-local one mean nothing to
         # others
         if address != source and not is_unicast(address) or source[:2] == "0." or "%" in source:
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        self.check(source, address, port, name)
+        self.check_rules(source, address, port, name)
         if pinned:
             return
         # Another master's server that announces itself here as well takes no further room
-        if self.total >= self.rules.servers and self.get(game, address, port) is None:
-            raise Refused("limit", "this master lists at most %d servers" % self.rules.servers)
-        self.rules.check_source(self.sources, source, "listed")
+        if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
+            raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
+        self.rules.check_source_limit(self.sources, source, "listed")
 
-    def check(self, source, address, port, name):
+    def check_rules(self, source, address, port, name):
         """Raise Refused for who is banned, and for a refused name."""
-        ban = self.rules.ban(source, address)
+        ban = self.rules.ban_reason(source, address)
         if ban:
             raise Refused("banned", ban)
-        self.admit_name(name, address, port)
+        self.check_name(name, address, port)
 
-    def admit_name(self, name, address="", port=0):
+    def check_name(self, name, address="", port=0):
         """Raise Refused for a refused name; the place itself, for want of a name, never is."""
         for pattern in self.rules.refuse_names if name else ():
-            if pattern.search(name) and name != endpoint(address, port):
+            if pattern.search(name) and name != endpoint_text(address, port):
                 raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
-    def hear(self, game: str, address: str, port: int, source: str, now: float, lifetime: float,
-             fields: Mapping[str, Any], pinned: bool = False) -> Server:
+    def list_or_refresh(self, key: Key, source: str, now: float, lifetime: float,
+                        fields: Mapping[str, Any], pinned: bool = False) -> Server:
         """List a server, or refresh it, with what it told; raises Refused.
 
         `fields`: attributes of Server."""
+        game, address, port = key
         server = self.get(game, address, port)
         if server is None or server.master:
-            self.admit(game, address, port, source, fields.get("name"), pinned)
+            self.check_admission(key, source, fields.get("name"), pinned)
             if server is not None:      # another master's: now it is an own one, and never left
-                self.take_out(server)
+                self.detach(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
             self.insert(server)
             return server
-        self.check(source, address, port, fields.get("name"))
+        self.check_rules(source, address, port, fields.get("name"))
         if server.source != source:
             self.count_source(server, -1)
             server.source = source
@@ -1410,7 +1419,7 @@ class Registry:
     def insert(self, server):
         """A new server, admitted or restored."""
         place = server.address, server.port
-        server.official, server.priority = self.rules.marks(place)
+        server.official, server.priority = self.rules.operator_marks(place)
         self.games[server.game][place] = server
         self.count_source(server, 1)
         self.total += 1
@@ -1433,27 +1442,27 @@ class Registry:
                 setattr(server, name, value)
             self.changed("changed", server)
 
-    def remove(self, server):
+    def remove_own(self, server):
         """An own server goes; None, or another master's, changes nothing."""
         if server is not None and not server.master:
-            self.drop(server)
+            self.remove_any(server)
 
-    def drop(self, server):
+    def remove_any(self, server):
         """The same, whoever has heard it; one that has left already changes nothing."""
         if server is None or self.get(*server.key) is not server:
             return
-        self.take_out(server)
+        self.detach(server)
         if not self.games[server.game] and self.titles.pop(server.game, ""):
             del self.games[server.game], self.title_sources[server.game]
         self.changed("gone", server)
 
-    def entitle(self, server, title):
+    def set_game_title(self, server, title):
         """Give the server's game a title, unless an earlier server has given it one."""
         if server.game not in self.titles:
             self.titles[server.game] = title
             self.title_sources[server.game] = server.source
 
-    def take_out(self, server):
+    def detach(self, server):
         """Out of the tables, and nobody is told."""
         del self.games[server.game][server.address, server.port]
         self.count_source(server, -1)
@@ -1472,11 +1481,11 @@ class Registry:
             if server.playing is not None:
                 server.playing = clamp(server.playing, server.players)
         self.generation += 1
-        server.rank = server.parts = None
+        server.rank = server.entry_cache = None
         self.forget_fingerprint(server)
         if len(self.altered) < ALTERED_SERVERS and not server.master:
             self.altered.add(server.key)
-        for call, game, events, every_master in self.watchers:
+        for call, game, events, every_master in self.subscribers:
             if event in events and game in ("", server.game):
                 if every_master or not server.master:
                     call(event, server)
@@ -1494,13 +1503,13 @@ class Registry:
             if server.address == listed_at != rules.listed_address(server.source):
                 leaves = True
             try:
-                self.check(server.source, server.address, server.port, server.name)
+                self.check_rules(server.source, server.address, server.port, server.name)
             except Refused:
                 leaves = True
             if leaves:
-                self.drop(server)
+                self.remove_any(server)
             else:
-                official, priority = rules.marks((server.address, server.port))
+                official, priority = rules.operator_marks((server.address, server.port))
                 self.update(server, {"official": official, "priority": priority})
 
     def expire(self, now):
@@ -1510,16 +1519,16 @@ class Registry:
                   if server.last_seen + server.lifetime <= now]
         for server in silent:
             if self.is_silent(server.source, server.last_seen, server.lifetime, now):
-                self.remove(server)
+                self.remove_own(server)
 
     def is_silent(self, source, heard_at, seconds, now):
         """Has this source, last heard at `heard_at`, been silent for so many seconds, and does the
         silence prove anything?"""
-        if now < max(heard_at, self.deaf_until) + seconds:
+        if now < max(heard_at, self.silence_counts_from) + seconds:
             return False
         # A flood in its name keeps its own packets out: then silence proves little
         return (now >= heard_at + FLOODED_LIFETIMES * seconds
-                or not self.rules.datagrams.spent(source, now))
+                or not self.rules.datagram_limiter.is_nearly_empty(source, now))
 
     def servers(self, game=""):
         """All servers, or those of a game, in the master's order; the list is the caller's."""
@@ -1528,29 +1537,29 @@ class Registry:
 
     def census(self, now):
         """A Census by game; at most RENDER_S old."""
-        return self.counted.get(now)
+        return self.census_cache.get(now)
 
-    def forget_parts(self):
+    def forget_entries(self):
         """What was made of servers no longer holds, though none has changed."""
         self.generation += 1
         for server in self.servers():
-            server.parts = None
+            server.entry_cache = None
 
-    def note(self, source, protocol, port, outcome, now, detail=""):
+    def record_outcome(self, source, protocol, port, outcome, now, detail=""):
         """Remember what became of a packet, for the operator of that game server.
 
         `port`: as announced, 0 if it could not be read; `outcome`: a key of OUTCOMES (section 9).
         """
-        self.notes.add(source, protocol, port, outcome, now, detail)
+        self.outcomes.add(source, protocol, port, outcome, now, detail)
 
 
-def parts(servers, name, render):
+def cached_entries(servers, name, render):
     """Each server's part of the list `name`, rendered when the server has changed since."""
     out = []
     for server in servers:
-        made = server.parts
+        made = server.entry_cache
         if made is None:
-            made = server.parts = {}
+            made = server.entry_cache = {}
         part = made.get(name)
         if part is None:
             part = made[name] = render(server)
@@ -1894,7 +1903,7 @@ class Database:
                 self._write_samples(db, BLOCKS[MINUTE], minute, server, sample)
         self._run(work)
         self._quarter = minute // QUARTER
-        return self.recent(wall) if ended else None
+        return self.hourly_players(wall) if ended else None
 
     def history(self, game, address, port, span, wall):
         """The last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or 'year'
@@ -1913,7 +1922,7 @@ class Database:
         samples = self._run(work)
         return Series(times.start, step, means(samples, times), peaks(samples, times))
 
-    def recent(self, wall):
+    def hourly_players(self, wall):
         """The hourly means of the last 24 hours, for every server and game that has any."""
         form, end = BLOCKS[HOUR], series_end(HOUR, wall)
         times = range(end - DAY, end, HOUR)
@@ -2102,7 +2111,7 @@ class UdpProtocol:
     ipv4_only = True                # its lists carry 4-byte addresses
     datagram_bytes = MAX_DATAGRAM_BYTES     # of a longer one the rest is lost
 
-    def repeated(self, data: Sequence[bytes], peers: Sequence[Peer],
+    def answer_repeats(self, data: Sequence[bytes], peers: Sequence[Peer],
                  now: float) -> Sequence[Optional[bytes]]:
         """For each datagram its answer if a listed server only repeats itself; None: datagram() is
         to read it. Repetitions are treated as if they had come before the others."""
@@ -2192,14 +2201,15 @@ class Core(NamedTuple):
     # is `like`, or one of its family, if there is one. `source` is the address that named the host,
     # "" for the ini; raises Refused where it has to try again
     resolve: Callable[..., None]
-    announcers: Dict[str, PolledGame]       # by game, who takes an announcement that came by HTTP
+    # by game, who takes an announcement that came by HTTP
+    http_announcers: Dict[str, PolledGame]
     database: Optional[Database] = None     # only for jobs of the disk thread
     tallies: Mapping[str, Tally] = {}       # by protocol
     health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
     listeners: Sequence[Any] = ()           # with .protocol, .transport, .host and .port
     gauges: Mapping[str, float] = {}        # what is measured beside the tallies, for /metrics
     # The last day's hourly player counts
-    recent: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
+    hourly_players: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
     cluster: Mapping[str, Any] = {}         # how the link to other masters does, if there is one
 
 
@@ -2229,7 +2239,7 @@ class Target:
     nonce = 0                       # of that query
     unanswered = 0                  # queries of this poll
     restarts = 0                    # polls that an announcement has cut short since the last answer
-    missed = 0                      # polls in a row
+    missed_polls = 0                      # polls in a row
     ping_ms = 0.0                   # round trip of the answer at hand
     wrong = ""                      # why what came in this poll is no answer
     scratch: Any = None
@@ -2240,7 +2250,7 @@ class Target:
         self.key = querier.game, address, server_port
         self.source = source_key(address)
         self.game = querier.game            # that its server is listed under
-        self.phase = CHANCE.random()        # its place in the interval, from 0 to 1
+        self.phase = RANDOM.random()        # its place in the interval, from 0 to 1
 
 
 class Querier:
@@ -2253,7 +2263,7 @@ class Querier:
 
     def nonce(self) -> int:
         """What a query carries and its answer must: an unsigned 32-bit integer."""
-        return CHANCE.getrandbits(32)
+        return RANDOM.getrandbits(32)
 
     def query(self, target: Target) -> bytes:
         raise NotImplementedError
@@ -2264,17 +2274,18 @@ class Querier:
         (`target.nonce`); Refused counts as much."""
         raise NotImplementedError
 
-    def missed(self, target: Target, now: float) -> bool:
-        """A poll went unanswered, the `target.missed`th in a row. True: stop querying it."""
+    def poll_missed(self, target: Target, now: float) -> bool:
+        """A poll went unanswered, the `target.missed_polls`th in a row. True: stop querying it."""
         raise NotImplementedError
 
-    def note_silence(self, target: Target, now: float) -> None:
+    def record_silence(self, target: Target, now: float) -> None:
         """For /check: nothing came, or something that is no answer."""
         outcome, why = "silent", "no answer from UDP port %d" % target.port
         if target.wrong:
             outcome = "bad packet"
             why = "its answer from UDP port %d: %s" % (target.port, target.wrong)
-        self.registry.note(target.address, self.game, target.server_port, outcome, now, why)
+        self.registry.record_outcome(target.address, self.game, target.server_port, outcome, now,
+                                     why)
 
 
 class Poller(UdpProtocol):
@@ -2362,11 +2373,11 @@ class Poller(UdpProtocol):
             self.settle(target)
             del self.targets[target.key]
             for key in source_keys(target.address):
-                uncount(self.sources, key)
+                decrement(self.sources, key)
 
     # Polls
 
-    def begin(self, querier, address, server_port, now):
+    def poll_now(self, querier, address, server_port, now):
         """Poll this game server, as add() does if it is no target yet. Its next poll begins at the
         next tick, also where one is under way; what the querier remembers of that one goes.
 
@@ -2386,7 +2397,7 @@ class Poller(UdpProtocol):
     def datagram(self, data, peer, now):
         wrong = "an answer that nobody asked for"
         for querier in self.queriers:                   # two games may be at one endpoint
-            target = self.find(querier, canonical(peer[0]), peer[1] - querier.offset)
+            target = self.find(querier, canonical_address(peer[0]), peer[1] - querier.offset)
             if target is None or target.asked_at is None:
                 continue
             target.ping_ms = (now - target.asked_at) * 1000
@@ -2395,7 +2406,7 @@ class Poller(UdpProtocol):
             except (Malformed, Refused) as error:       # perhaps another game's
                 wrong = target.wrong = str(error)
                 continue
-            target.missed = target.restarts = 0
+            target.missed_polls = target.restarts = 0
             if goodbye is None:
                 target.asked_at, target.due = None, now
             else:
@@ -2428,8 +2439,8 @@ class Poller(UdpProtocol):
             target.unanswered += 1
         if target.unanswered < target.querier.attempts:
             return True
-        target.missed += 1
-        if target.querier.missed(target, now):
+        target.missed_polls += 1
+        if target.querier.poll_missed(target, now):
             self.remove(target)
         self.finish_poll(target, now)
         return False
@@ -2469,8 +2480,9 @@ class PolledGame(Querier):
     """A game whose servers are listed for as long as they answer the poller.
 
     They are named in the ini by address or host name (`read_pinned`), announce themselves in their
-    protocol or by HTTP (`announced`), or were listed before a restart. `take` lists what answers,
-    `missed` removes what does not; one that the ini names is then shown as not responding."""
+    protocol or by HTTP (`on_http_announcement`), or were listed before a restart. `list_polled`
+    lists what answers, `poll_missed` removes what does not; one that the ini names is then shown
+    as not responding."""
 
     def __init__(self, core):
         self.core = core
@@ -2480,10 +2492,10 @@ class PolledGame(Querier):
         self.addresses = {}                     # by host, "" while it has none
         self.hosts_asked = set()                # whose look-ups are under way
         self.resolve_at = -math.inf
-        core.announcers[self.game] = self
-        self.registry.watch(self.watch, self.game, ["listed", "gone"])
+        core.http_announcers[self.game] = self
+        self.registry.subscribe(self.on_registry_event, self.game, ["listed", "gone"])
 
-    def announced(self, source, port, fields, now):
+    def on_http_announcement(self, source, port, fields, now):
         """A server said by HTTP, from `source`, that it is there. Raises Refused."""
         raise NotImplementedError
 
@@ -2495,14 +2507,14 @@ class PolledGame(Querier):
         target = self.poller.find(self, source, port)
         server = self.registry.get(self.game, address, port)
         if server is not None and not server.master:
-            self.registry.check(source, address, port, name)
+            self.registry.check_rules(source, address, port, name)
         else:
             pinned = target is not None and target.pinned
-            self.registry.admit(self.game, address, port, source, name, pinned)
+            self.registry.check_admission((self.game, address, port), source, name, pinned)
         if target is None:
-            self.rules.check_source(self.poller.sources, source, "queried")
+            self.rules.check_source_limit(self.poller.sources, source, "queried")
 
-    def ask_newcomer(self, source, port, now, name=None):
+    def query_newcomer(self, source, port, now, name=None):
         """Begin a poll of a game server that has announced itself, also of one that is listed or
         being asked already; gives its target. Raises Refused."""
         self.admit_newcomer(source, port, name)
@@ -2513,32 +2525,33 @@ class PolledGame(Querier):
                                        "try again in a minute")
                 if leaves.key == (self.game, source, port):
                     raise busy
-                self.registry.note(leaves.address, leaves.querier.game, leaves.server_port,
+                self.registry.record_outcome(leaves.address, leaves.querier.game,
+                                             leaves.server_port,
                                    busy.outcome, now, str(busy))
-        target = self.poller.begin(self, source, port, now)
-        server = self.listed(target)
+        target = self.poller.poll_now(self, source, port, now)
+        server = self.listed_server(target)
         is_well = server is not None and server.responding and not server.master
         outcome = "listed" if is_well else "announced"
-        self.registry.note(source, self.game, port, outcome, now)
+        self.registry.record_outcome(source, self.game, port, outcome, now)
         return target
 
-    def stopped(self, source, port):
+    def stop_polling(self, source, port):
         """The game server has left, or says so; False: it was not queried."""
         target = self.poller.find(self, source, port)
         if target is not None and not target.pinned:
             self.poller.remove(target)
         return target is not None
 
-    def watch(self, event, server):
+    def on_registry_event(self, event, server):
         """Every listed server is queried, also one that was restored from disk; nobody who left."""
         if event == "listed":
             target = self.poller.add(self, server.source, server.port)
             target.game = server.game
             target.pinned |= server.pinned
         else:
-            self.stopped(server.source, server.port)
+            self.stop_polling(server.source, server.port)
 
-    def place(self, target):
+    def listed_endpoint(self, target):
         """Where its server is listed."""
         return self.rules.listed_address(target.address), target.server_port
 
@@ -2556,10 +2569,10 @@ class PolledGame(Querier):
             self.resolve_at = now + RESOLVE_S
             for host in hosts:
                 if is_unicast(host):
-                    self.addresses[host] = canonical(host)
+                    self.addresses[host] = canonical_address(host)
                 elif host not in self.hosts_asked:
                     self.hosts_asked.add(host)
-                    self.core.resolve(host, functools.partial(self.resolved, host), "")
+                    self.core.resolve(host, functools.partial(self.pinned_resolved, host), "")
         self.pinned = {(self.addresses[host], port): said
                        for (host, port), said in self.named.items() if self.addresses.get(host)}
         for place in self.pinned:
@@ -2569,9 +2582,9 @@ class PolledGame(Querier):
                 left = target.querier is self and target.key[1:] not in self.pinned
                 if left and target.pinned:
                     self.poller.remove(target)
-                    self.registry.remove(self.listed(target))
+                    self.registry.remove_own(self.listed_server(target))
 
-    def resolved(self, host, address, now):
+    def pinned_resolved(self, host, address, now):
         """Where a host that the ini names leads; "" if nowhere: then the last address counts."""
         self.hosts_asked.discard(host)
         if is_unicast(address):
@@ -2585,51 +2598,55 @@ class PolledGame(Querier):
 
     # What the poller finds
 
-    def listed(self, target):
+    def listed_server(self, target):
         """Its server in the list, or None."""
-        return self.registry.get(target.game, *self.place(target))
+        return self.registry.get(target.game, *self.listed_endpoint(target))
 
     def admitted_game(self, source, fields):
         """The game under which a server of this source with this answer is listed; raises Refused.
         """
         return self.game
 
-    def take(self, target, fields, now, lifetime=math.inf):
+    def list_polled(self, target, fields, now, lifetime=math.inf):
         """List the server with what it answered, or refresh it; None: it is refused."""
-        address, port = self.place(target)
-        before = self.listed(target)
+        address, port = self.listed_endpoint(target)
+        before = self.listed_server(target)
         was_there = before is not None and before.responding
         fields = {"responding": True, "verified": "query", **fields}
         try:
             game = self.admitted_game(target.address, fields)
             if before and before.game != game:
-                self.registry.remove(before)
+                self.registry.remove_own(before)
             target.game = game
-            server = self.registry.hear(game, address, port, target.address, now, lifetime,
+            server = self.registry.list_or_refresh((game, address, port), target.address, now,
+                                                   lifetime,
                                         fields, target.pinned)
         except Refused as refused:
-            self.registry.note(target.address, self.game, port, refused.outcome, now, str(refused))
-            self.registry.remove(before)
-            self.stopped(target.address, port)
+            self.registry.record_outcome(target.address, self.game, port, refused.outcome, now,
+                                         str(refused))
+            self.registry.remove_own(before)
+            self.stop_polling(target.address, port)
             return None
         self.poller.settle(target)
         if server.responding and not was_there:
-            self.registry.note(target.address, self.game, port, "listed", now)
+            self.registry.record_outcome(target.address, self.game, port, "listed", now)
         return server
 
-    def missed(self, target, now):
-        server = self.listed(target)
-        gone = target.missed >= POLL_MISSED or self.poller.is_newcomer(target)
+    def poll_missed(self, target, now):
+        server = self.listed_server(target)
+        gone = target.missed_polls >= POLL_MISSED or self.poller.is_newcomer(target)
         if server is not None and (server.master or server.source != target.address):
             return gone and not target.pinned       # it answers another way, from behind a router
         if gone or server is None:
-            self.note_silence(target, now)
+            self.record_silence(target, now)
         if not target.pinned:
             if gone:
-                self.registry.remove(server)
+                self.registry.remove_own(server)
             return gone
         if server is None:
-            self.take(target, {"name": endpoint(*self.place(target)), "responding": False}, now)
+            self.list_polled(target, {"name": endpoint_text(*self.listed_endpoint(target)),
+                                      "responding": False},
+                      now)
         elif gone:
             # What it told is told anew when it comes back
             self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None,
@@ -2717,7 +2734,7 @@ class Iceball(UdpProtocol):
         self.prove_at = -math.inf
         self.reproaches = Limiter(ICEBALL_REPROACHES)
         self.senders = {}               # listed servers by the address and port that they send from
-        self.registry.watch(self.forget_sender, "iceball", ["gone"])
+        self.registry.subscribe(self.forget_sender, "iceball", ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
@@ -2732,7 +2749,7 @@ class Iceball(UdpProtocol):
             self.draft.tick(now)
         return []
 
-    def repeated(self, data, peers, now):
+    def answer_repeats(self, data, peers, now):
         # Among 100,000 servers each look-up waits for memory three times. Done one right after the
         # other, those of a batch wait together: an announcement costs 1.11 times that among 100
         fingerprints = list(map(hash, zip(data, [peer[0] for peer in peers])))
@@ -2754,7 +2771,7 @@ class Iceball(UdpProtocol):
             else:
                 raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
         except Malformed as wrong:
-            self.registry.note(source, "iceball", 0, "bad packet", now, str(wrong))
+            self.registry.record_outcome(source, "iceball", 0, "bad packet", now, str(wrong))
             raise
         return [(answer, peer)] if answer else []
 
@@ -2776,7 +2793,7 @@ class Iceball(UdpProtocol):
         registry, rules = self.registry, self.registry.rules
         port = data[10] | data[11] << 8
         if registry.get("iceball", rules.listed_address(source), port) is None:
-            registry.note(source, "iceball", port, "announced", now)
+            registry.record_outcome(source, "iceball", port, "announced", now)
         packed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
         surplus = len(packed) - ICEBALL_PACKED_BYTES
         if surplus > 0 and not rules.allow_surplus("cookie", source, surplus, now):
@@ -2788,7 +2805,7 @@ class Iceball(UdpProtocol):
 
         Its receiver falls silent towards every master. So who has a listed server gets none, as
         the packet may be forged to silence it, and nobody gets many; loopback is not forged."""
-        self.registry.note(source, "iceball", 0, outcome, now, why)
+        self.registry.record_outcome(source, "iceball", 0, outcome, now, why)
         if not is_loopback(source) and (source in self.registry.sources
                                         or not self.reproaches.allow(source, now)):
             return b""
@@ -2801,13 +2818,13 @@ class Iceball(UdpProtocol):
         mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
         if data == ICEBALL_SAME_RETURNED:
             return b""
-        if not self.cookie.good(mac, source.encode() + b"=" + packed, now):
+        if not self.cookie.is_valid(mac, source.encode() + b"=" + packed, now):
             raise Malformed("a cookie that went to another address, or is older than %d s"
                             % COOKIE_WINDOW_S)
         packet = (ICEBALL_HEAD + packed).ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
         _, _, version, port, players, maximum, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
         if self.is_sender_of_another(peer, port):
-            self.registry.note(source, "iceball", port, "owner", now,
+            self.registry.record_outcome(source, "iceball", port, "owner", now,
                                "the UDP port that it came from announces another game port")
             return b""
         server = self.hear(source, "", port, now, {
@@ -2846,11 +2863,12 @@ class Iceball(UdpProtocol):
         address = registry.rules.listed_address(source, claim)
         fields["verified"] = "handshake"
         try:
-            server = registry.hear("iceball", address, port, source, now, self.timeout, fields)
+            server = registry.list_or_refresh(("iceball", address, port), source, now,
+                                              self.timeout, fields)
         except Refused as refused:
-            registry.note(source, "iceball", port, refused.outcome, now, str(refused))
+            registry.record_outcome(source, "iceball", port, refused.outcome, now, str(refused))
             return None
-        registry.note(source, "iceball", port, "listed", now)
+        registry.record_outcome(source, "iceball", port, "listed", now)
         return server
 
 
@@ -2916,10 +2934,10 @@ class IceballDraft:
         self.requests.pop(peer, None)
         session = session._replace(ends=now + self.iceball.timeout)
         rules = self.registry.rules
-        share = rules.servers if rules.exempts(peer[0]) else rules.servers_per_source
+        share = rules.max_servers if rules.exempts(peer[0]) else rules.max_servers_per_source
         keep_latest(self.sessions[peer[0]], peer, session, DRAFT_SESSIONS * share)
         if not server.name:
-            self.registry.update(server, {"name": endpoint(server.address, server.port)})
+            self.registry.update(server, {"name": endpoint_text(server.address, server.port)})
         if name is None:
             return b""
         stored = getattr(server, name)
@@ -2931,7 +2949,7 @@ class IceballDraft:
         if data[1:3] != DRAFT_HBVERSION:
             return b"\7" + DRAFT_HBVERSION
         claim = draft_text(data, 5).decode("ascii", "replace")
-        identity = struct.pack("<I", CHANCE.getrandbits(32))
+        identity = struct.pack("<I", RANDOM.getrandbits(32))
         rules = self.registry.rules
         address = rules.listed_address(peer[0], claim).encode()
         answer = b"\2" + identity + data[3:5] + address + b"\0"
@@ -3025,23 +3043,23 @@ class Hyperbol(TcpProtocol, PolledGame):
     def session(self, address, now):
         return HyperbolSession(self, address, now)
 
-    def announced(self, source, port, fields, now):
+    def on_http_announcement(self, source, port, fields, now):
         # What it says of itself is not needed: it is queried, and listed with what it answers
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
                                         "this came from %s" % source)
-        self.ask_newcomer(source, port, now)
+        self.query_newcomer(source, port, now)
 
     def query(self, target):
         return struct.pack("<BI", 2, target.nonce)
 
     def answer(self, target, data, now):
         fields = hyperbol_info(data, target.nonce)
-        place = self.place(target)
-        fields["name"] = fields["name"] or endpoint(*place)
+        place = self.listed_endpoint(target)
+        fields["name"] = fields["name"] or endpoint_text(*place)
         # Whole milliseconds: jitter alone makes no new list
         fields.update(ping_ms=round(target.ping_ms), flavor=self.flavors.get(place, 0))
-        self.take(target, fields, now)
+        self.list_polled(target, fields, now)
         return b""
 
 
@@ -3051,7 +3069,7 @@ class HyperbolSession(Session):
     def __init__(self, hyperbol, address, now):
         self.hyperbol, self.address = hyperbol, address
         self.deadline = now + HYPERBOL_REQUEST_S
-        self.key = CHANCE.getrandbits(32)           # over TCP it proves nothing
+        self.key = RANDOM.getrandbits(32)           # over TCP it proves nothing
         self.request = b""
 
     def opened(self, now):
@@ -3067,7 +3085,7 @@ class HyperbolSession(Session):
         if key != self.key:
             raise Malformed("key: %08x instead of %08x" % (key, self.key))
         hyperbol = self.hyperbol
-        if not hyperbol.rules.requests.allow(self.address, now):
+        if not hyperbol.rules.request_limiter.allow(self.address, now):
             return b""
         chosen = hyperbol.everything if filter & HYPERBOL_UNOFFICIAL else hyperbol.official
         return chosen.get(now)
@@ -3080,7 +3098,7 @@ class HyperbolSession(Session):
 def hyperbol_everything(servers):
     """12 bytes for each server that answers."""
     shown = [server for server in servers if server.responding and ":" not in server.address]
-    return b"".join(parts(shown, "hyperbol", hyperbol_entry))
+    return b"".join(cached_entries(shown, "hyperbol", hyperbol_entry))
 
 
 def hyperbol_official(servers):
@@ -3226,7 +3244,7 @@ def ping_answer(data: bytes, total: int, playing: int,
 def ping_nonce():
     """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500`
     means the total."""
-    return 3000 * CHANCE.randrange((1 << 32) // 3000) + CHANCE.randrange(300)
+    return 3000 * RANDOM.randrange((1 << 32) // 3000) + RANDOM.randrange(300)
 
 
 class ZoneOwner(NamedTuple):
@@ -3236,7 +3254,7 @@ class ZoneOwner(NamedTuple):
     password_hash: str              # hexadecimal
 
     def texts(self):
-        """For Server.claim."""
+        """For Server.zone_owner."""
         return {"port": str(self.source_port), "password": self.password_hash}
 
 
@@ -3249,7 +3267,8 @@ def zone_owner(source_port, password):
 def owner_of(zone):
     """The ZoneOwner of a listed zone; None if nobody has announced it, or if what the disk or
     another master says of the owner cannot be read."""
-    source_port, password_hash = zone.claim.get("port", ""), zone.claim.get("password", "")
+    source_port = zone.zone_owner.get("port", "")
+    password_hash = zone.zone_owner.get("password", "")
     if not re.fullmatch("[0-9]{1,5}", source_port) or int(source_port) > 65535:
         return None
     if not re.fullmatch("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES), password_hash):
@@ -3365,7 +3384,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     Nothing counts before that answer but the repetition of what is listed already. The answer
     proves the zone alone, not the announcement: a zone answers every ping. So a listed zone belongs
-    to its ZoneOwner, which is stored with it as Server.claim, until this announcer has been silent
+    to its ZoneOwner, which is stored with it as Server.zone_owner, until this one has been silent
     for ZONE_LIFETIME_S. Until then other announcers may repeat what is listed and change nothing. A
     zone that was announced by HTTP lives by its answers, so its owner never falls silent. Listed
     zones are in the registry, where SubSpaceList finds them; here are only the claims that wait.
@@ -3387,8 +3406,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def read(self, settings):
         self.read_pinned(dict.fromkeys(settings["subspace.zones"]))
 
-    def watch(self, event, server):
-        super().watch(event, server)
+    def on_registry_event(self, event, server):
+        super().on_registry_event(event, server)
         if event == "gone":
             self.heard.pop(server.key, None)
 
@@ -3404,26 +3423,26 @@ class SubSpacePing(UdpProtocol, PolledGame):
         try:
             claim = zone_announcement(data, source_port)
         except Malformed as wrong:
-            self.registry.note(source, self.game, 0, "bad packet", now, str(wrong))
+            self.registry.record_outcome(source, self.game, 0, "bad packet", now, str(wrong))
             raise
         try:
             return self.announcement(source, claim, now)
         except Refused as refused:
-            self.note_refusal(source, claim.port, refused, now)
+            self.record_refusal(source, claim.port, refused, now)
             return []
 
-    def note_refusal(self, source, port, refused, now):
-        self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
+    def record_refusal(self, source, port, refused, now):
+        self.registry.record_outcome(source, self.game, port, refused.outcome, now, str(refused))
 
     def ping(self, data, peer, now):
         """Answer for this master itself, or take a zone's answer to our ping; raises Limited."""
         source, source_port = peer[:2]
         # A zone's answer is no request, so a flood of pings in the zone's name does not keep it out
-        if self.cookie.good(data[-4:], endpoint(source, source_port).encode(), now):
+        if self.cookie.is_valid(data[-4:], endpoint_text(source, source_port).encode(), now):
             if len(data) == 8:                  # else it came back to ourselves: we are no zone
                 self.proves(source, source_port - 1, int.from_bytes(data[:4], "little"), now)
             return []
-        if not self.rules.udp_requests.allow(source, now):
+        if not self.rules.udp_request_limiter.allow(source, now):
             raise Limited
         arenas = [(game.encode(), clamp(players), clamp(playing))
                   for game, (_, players, playing) in sorted(self.registry.census(now).items())]
@@ -3441,12 +3460,13 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def announcement(self, source, claim, now):
         """Refresh a zone that repeats itself; ping another one. Raises Refused."""
         address = self.rules.listed_address(source)
-        claim.fields["name"] = claim.fields.get("name") or endpoint(address, claim.port)
+        claim.fields["name"] = claim.fields.get("name") or endpoint_text(address, claim.port)
         zone = self.registry.get(self.game, address, claim.port)
         ping_place = source, claim.port + 1
         if zone is None:
-            self.registry.admit(self.game, address, claim.port, source, claim.fields["name"])
-            self.registry.note(source, self.game, claim.port, "silent", now,
+            self.registry.check_admission((self.game, address, claim.port), source,
+                                          claim.fields["name"])
+            self.registry.record_outcome(source, self.game, claim.port, "silent", now,
                                "no answer yet to a ping on UDP port %d" % ping_place[1])
         else:
             if claim.owner == owner_of(zone) and not zone.master:
@@ -3455,15 +3475,15 @@ class SubSpacePing(UdpProtocol, PolledGame):
                 self.registry.confirm(zone, now)
                 return []
         self.check_claim(zone, claim, now)
-        share = ZONE_CLAIMS if self.rules.exempts(source) else self.rules.servers_per_source
+        share = ZONE_CLAIMS if self.rules.exempts(source) else self.rules.max_servers_per_source
         if not self.claims.add(source, claim, share, now):
             return []
-        return [(self.cookie.make(endpoint(*ping_place).encode(), now), ping_place)]
+        return [(self.cookie.make(endpoint_text(*ping_place).encode(), now), ping_place)]
 
-    def announced(self, source, port, fields, now):
+    def on_http_announcement(self, source, port, fields, now):
         if ":" in source or port == 65535:
             raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
-                                        "this is %s" % endpoint(source, port))
+                                        "this is %s" % endpoint_text(source, port))
         fields = {name: value for name, value in fields.items() if name != "players"}
         claim = Claim(port, fields, zone_owner(BY_HTTP, ZONE_PASSWORD), math.inf)
         self.pings += self.announcement(source, claim, now)
@@ -3530,12 +3550,12 @@ class SubSpacePing(UdpProtocol, PolledGame):
             # Meanwhile its owner may have announced it, or another zone have got the name
             self.check_claim(self.registry.get(self.game, address, port), claim, now)
         except Refused as refused:
-            self.note_refusal(source, port, refused, now)
+            self.record_refusal(source, port, refused, now)
             return
         # A poll that is under way may have asked before the zone was there
-        target = self.poller.begin(self, source, port, now)
-        fields = {**claim.fields, "players": clamp(players), "claim": claim.owner.texts()}
-        zone = self.take(target, fields, now, claim.lifetime)
+        target = self.poller.poll_now(self, source, port, now)
+        fields = {**claim.fields, "players": clamp(players), "zone_owner": claim.owner.texts()}
+        zone = self.list_polled(target, fields, now, claim.lifetime)
         if zone is not None:
             self.heard[zone.key] = HeardOwner(claim.owner, now)
 
@@ -3551,27 +3571,27 @@ class SubSpacePing(UdpProtocol, PolledGame):
             self.polled(target, now)
         return b"" if complete else None
 
-    def missed(self, target, now):
+    def poll_missed(self, target, now):
         if not target.scratch.step:
-            return super().missed(target, now)
-        target.missed = 0                       # an old zone knows the first question alone
+            return super().poll_missed(target, now)
+        target.missed_polls = 0                       # an old zone knows the first question alone
         self.polled(target, now)
         return False
 
     def polled(self, target, now):
         """Bring the zone up to date with what it answered to the poll; list it if the ini does."""
         poll, target.scratch = target.scratch, None
-        server = self.listed(target)
+        server = self.listed_server(target)
         if server is not None and server.master:
             return                              # a poll does not tell the name, which it knows
         fields = {"players": poll.players, "playing": poll.playing, "responding": True,
                   "verified": "query", "ping_ms": round(target.ping_ms)}
         if server is None:
-            fields["name"] = endpoint(*self.place(target))
+            fields["name"] = endpoint_text(*self.listed_endpoint(target))
         else:
             fields["details"] = {**server.details, "arenas": poll.arenas}
         if target.pinned or server and server.lifetime == math.inf:
-            self.take(target, fields, now)
+            self.list_polled(target, fields, now)
         elif server:                            # it lives by its announcements
             self.registry.update(server, {**fields, "confirmed": True})
 
@@ -3716,7 +3736,7 @@ class ListLink(SubSpaceLink):
     def packet(self, data, now):
         # One list at a time, which has arrived when no packet is under way
         if (data[:1] == b"\1" and len(data) == 5 and not self.flights
-                and self.protocol.rules.udp_requests.allow(self.address, now)):
+                and self.protocol.rules.udp_request_limiter.allow(self.address, now)):
             self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
 
     def permitted(self, answers, size, now):
@@ -3726,7 +3746,7 @@ class ListLink(SubSpaceLink):
         return answers if self.allows_surplus(surplus, now) else []
 
     def allowed(self, packet, now):
-        if not self.proven and not self.protocol.rules.udp_requests.allow(self.address, now):
+        if not self.proven and not self.protocol.rules.udp_request_limiter.allow(self.address, now):
             return False
         return self.allows_surplus(len(packet), now)
 
@@ -3812,7 +3832,7 @@ class SubSpaceList(UdpProtocol):
 def zone_list(servers):
     """Each zone's players and list entry."""
     zones = [server for server in servers if ":" not in server.address and server.responding]
-    return parts(zones, "subspace", lambda zone: (zone.players, zone_entry(zone)))
+    return cached_entries(zones, "subspace", lambda zone: (zone.players, zone_entry(zone)))
 
 
 def zone_entry(server):
@@ -3949,28 +3969,28 @@ AIO_NOBODY = Server(                # what the document shows in a list of no se
 
 def aio_text_part(server):
     # Clients unescape nothing in names, so there the full-width forms stand
-    name = (server.published or server.name).replace("#", "\uff03").replace("%", "\uff05")
+    name = (server.aio_published_name or server.name).replace("#", "\uff03").replace("%", "\uff05")
     description = aio_escape(server.description)
     return ("%s#%s#%s#%d#" % (name, description, server.address, server.port)).encode("utf-8")
 
 
 def aio_text_list(servers):
-    entries = parts(servers or [AIO_NOBODY], "aio text", aio_text_part)
+    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_part)
     return b"%12#" + b"".join(entries) + b"%"
 
 
 def aio_document_list(servers):
-    entries = parts(servers or [AIO_NOBODY], "aio text", aio_text_part)
+    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_part)
     return b"%12#" + b"".join([b"%d#%s" % entry for entry in enumerate(entries)]) + b"%"
 
 
 def aio_binary_part(server):
-    texts = server.published or server.name, server.description, server.address
+    texts = server.aio_published_name or server.name, server.description, server.address
     return ("%s\0%s\0%s\0" % texts).encode("utf-8") + uintv(server.port)
 
 
 def aio_binary_list(servers):
-    entries = parts(servers or [AIO_NOBODY], "aio binary", aio_binary_part)
+    entries = cached_entries(servers or [AIO_NOBODY], "aio binary", aio_binary_part)
     return b"\x0c" + b"".join([
         struct.pack("<H", index) + entry for index, entry in enumerate(entries)])
 
@@ -3981,7 +4001,7 @@ def aio_framed_part(server):
 
 
 def aio_framed_list(servers):
-    entries = parts(servers, "aio framed", aio_framed_part)
+    entries = cached_entries(servers, "aio framed", aio_framed_part)
     return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
 
 
@@ -4095,7 +4115,8 @@ def aio_framed(session, now):
     if kind == b"\2":
         return session.list_for(aio_framed_list, now)
     if kind == b"\3" and len(payload) >= 3:
-        reason = session.publish(int.from_bytes(payload[1:3], "little"), {"published": ""}, now)
+        reason = session.publish(int.from_bytes(payload[1:3], "little"),
+                                 {"aio_published_name": ""}, now)
     elif kind == b"\4":
         session.keepalive(now)
         reason = "" if session.server else "nothing is published on this connection"
@@ -4149,13 +4170,13 @@ class AioSession(Session):
                 answer = self.dialect(self, now)
                 if answer is None:
                     break
-                if not self.rules.messages.allow(self.address, now):
+                if not self.rules.message_limiter.allow(self.address, now):
                     raise Malformed("too many messages from one address")
                 self.since = now
                 if answer:
                     return answer
         except Malformed as error:
-            self.registry.note(self.address, "aio", 0, "bad packet", now, str(error))
+            self.registry.record_outcome(self.address, "aio", 0, "bad packet", now, str(error))
             raise
         return b""
 
@@ -4175,29 +4196,29 @@ class AioSession(Session):
         return self.receive(b"", now)           # a list that was asked for without a newline
 
     def closed(self, now):
-        self.registry.remove(self.server)
+        self.registry.remove_own(self.server)
 
     # What the messages ask for
 
     def list_for(self, make, now):
-        if not self.rules.requests.allow(self.address, now):
+        if not self.rules.request_limiter.allow(self.address, now):
             raise Malformed("too many requests from one address")
         return self.aio.lists[make].get(now)
 
     def claim(self, text):
         """The server says that it has this address. If it may, it is listed there."""
         address = text.decode("ascii", "replace").strip()
-        if self.rules.believes(self.address, address):
+        if self.rules.believes_claim(self.address, address):
             self.claimed = address
 
-    def place(self, port):
+    def listed_endpoint(self, port):
         return self.rules.listed_address(self.address, self.claimed), port
 
     def keepalive(self, now):
         """List what was published last, if it is not listed there: its address is another one now,
         a ban was lifted, or a newer connection that had it has ended."""
         self.kept_alive_at = now
-        if self.fields and self.registry.get("aio", *self.place(self.port)) is None:
+        if self.fields and self.registry.get("aio", *self.listed_endpoint(self.port)) is None:
             self.publish(self.port, self.fields, now)
 
     def publish_texts(self, name, description, claimed, port, now):
@@ -4210,7 +4231,7 @@ class AioSession(Session):
         counter = AIO_COUNTER.search(published)
         players, max_players = map(int, counter.groups()) if counter else (0, 0)
         return self.publish(port, {
-            "name": AIO_COUNTER.sub("", published), "published": published,
+            "name": AIO_COUNTER.sub("", published), "aio_published_name": published,
             "description": decode_legacy(description, TEXT_CHARACTERS),
             "players": clamp(players), "max_players": clamp(max_players)}, now)
 
@@ -4218,20 +4239,21 @@ class AioSession(Session):
         """List the server, or refresh it; gives the reason why not, or "".
 
         Without a name it keeps the one it had."""
-        place = self.place(port)
+        place = self.listed_endpoint(port)
         if self.server and self.server.key != ("aio", *place):
-            self.registry.remove(self.server)
+            self.registry.remove_own(self.server)
         known = self.registry.get("aio", *place)
-        name = fields.get("name") or (known.name if known else endpoint(*place))
+        name = fields.get("name") or (known.name if known else endpoint_text(*place))
         try:
             if self.server is None:
                 self.aio.admit_connection()
-            server = self.registry.hear("aio", *place, self.address, now, math.inf, {
+            server = self.registry.list_or_refresh(("aio", *place), self.address, now, math.inf, {
                 **fields, "name": name, "verified": "connection"})
         except Refused as refused:
-            self.registry.note(self.address, "aio", port, refused.outcome, now, str(refused))
+            self.registry.record_outcome(self.address, "aio", port, refused.outcome, now,
+                                         str(refused))
             return str(refused)
-        self.registry.note(self.address, "aio", port, "listed", now)
+        self.registry.record_outcome(self.address, "aio", port, "listed", now)
         self.port, self.fields = port, fields
         if self.server is not server:
             self.aio.disown("taken", server)
@@ -4269,7 +4291,7 @@ class Aio(TcpProtocol, Querier):
         self.owners = {}                        # the session of each listed server
         self.lists = {make: RenderedList(self.registry, self.game, make) for make in (
             aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
-        self.registry.watch(self.disown, self.game, ["gone"])
+        self.registry.subscribe(self.disown, self.game, ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
@@ -4302,7 +4324,7 @@ class Aio(TcpProtocol, Querier):
 
     def answer(self, target, data, now):
         name, description, players, max_players, version = aio_info(data)
-        self.registry.admit_name(name)
+        self.registry.check_name(name)
         server = target.scratch
         self.registry.update(server, {
             "name": name or server.name, "description": description,
@@ -4310,8 +4332,8 @@ class Aio(TcpProtocol, Querier):
             "version": str(version), "ping_ms": round(target.ping_ms)})
         return b""
 
-    def missed(self, target, now):
-        self.note_silence(target, now)
+    def poll_missed(self, target, now):
+        self.record_silence(target, now)
         return False
 
 
@@ -4522,9 +4544,10 @@ class Quake3(UdpProtocol, PolledGame):
 
     def __init__(self, core):
         super().__init__(core)
-        del core.announcers[self.game]          # heartbeats alone announce it
+        del core.http_announcers[self.game]          # heartbeats alone announce it
         self.answers = RenderedList(self.registry, "", self.answers_about)
-        self.registry.watch(self.watch, events=["listed", "gone"], every_master=True)
+        self.registry.subscribe(self.on_registry_event, events=["listed", "gone"],
+                                every_master=True)
         self.read(core.settings)
 
     def read(self, settings):
@@ -4537,28 +4560,28 @@ class Quake3(UdpProtocol, PolledGame):
             tag, _, gamename = line.partition("=")
             self.tags[tag.strip()] = gamename.strip()
         self.tag_gamenames = tuple(dict.fromkeys(self.tags.values()))       # each game once
-        self.registry.forget_parts()            # entries tell whether their server is anonymous
+        self.registry.forget_entries()            # entries tell whether their server is anonymous
 
     def serves(self, server):
         """Every game of the family, as watch() knows them."""
         return "gamename" in server.details
 
-    def watch(self, event, server):
+    def on_registry_event(self, event, server):
         """Every listed server is polled, also one that was restored from disk."""
         gamename = server.details.get("gamename")
         if gamename and not server.master:
-            super().watch(event, server)
+            super().on_registry_event(event, server)
         if gamename and event == "listed":
             # A foreign letter may look like another one: then the id, which has none, is the title
             title = gamename if gamename.isascii() else server.game
-            self.registry.entitle(server, QUAKE3_TITLES.get(server.game, title))
+            self.registry.set_game_title(server, QUAKE3_TITLES.get(server.game, title))
 
     def answers_about(self, servers):
         """The function that gives the packets that answer a Quake3Question about these servers."""
         ours = [server for server in servers if "gamename" in server.details]
         render = functools.partial(quake3_entry, anonymous=self.tag_gamenames)
         entries = collections.defaultdict(list)         # by gamename and protocol
-        for entry in parts(ours, "quake3", render):
+        for entry in cached_entries(ours, "quake3", render):
             for gamename in entry.gamenames:
                 entries[gamename, entry.protocol].append(entry)
 
@@ -4571,7 +4594,7 @@ class Quake3(UdpProtocol, PolledGame):
         try:
             packets = self.packets_for(data, peer[:2], now)
         except Malformed as wrong:
-            self.registry.note(peer[0], self.game, peer[1], "bad packet", now, str(wrong))
+            self.registry.record_outcome(peer[0], self.game, peer[1], "bad packet", now, str(wrong))
             raise
         surplus = sum(map(len, packets)) - len(data)
         if not self.rules.allow_surplus("quake3", peer[0], surplus, now):
@@ -4584,7 +4607,7 @@ class Quake3(UdpProtocol, PolledGame):
             self.refresh(data, place, now)
             target = self.poller.find(self, *place)
             if target is not None:                      # else it is refused
-                target.missed = 0
+                target.missed_polls = 0
             return []
         words = data.split()
         if len(words) == 2 and words[0] == QUAKE3_HEARTBEAT:
@@ -4594,7 +4617,7 @@ class Quake3(UdpProtocol, PolledGame):
         if self.rules.surplus_is_spent("quake3", place[0], now):
             raise Limited
         # By default a source gets 5 at once, then 1 a second
-        if not self.rules.udp_requests.allow(place[0], now, self.rules.request_tokens(10)):
+        if not self.rules.udp_request_limiter.allow(place[0], now, self.rules.request_tokens(10)):
             raise Limited
         return self.answers.get(now)(question)
 
@@ -4605,14 +4628,14 @@ class Quake3(UdpProtocol, PolledGame):
         if tag not in self.tags:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
         target = self.poller.find(self, *place)
-        if target is None or self.listed(target) is None:
+        if target is None or self.listed_server(target) is None:
             if not self.may_be_listed(place, now):
                 return []
             tag_gamename = self.tags[tag]
         elif self.is_last_poll(target, now):            # it is asked once a second, whatever comes
             return []
         else:
-            self.poller.begin(self, *place, now).missed = POLL_MISSED - 1
+            self.poller.poll_now(self, *place, now).missed_polls = POLL_MISSED - 1
             tag_gamename = ""                           # its game is known already
         return [QUAKE3_GETINFO + self.challenge(tag_gamename, place, now)]
 
@@ -4620,17 +4643,19 @@ class Quake3(UdpProtocol, PolledGame):
         """Is there room for a server here? For /check it is noted, or why not."""
         source, port = place
         try:
-            self.registry.admit(self.game, self.rules.listed_address(source), port, source)
+            address = self.rules.listed_address(source)
+            self.registry.check_admission((self.game, address, port), source)
         except Refused as refused:
-            self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
+            self.registry.record_outcome(source, self.game, port, refused.outcome, now,
+                                         str(refused))
             return False
-        self.registry.note(source, self.game, port, "announced", now)
+        self.registry.record_outcome(source, self.game, port, "announced", now)
         return True
 
     def is_last_poll(self, target, now):
         """Is the server polled just now, and goes if it is silent?"""
         under_way = target.asked_at is not None or target.due <= now
-        return under_way and target.missed == POLL_MISSED - 1
+        return under_way and target.missed_polls == POLL_MISSED - 1
 
     def challenge(self, tag_gamename, place, now):
         """For a getinfo; `tag_gamename`: what the heartbeat's tag stands for, "" for no game."""
@@ -4641,7 +4666,7 @@ class Quake3(UdpProtocol, PolledGame):
         if QUAKE3_CHALLENGE.fullmatch(challenge):
             mac = base64.urlsafe_b64decode(challenge)
             for tag_gamename in self.tag_gamenames:
-                if self.cookie.good(mac, repr((tag_gamename, place)).encode(), now):
+                if self.cookie.is_valid(mac, repr((tag_gamename, place)).encode(), now):
                     return tag_gamename
         raise Malformed("no infoResponse to a getinfo of the last 2 s")
 
@@ -4671,10 +4696,11 @@ class Quake3(UdpProtocol, PolledGame):
     def take_info(self, info, tag_gamename, place, now, measured):
         """The server that these answers list or refresh; None: it is refused."""
         target = self.poller.find(self, *place)
-        listed = target and self.listed(target)
+        listed = target and self.listed_server(target)
         fields = quake3_fields(info, self.gamename(info, listed, tag_gamename))
         target = self.poller.add(self, *place)
-        return self.take(target, {**fields, **measured}, now, self.settings["quake3.timeout"])
+        return self.list_polled(target, {**fields, **measured}, now,
+                                self.settings["quake3.timeout"])
 
     def gamename(self, info, listed, tag_gamename):
         """The gamename that the server tells, or that its protocol stands for, or that it is listed
@@ -4852,7 +4878,7 @@ class Luanti(TcpProtocol, PolledGame):
     def __init__(self, core):
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
-            del core.announcers[self.game]
+            del core.http_announcers[self.game]
         # What was announced with an address that is being looked up, by source and port; bounded
         # as look-ups are
         self.being_looked_up = {}
@@ -4863,14 +4889,14 @@ class Luanti(TcpProtocol, PolledGame):
         return (server.game == self.game and settings["luanti.enabled"]
                 and bool(settings["http.ports"]))
 
-    def announced(self, source, port, fields, now):
+    def on_http_announcement(self, source, port, fields, now):
         """A start or an update; an update leaves out some of what the start has told."""
         registry, listed = self.registry, self.rules.listed_address(source)
         server, action = registry.get(self.game, listed, port), fields.get("action")
         if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
-        old = server.announced if server and action == "update" else NO_DETAILS
+        old = server.luanti_announcement if server and action == "update" else NO_DETAILS
         announced = luanti_counted(fields, old)
         address = announced.get("address")
         if old and address == old.get("address"):
@@ -4886,14 +4912,15 @@ class Luanti(TcpProtocol, PolledGame):
         done = functools.partial(self.looked_up, source, port, announced)
         self.core.resolve(announced["address"], done, source, self.rules.listed_address(source))
         self.being_looked_up[source, port] = announced
-        self.registry.note(source, self.game, port, "announced", now)
+        self.registry.record_outcome(source, self.game, port, "announced", now)
 
     def refresh(self, source, port, announced, now):
         """An update of a server that is listed with this address for players: nothing has to be
         proven again."""
-        self.registry.hear(self.game, self.rules.listed_address(source), port, source, now,
+        self.registry.list_or_refresh((self.game, self.rules.listed_address(source), port),
+                                      source, now,
                            self.core.settings["luanti.timeout"], luanti_server(announced))
-        self.registry.note(source, self.game, port, "listed", now)
+        self.registry.record_outcome(source, self.game, port, "listed", now)
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
@@ -4902,7 +4929,7 @@ class Luanti(TcpProtocol, PolledGame):
     def ask(self, source, port, announced, now):
         """Query the server. What it has announced counts once it answers, and stands in the target
         until then, so that it is bounded and leaves as targets do. Raises Refused."""
-        self.ask_newcomer(source, port, now, announced["name"]).scratch = announced
+        self.query_newcomer(source, port, now, announced["name"]).scratch = announced
         self.being_looked_up.pop((source, port), None)          # what came last counts
 
     def looked_up(self, source, port, announced, found, now):
@@ -4913,13 +4940,15 @@ class Luanti(TcpProtocol, PolledGame):
         del self.being_looked_up[source, port]
         listed = self.rules.listed_address(source)
         if found and (found == listed or (":" in found) != (":" in listed)
-                      or self.rules.believes(source, found)):
+                      or self.rules.believes_claim(source, found)):
             try:
                 self.ask(source, port, announced, now)
             except Refused as refused:
-                self.registry.note(source, self.game, port, refused.outcome, now, str(refused))
+                self.registry.record_outcome(source, self.game, port, refused.outcome, now,
+                                             str(refused))
         else:
-            self.registry.note(source, self.game, port, "address", now, "%s leads to %s, not to %s"
+            self.registry.record_outcome(source, self.game, port, "address", now,
+                                         "%s leads to %s, not to %s"
                                % (announced["address"], found or "no address", listed))
 
     def query(self, target):
@@ -4930,8 +4959,8 @@ class Luanti(TcpProtocol, PolledGame):
         announced, target.scratch = target.scratch, None
         if announced:
             timeout = self.core.settings["luanti.timeout"]
-            self.take(target, luanti_server(announced), now, timeout)
-        server = self.listed(target)
+            self.list_polled(target, luanti_server(announced), now, timeout)
+        server = self.listed_server(target)
         if server:                          # it lives by its announcements
             self.registry.update(server, {"ping_ms": round(target.ping_ms), "confirmed": True})
         else:
@@ -4996,7 +5025,8 @@ def luanti_counted(fields, old):
 
 def luanti_server(told):
     """The same as attributes of Server."""
-    return {"announced": told, "verified": "query", "name": told["name"], "mode": told["gameid"],
+    return {"luanti_announcement": told, "verified": "query", "name": told["name"],
+            "mode": told["gameid"],
             "map": told.get("mapgen", ""), "version": told["version"],
             "description": told["description"], "players": told["clients"],
             "max_players": clamp(told["clients_max"]),
@@ -5983,7 +6013,7 @@ def fill(template, **values):
         {key: markup(value) for key, value in values.items()}))
 
 
-class Look(NamedTuple):
+class PageContext(NamedTuple):
     """What the operator has chosen for the pages."""
 
     title: str
@@ -6075,7 +6105,7 @@ def server_row(server, spark, title):
     The time at which the server was last seen comes between, as it moves when nothing else does.
     `spark` is sparkline(...), `title` the game's."""
     escape, quote = html.escape, urllib.parse.quote
-    address = escape(endpoint(server.address, server.port))
+    address = escape(endpoint_text(server.address, server.port))
     bar, state = "", ""
     if server.max_players:
         bar = METER % (server.max_players, server.max_players, server.players)
@@ -6095,7 +6125,7 @@ def server_row(server, spark, title):
 
 def list_rows(look, servers, recent, epoch, wall):
     """`recent`: the last day's hourly player counts by server; `epoch`: see Web."""
-    made = parts(servers, "row", lambda server: server_row(
+    made = cached_entries(servers, "row", lambda server: server_row(
         server, sparkline(recent.get(server.key, ())), look.game_title(server.game)))
     rows = []
     for server, (before, after) in zip(servers, made):
@@ -6153,7 +6183,7 @@ def list_page(look, wanted, servers, rows, counts, contacts, spark):
     totals = re.sub("[0-9,]+", r"<b>\g<0></b>", players + " on " + plural(total, "server"))
     crowded = [server for server in servers if server.players]
     about = "%s on %d of %s: %s" % (players, len(crowded), plural(total, "server"), ", ".join([
-        "%s %d" % (server.name or endpoint(server.address, server.port), server.players)
+        "%s %d" % (server.name or endpoint_text(server.address, server.port), server.players)
         for server in crowded[:PREVIEW_NAMES]]))
     return page(
         look, look.games.get(game), look.template, about.rstrip(": "),
@@ -6197,7 +6227,7 @@ def server_facts(server):
     for name, value in server.details.items():
         if name not in UNSHOWN_DETAILS:
             facts.append((name.replace("_", " ").capitalize(), value))
-    facts.append(("Players online", ", ".join(server.announced.get("clients_list", ()))))
+    facts.append(("Players online", ", ".join(server.luanti_announcement.get("clients_list", ()))))
     return facts
 
 
@@ -6219,7 +6249,7 @@ def server_page(look, server, listed, series, span, wall, base):
     """One server, its times the wall clock's. Of one that is not `listed` the name and the times
     are known. series: of the span, see chart(); None where no history is kept. base: where other
     pages reach this one."""
-    address, game = endpoint(server.address, server.port), look.game_title(server.game)
+    address, game = endpoint_text(server.address, server.port), look.game_title(server.game)
     name, marks, play, history = server.name or address, "", "", ""
     link, lead = server_link(server), server_lead(server, game, listed, wall)
     about = plural(server.players, "player") + " · " if listed else ""
@@ -6246,13 +6276,13 @@ def check_page(look, address, port, findings, listed, wall):
 
     port: 0 for any; findings: filled FINDINGs; listed: its servers, their times the wall clock's.
     """
-    whom = endpoint(address, port) if port else address
+    whom = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % whom
     if listed:
         verdict = "Listed now: " + plural(len(listed), "server")
     rows = []
     for server in listed:
-        peer = endpoint(server.address, server.port)
+        peer = endpoint_text(server.address, server.port)
         rows.append(fill(
             LISTED, link=server_link(server), name=server.name or peer, badges=badges(server),
             peer=peer, seen=time_tag(server.last_seen, wall)))
@@ -6430,7 +6460,7 @@ class DiskNeeded(Exception):
     """Raised by a route, with a job for the disk thread; then the route is asked again."""
 
 
-class Answer:
+class HttpResponse:
     """What a route gives: the body, and what else stands in the head."""
 
     def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
@@ -6444,7 +6474,7 @@ class Answer:
 
 def public(body, type):
     """The same for everybody: caches may keep it for CACHE_S, our own until the next tick."""
-    return Answer(body, type, fields={
+    return HttpResponse(body, type, fields={
         "ETag": 'W/"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest(),
         "Vary": "Accept-Encoding", "Cache-Control": "public, max-age=%d" % CACHE_S})
 
@@ -6594,7 +6624,7 @@ class HttpSession(Session):
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
-            if cached and web.rules.requests.allow(self.address, now):
+            if cached and web.rules.request_limiter.allow(self.address, now):
                 response, self.done, counted = cached
                 web.requests[counted] += 1
                 self.deadline = now + HTTP_IDLE_S
@@ -6688,8 +6718,8 @@ class Web(TcpProtocol):
         # By request: the response, does it end the connection, and its key in `requests`
         self.cache: Dict[bytes, Any] = {}
         self.cache_bytes = 0
-        self.lists: Dict[Any, Answer] = {}          # by route and game
-        self.recent = core.recent()     # what the sparklines in servers' parts show
+        self.lists: Dict[Any, HttpResponse] = {}          # by route and game
+        self.hourly_players = core.hourly_players()     # what the sparklines in servers' parts show
         self.requests: Dict[Any, int] = collections.Counter()   # by route and status
         self.read(core.settings)
 
@@ -6705,22 +6735,22 @@ class Web(TcpProtocol):
 
     def read(self, settings):
         self.trusted = Networks(settings["http.trusted_proxies"])
-        self.look = Look(settings["http.title"], settings["http.intro"],
+        self.look = PageContext(settings["http.title"], settings["http.intro"],
                          settings.texts.get("http.template") or LIST_PAGE,
                          collections.ChainMap(self.registry.titles,
                                               {**GAME_TITLES, **settings["games"]}),
                          settings["http.url"])
-        self.registry.forget_parts()    # titles stand in them
+        self.registry.forget_entries()    # titles stand in them
         self.forget_answers()
 
     def tick(self, now):
         """What was made in the last second is made anew if anybody asks: lists have changed, and
         times move."""
         self.forget_answers()
-        recent = self.core.recent()
-        if recent != self.recent:
-            self.recent = recent
-            self.registry.forget_parts()
+        recent = self.core.hourly_players()
+        if recent != self.hourly_players:
+            self.hourly_players = recent
+            self.registry.forget_entries()
 
     def forget_answers(self):
         self.lists.clear()
@@ -6760,13 +6790,13 @@ class Web(TcpProtocol):
         if request.command not in methods.split(", "):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
         if request.command == "OPTIONS":
-            return Answer(b"", fields=fields)
+            return HttpResponse(b"", fields=fields)
         return route(self, request)
 
     def charge(self, request, tokens):
         """Let the client pay for this request; raises HttpError."""
         address = request.address
-        if self.rules.requests.allow(address, request.now, tokens):
+        if self.rules.request_limiter.allow(address, request.now, tokens):
             return
         if self.rules.verdict(address) == BLOCKED:          # whose proxy is not
             raise HttpError(403, "Requests from %s are not answered here." % address)
@@ -6784,7 +6814,7 @@ class Web(TcpProtocol):
             type, body = JSON_TYPE, iceball_list(self, [])
         elif "text/html" in request.header("Accept"):
             type, body = HTML_TYPE, error_page(self.look, status, reason, hint)
-        return Answer(body, type, status, error.fields)
+        return HttpResponse(body, type, status, error.fields)
 
     def list_answer(self, request, wanted, type, make):
         """The list that `make(servers, wall)` gives. A whole one, of a game or of all, is kept
@@ -6822,7 +6852,7 @@ class ListFilter(NamedTuple):
         """The page's script has the same rule (wanted)."""
         name, address = self.name.casefold(), server.address
         if ":" in name:
-            address = endpoint(address, server.port)
+            address = endpoint_text(address, server.port)
         return server.players >= self.players_min and (
             name in server.name.casefold() or name in address)
 
@@ -6845,7 +6875,7 @@ def asked_place(request, own=""):
     try:
         if re.search(r"\.[0-9]+:|\]:", text):
             text, port = read_numeric_endpoint(text)
-        return canonical(read_address(text)), port
+        return canonical_address(read_address(text)), port
     except ValueError:
         hint = "%s is not an IP address, a number such as 203.0.113.7." % ascii(text)
         raise HttpError(400, hint) from None
@@ -6897,7 +6927,7 @@ def iceball_json(server):
 def iceball_list(web, servers):
     return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
         ICEBALL_HBVERSION, web.settings["iceball.version"],
-        b",\n".join(parts(servers, "master.json", iceball_json)))
+        b",\n".join(cached_entries(servers, "master.json", iceball_json)))
 
 
 def get_master_json(web, request):
@@ -6931,7 +6961,8 @@ def get_servers_json(web, request):
     """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
     def make(servers, wall):
         rows = [with_times(part, server, web.epoch, web.registry.master)
-                for server, part in zip(servers, parts(servers, "servers.json", server_json))]
+                for server, part in zip(servers, cached_entries(servers, "servers.json",
+                                                                server_json))]
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(rows))
     return web.list_answer(request, list_filter(web, request), JSON_TYPE, make)
@@ -6968,13 +6999,13 @@ def servers_xml(servers, wall):
 def get_servers_xml(web, request):
     return web.list_answer(
         request, list_filter(web, request, "hyperbol"), "application/xml; charset=utf-8",
-        lambda servers, wall: servers_xml(parts(servers, "servers.xml", server_xml), wall))
+        lambda servers, wall: servers_xml(cached_entries(servers, "servers.xml", server_xml), wall))
 
 
 def luanti_entry(server):
     """Its place in the list, by the operator's priority and the official list's score; the entry.
     """
-    told = server.announced
+    told = server.luanti_announcement
     entry = {**told, "address": told.get("address") or server.address, "port": server.port,
              "ping": (server.ping_ms or 0) / 1000}
     # Who is beyond 80 % of the room does not count
@@ -6989,8 +7020,9 @@ def luanti_entry(server):
 def get_list(web, request):
     """Luanti's list, as the official one gives it to clients. What it had at most is not kept."""
     def make(servers, wall):
-        shown = [server for server in servers if server.announced]
-        entries = b",\n".join([entry for _, entry in sorted(parts(shown, "list", luanti_entry))])
+        shown = [server for server in servers if server.luanti_announcement]
+        ranked = sorted(cached_entries(shown, "list", luanti_entry))
+        entries = b",\n".join([entry for _, entry in ranked])
         total = b'{"clients":%d,"servers":%d}' % (
             sum(server.players for server in shown), len(shown))
         return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (entries, total, total)
@@ -7020,7 +7052,7 @@ def contact_lines(listeners, host, settings):
     Of what listens, of Luanti and of the operator's own games; of several ports of one protocol the
     last takes announcements, but of HTTP the first is named."""
     ports = {listener.protocol: listener.port for listener in listeners}
-    page = next((endpoint(host, listener.port) for listener in listeners
+    page = next((endpoint_text(host, listener.port) for listener in listeners
                  if listener.protocol == "http"), "")
     ports["luanti"] = settings["luanti.enabled"]
     contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
@@ -7040,7 +7072,7 @@ def day_total(recent, games):
 
 def get_page(web, request):
     wanted = list_filter(web, request)
-    game, look, recent = wanted.game, web.look, web.recent
+    game, look, recent = wanted.game, web.look, web.hourly_players
 
     def make(servers, wall):
         counts = {id: len(listed) for id, listed in web.registry.games.items() if listed}
@@ -7073,18 +7105,19 @@ def get_server(web, request):
     elif known:
         shown = Server(game, address, port, address, known.last_seen, 0.0, known.name)
     else:
-        raise HttpError(404, "No server %s of %s is known here." % (endpoint(address, port), game))
+        raise HttpError(404, "No server %s of %s is known here." % (endpoint_text(address, port),
+                                                                    game))
     if known:                           # it may have been here before it was listed this time
         shown.first_seen = min(shown.first_seen, known.first_seen)
     base = web.look.url or "http://" + request.header("Host")
-    return Answer(server_page(web.look, shown, listed, series, span, wall, base), HTML_TYPE)
+    return HttpResponse(server_page(web.look, shown, listed, series, span, wall, base), HTML_TYPE)
 
 
 def get_banner(web, request):
     """A picture of one server for other pages, 560 × 95."""
     key, _ = asked_server(request)
     found, database = web.registry.get(*key), web.core.database
-    state, players, address = "is not known here", "", endpoint(*key[1:])
+    state, players, address = "is not known here", "", endpoint_text(*key[1:])
     if found:
         state = found.map if found.responding else "not responding"
         players = "%d/%s" % (found.players, found.max_players or "?")
@@ -7094,8 +7127,8 @@ def get_banner(web, request):
             state = "not listed since %s UTC" % minute(found.last_seen)
     svg = fill(BANNER, name=found and clean(found.name) or address, state=state, players=players,
                game=web.look.game_title(clean(key[0])), address=address,
-               spark=sparkline(web.recent.get(key, ())))
-    return Answer(svg.encode(), "image/svg+xml", 200 if found else 404, BANNER_FIELDS)
+               spark=sparkline(web.hourly_players.get(key, ())))
+    return HttpResponse(svg.encode(), "image/svg+xml", 200 if found else 404, BANNER_FIELDS)
 
 
 def get_history_json(web, request):
@@ -7107,7 +7140,7 @@ def get_history_json(web, request):
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
     series = from_disk(request, lambda: database.history(*key, span, wall))
     game, address, port = key
-    return Answer(to_json({
+    return HttpResponse(to_json({
         "game": game, "address": address, "port": port, "span": span, "start": series.start,
         "step": series.step, "players": series.means, "peak": series.peaks}), JSON_TYPE)
 
@@ -7194,7 +7227,7 @@ def announced_value(name, value):
 
 def announced_game(web, value):
     game = announced_value("game", value)
-    games = [*web.core.announcers, *web.settings["games"]]
+    games = [*web.core.http_announcers, *web.settings["games"]]
     if game in games:
         return game
     reason = "game: expected one of %s, not %s" % (", ".join(games), ascii(game))
@@ -7221,7 +7254,8 @@ def post_announce(web, request):
                   for name in ANNOUNCED_FIELDS if name in sent}
         return take_announcement(web, request, game, port, **fields)
     except Refused as refused:
-        web.registry.note(request.address, game, port, refused.outcome, request.now, str(refused))
+        web.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
+                                    str(refused))
         raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
 
 
@@ -7229,21 +7263,21 @@ def take_announcement(web, request, game, port, action="", **fields):
     """List the server, have it queried, or end it; raises Refused."""
     registry, source, now = web.registry, request.address, request.now
     address = web.rules.listed_address(source)
-    server, polled = registry.get(game, address, port), web.core.announcers.get(game)
+    server, polled = registry.get(game, address, port), web.core.http_announcers.get(game)
     answer: Dict[str, Any] = {"listed": True, "ttl": ANNOUNCED_TTL_S}
     if action == "stop":                # only from the address that it is announced from
-        queried = polled and polled.stopped(source, port)
+        queried = polled and polled.stop_polling(source, port)
         if server and server.source == source and not server.master:
-            registry.remove(server)
+            registry.remove_own(server)
         elif not queried and game != "luanti":
             raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
                 source, port, game))
-        registry.note(source, game, port, "stopped", now)
+        registry.record_outcome(source, game, port, "stopped", now)
         answer.update(listed=False, reason="stopped")
     elif action not in ("", "announce"):
         raise Refused("bad packet", "action: expected stop, or nothing")
     elif polled:
-        polled.announced(source, port, fields, now)
+        polled.on_http_announcement(source, port, fields, now)
         server = registry.get(game, address, port)
         if not (server and server.responding):
             answer.update(listed=False, reason=(
@@ -7251,24 +7285,25 @@ def take_announcement(web, request, game, port, action="", **fields):
                 "of it" % (port + polled.offset)))
     else:                               # it cannot be queried: it is listed with what it says
         if not server or "name" in fields:
-            fields["name"] = fields.get("name") or endpoint(address, port)
-        registry.hear(game, address, port, source, now, ANNOUNCED_TTL_S, fields)
+            fields["name"] = fields.get("name") or endpoint_text(address, port)
+        registry.list_or_refresh((game, address, port), source, now, ANNOUNCED_TTL_S, fields)
         if not server:
-            registry.note(source, game, port, "listed", now)
-    return Answer(to_json(answer), JSON_TYPE)
+            registry.record_outcome(source, game, port, "listed", now)
+    return HttpResponse(to_json(answer), JSON_TYPE)
 
 
 def take_luanti(web, request, port, told):
     """Luanti's own announcement, answered in words that its game server logs; raises Refused."""
     if told.get("action") == "delete":
         take_announcement(web, request, "luanti", port, "stop")
-        return Answer(b"Removed from the list.\n")
-    before = web.registry.notes.get(request.address, "luanti", port)
-    web.core.announcers["luanti"].announced(request.address, port, told, request.now)
+        return HttpResponse(b"Removed from the list.\n")
+    before = web.registry.outcomes.get(request.address, "luanti", port)
+    web.core.http_announcers["luanti"].on_http_announcement(request.address, port, told,
+                                                            request.now)
     if before and before.outcome in ("silent", "address"):
         raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
                              "/check tells what to do." % before.detail)
-    return Answer(b"Request has been filed.\n", status=202)
+    return HttpResponse(b"Request has been filed.\n", status=202)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
@@ -7340,7 +7375,7 @@ def listed_outcome(server):
     """Where a listed server stands, as one of OUTCOMES."""
     if not server.confirmed:
         return "unconfirmed"
-    if server.address in LOCAL:
+    if server.address in LOCAL_NETWORKS:
         return "private"
     return "ipv6" if ":" in server.address and server.game in IPV4_LISTS else "listed"
 
@@ -7352,14 +7387,14 @@ def get_check(web, request):
     listed = [as_shown(server, web.epoch) for server in web.registry.servers()
               if address in (server.address, server.source) and port in (0, server.port)]
     state = [(listed_outcome(server), "") for server in listed if server.responding]
-    ban = rules.ban(address, rules.listed_address(address))
+    ban = rules.ban_reason(address, rules.listed_address(address))
     if ban:
         state.append(("banned", ban))
-    if rules.datagrams.spent(address, request.now):
+    if rules.datagram_limiter.is_nearly_empty(address, request.now):
         state.append(("flood", "%g" % web.settings["limits.datagrams"][0]))
     findings = [finding(*outcome) for outcome in dict.fromkeys(state)]
     findings += arrivals(web, address, port, listed, wall)
-    return Answer(check_page(web.look, address, port, findings, listed, wall), HTML_TYPE)
+    return HttpResponse(check_page(web.look, address, port, findings, listed, wall), HTML_TYPE)
 
 
 def arrivals(web, address, port, listed, wall):
@@ -7367,7 +7402,7 @@ def arrivals(web, address, port, listed, wall):
     asked for: which machine is behind a public one is not told."""
     well = {server.port for server in listed if server.confirmed and server.responding}
     findings = []
-    for source, protocol, announced, note in web.registry.notes:
+    for source, protocol, announced, note in web.registry.outcomes:
         if address not in (source, web.rules.listed_address(source)):
             continue
         if port and announced not in (0, port):
@@ -7379,7 +7414,7 @@ def arrivals(web, address, port, listed, wall):
             continue
         arrival = fill(ARRIVAL, when=time_tag(note.at + web.epoch, wall),
                        protocol=web.look.game_title(protocol),
-                       peer=endpoint(address, announced) if announced else address)
+                       peer=endpoint_text(address, announced) if announced else address)
         outcome = "gone" if note.outcome == "listed" else note.outcome
         findings.append((note.at, finding(outcome, note.detail, arrival)))
     findings.sort(key=lambda timed: timed[0], reverse=True)
@@ -7443,13 +7478,13 @@ def get_metrics(web, request):
         text += "# HELP masterserver_%s %s\n# TYPE masterserver_%s %s\n" % (name, help, name, kind)
         for labels, value in values[name].items():
             text += "masterserver_%s%s %r\n" % (name, labels, value)
-    return Answer(text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+    return HttpResponse(text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def get_healthz(web, request):
     """200 as long as it serves; `trouble` says what does not work."""
     health = web.core.health
-    return Answer(to_json({
+    return HttpResponse(to_json({
         "status": "trouble" if health else "ok", "trouble": dict(health),
         "servers": web.registry.total, "version": __version__,
         "cluster": web.core.cluster}) + b"\n", JSON_TYPE)
@@ -7505,7 +7540,7 @@ def news_text(server, settings, escape=str):
     game = server.details.get("gamename", server.game)
     titles = {**GAME_TITLES, **settings["games"]}
     return string.Template(settings["notify.text"]).safe_substitute(
-        name=escape(server.name or endpoint(server.address, server.port)),
+        name=escape(server.name or endpoint_text(server.address, server.port)),
         game=escape(titles.get(server.game, game)), map=escape(server.map or "?"),
         url=settings["http.url"] and settings["http.url"] + server_link(server),
         players=server.players, max_players=server.max_players or "?").strip()
@@ -7543,7 +7578,7 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 # the setting plus `offset`; where the setting is empty, the row is left out.
 # ================================================================================================
 
-class Row(NamedTuple):
+class ProtocolEntry(NamedTuple):
     name: str
     transport: str                  # udp or tcp; "": no socket of its own
     setting: str                    # its port, or ports; "" stands for any free port
@@ -7552,16 +7587,16 @@ class Row(NamedTuple):
 
 
 PROTOCOLS = (
-    Row("iceball", "udp", "iceball.port", 0, Iceball),
-    Row("hyperbol", "tcp", "hyperbol.port", 0, Hyperbol),
-    Row("subspace", "udp", "subspace.port", 0, SubSpaceList),
-    Row("subspace", "udp", "subspace.port", 1, SubSpacePing),
-    Row("aio", "tcp", "aio.port", 0, Aio),
-    Row("quake3", "udp", "quake3.port", 0, Quake3),
-    Row("http", "tcp", "http.ports", 0, Web),
-    Row("luanti", "", "", 0, Luanti),
+    ProtocolEntry("iceball", "udp", "iceball.port", 0, Iceball),
+    ProtocolEntry("hyperbol", "tcp", "hyperbol.port", 0, Hyperbol),
+    ProtocolEntry("subspace", "udp", "subspace.port", 0, SubSpaceList),
+    ProtocolEntry("subspace", "udp", "subspace.port", 1, SubSpacePing),
+    ProtocolEntry("aio", "tcp", "aio.port", 0, Aio),
+    ProtocolEntry("quake3", "udp", "quake3.port", 0, Quake3),
+    ProtocolEntry("http", "tcp", "http.ports", 0, Web),
+    ProtocolEntry("luanti", "", "", 0, Luanti),
     # Last: in a tick it asks those that the others have just named
-    Row("poll", "udp", "", 0, lambda core: core.poller),
+    ProtocolEntry("poll", "udp", "", 0, lambda core: core.poller),
 )
 
 # ================================================================================================
@@ -7734,7 +7769,7 @@ class UdpSocket:
         tally.received += len(data)
         tally.bytes_in += sum(map(len, data))
         # Before the limit: a flood in a server's name does not keep out what it repeats
-        repeated = self.protocol.repeated(data, peers, now)
+        repeated = self.protocol.answer_repeats(data, peers, now)
         allowed = [allow(peer[0], now) for peer in peers]
         if not all(allowed):
             tally.limited += allowed.count(False)
@@ -7754,7 +7789,7 @@ class UdpSocket:
             except Limited:
                 tally.limited += 1
             except Exception as error:
-                failed(error, tally, endpoint(*peer[:2]), self.name, packet)
+                failed(error, tally, endpoint_text(*peer[:2]), self.name, packet)
         if answers and vector:
             vector.send(self.sock, answers, tally)
         else:
@@ -7802,9 +7837,9 @@ class TcpConnection:
         self.deadline = math.inf            # for a reader to take it, or for what is read away
         self.linger_bytes = LINGER_BYTES
         self.events = 0                     # what the selector watches for; 0: a job is under way
-        self.watch(selectors.EVENT_READ)
+        self.wait_for(selectors.EVENT_READ)
 
-    def watch(self, events):
+    def wait_for(self, events):
         if events == self.events:
             return
         if self.events:
@@ -7883,11 +7918,11 @@ class TcpConnection:
         if self.sock.fileno() < 0:
             return
         if self.out:
-            self.watch(selectors.EVENT_WRITE)
+            self.wait_for(selectors.EVENT_WRITE)
         elif session.job is None or session.done:
-            self.watch(selectors.EVENT_READ)
+            self.wait_for(selectors.EVENT_READ)
         elif self.events:
-            self.watch(0)
+            self.wait_for(0)
             self.server.disk.submit(session.job, self.resume)
         if session.done and not self.out:
             self.deadline = now + LINGER_S
@@ -7899,7 +7934,7 @@ class TcpConnection:
     def resume(self, result, now):
         """The session's job is done."""
         if not self.events and self.sock.fileno() >= 0:     # else it has answered without it (503)
-            self.watch(selectors.EVENT_READ)
+            self.wait_for(selectors.EVENT_READ)
             self.answer(self.session.resume, result, now)
 
     def tick(self, now):
@@ -7911,11 +7946,11 @@ class TcpConnection:
     def close(self, now):
         if self.sock.fileno() < 0:
             return
-        self.watch(0)
+        self.wait_for(0)
         self.sock.close()
         del self.server.connections[self]
         for key in source_keys(self.address):
-            uncount(self.server.by_source, key)
+            decrement(self.server.by_source, key)
         self.server.guarded(self.session.closed, now)
 
 
@@ -7959,7 +7994,7 @@ class TcpListener:
                 continue                # the peer has gone already …
             if peer:
                 self.server.health.pop("descriptors", None)
-                self.accept(sock, canonical(peer[0]), now)
+                self.accept(sock, canonical_address(peer[0]), now)
             else:                       # … as macOS tells it
                 sock.close()
 
@@ -7978,7 +8013,7 @@ class TcpListener:
         crowded = any(server.by_source[key] >= limit for key, limit in source_limits(
             address, settings["limits.connections_open"]))
         refused = (crowded and not rules.exempts(address)
-                   or not rules.connections.allow(address, now))
+                   or not rules.connection_limiter.allow(address, now))
         if refused:
             self.tally.limited += 1
         else:
@@ -8132,7 +8167,7 @@ class HostNames:
         self.is_busy = False
         if lookup.source:
             for key in source_keys(lookup.source):
-                uncount(self.sources, key)
+                decrement(self.sources, key)
         latest = self.open.get(lookup.key)
         if latest is lookup:
             del self.open[lookup.key]
@@ -8234,7 +8269,7 @@ class News:
         self.sent_by_source = collections.OrderedDict()
         self.sent_last = collections.deque([-math.inf] * NEWS_PER_MINUTE, NEWS_PER_MINUTE)
         gauges["news_dropped_total"] = 0
-        registry.watch(self.watch, every_master=True)
+        registry.subscribe(self.on_registry_event, every_master=True)
         self.read(settings)
 
     def read(self, settings):
@@ -8260,7 +8295,7 @@ class News:
                 self.had_few.discard(key)
         self.departed.clear()
 
-    def watch(self, event, server):
+    def on_registry_event(self, event, server):
         key = server.key
         if event == "gone":
             if key in self.had_few:
@@ -8279,7 +8314,7 @@ class News:
     @staticmethod
     def tells_players(server):
         """AIO's framed servers are listed before they are asked for anything."""
-        return bool(server.game != "aio" or server.published or server.version
+        return bool(server.game != "aio" or server.aio_published_name or server.version
                     or server.max_players)
 
     def is_news(self, server):
@@ -8409,7 +8444,7 @@ def addresses(host):
     """The addresses of a host, IPv4 first; those with a route to them, if any. Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    known = list(dict.fromkeys(canonical(str(entry[4][0])) for entry in found))
+    known = list(dict.fromkeys(canonical_address(str(entry[4][0])) for entry in found))
     return list(filter(own_address, known)) or known
 
 
@@ -8458,12 +8493,13 @@ RESTORE_WITHIN_S = HOUR     # who was last seen before that is not worth showing
 STORED: Dict[str, type] = {
     "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int,
     "playing": int, "description": str, "flavor": int, "verified": str, "responding": bool,
-    "details": dict, "source": str, "pinned": bool, "announced": dict, "claim": dict}
+    "details": dict, "source": str, "pinned": bool, "luanti_announcement": dict,
+    "zone_owner": dict}
 
 CLEANERS: Dict[Union[str, type], Callable[[Any], Any]] = {
     str: lambda text: clean(text, TEXT_CHARACTERS), int: clamp, bool: bool,
     dict: lambda details: {clean(name): clean(str(text)) for name, text in details.items()},
-    "announced": lambda told: told and luanti_fields(told)}
+    "luanti_announcement": lambda told: told and luanti_fields(told)}
 
 
 def stored_row(server, epoch):
@@ -8505,7 +8541,7 @@ class SavedList:
 
     def __init__(self, database, registry, disk, health):
         self.database, self.registry, self.disk, self.health = database, registry, disk, health
-        self.recent = {}                            # the last day's hourly player counts
+        self.hourly_players = {}                            # the last day's hourly player counts
         self.began: Optional[float] = None          # the batch under way
         self.minute = -1.0                          # of the last batch with everybody in it
 
@@ -8513,12 +8549,12 @@ class SavedList:
         """List what was listed before the restart; `protocols`: those that run now."""
         try:
             rows = self.database.load(wall)
-            self.recent = self.database.recent(wall)
+            self.hourly_players = self.database.hourly_players(wall)
         except DISK_ERRORS as error:
             report(self.health, "database", error_text(error))
             return
         registry = self.registry
-        registry.deaf_until = now
+        registry.silence_counts_from = now
         for row in rows:
             registry.altered.add(row.key)           # a server that is not listed again is to go
             with contextlib.suppress(Refused):
@@ -8527,7 +8563,7 @@ class SavedList:
                         and wall - row.last_seen <= RESTORE_WITHIN_S):
                     if not any(protocol.serves(server) for protocol in protocols):
                         server.lifetime = min(server.lifetime, RESTORED_S)
-                    registry.admit(*server.key, server.source, server.name)
+                    registry.check_admission(server.key, server.source, server.name)
                     registry.insert(server)
         log.info("restored as before the restart, unconfirmed: %s",
                  plural(registry.total, "server"))
@@ -8569,7 +8605,7 @@ class SavedList:
         def written(result, now):
             self.began = None
             if not isinstance(result, Exception):
-                self.recent = result or self.recent
+                self.hourly_players = result or self.hourly_players
                 if self.health.pop("database", ""):
                     log.info("the list is saved again")
                 return
@@ -8726,7 +8762,7 @@ class MasterLogs:
 
     def __init__(self, engine, prefix, name, tally):
         self.engine, self.prefix, self.name, self.tally = engine, prefix.encode(), name, tally
-        self.process = b"%016x" % CHANCE.getrandbits(64)
+        self.process = b"%016x" % RANDOM.getrandbits(64)
         self.lease = self.key(name.encode())
         self.read_until = {}                    # how many records, by the name of the log
 
@@ -8855,7 +8891,7 @@ class MasterLogs:
 
 def default_master_name(database):
     """The host's name, and a number that stays with the database."""
-    number = CHANCE.getrandbits(32)
+    number = RANDOM.getrandbits(32)
     if database:
         with contextlib.suppress(*DISK_ERRORS):
             number = database.number(number)
@@ -8872,7 +8908,7 @@ class Cluster:
 
     # What an own server takes from another master, which heard it later. How this master knows the
     # server, who may change it and whether the ini names it are its own business
-    TAKEN_OVER = STORED.keys() - {"source", "claim", "pinned"}
+    TAKEN_OVER = STORED.keys() - {"source", "zone_owner", "pinned"}
 
     linked_at = 0.0                             # 0: it is not
     kept_out_since: Optional[float] = None      # from then on another process has the name
@@ -8891,7 +8927,7 @@ class Cluster:
         self.heard_at = {}                              # by master
         self.without_room = {}                          # keys of what the list had no room for
         self.thread = WorkerThread("cluster", server.post)
-        self.registry.watch(self.own_changed)
+        self.registry.subscribe(self.own_changed)
         server.news.sends, server.news.follows = self.sends_news, self.follows
         server.protocols.append(self)
         self.proceed(time.monotonic())
@@ -8987,8 +9023,8 @@ class Cluster:
         self.without_room.pop(key, None)
         if told is None:
             if server and server.master:
-                registry.drop(server)
-        elif server is None and registry.total >= registry.rules.servers:
+                registry.remove_any(server)
+        elif server is None and registry.total >= registry.rules.max_servers:
             self.without_room[key] = None
         elif server is None:
             registry.insert(copy.copy(told))
@@ -9005,7 +9041,7 @@ class Cluster:
         latest = max(told, key=lambda server: server.last_seen, default=None)
         if latest is not None:
             try:
-                self.registry.admit(*key, latest.source, latest.name, pinned=True)
+                self.registry.check_admission(key, latest.source, latest.name, pinned=True)
             except Refused:
                 return None
         return latest
@@ -9065,7 +9101,7 @@ class Cluster:
 
     def catch_up(self):
         """List what there was no room for, if there is now: 20 ms a second at most."""
-        room = max(0, self.registry.rules.servers - self.registry.total)
+        room = max(0, self.registry.rules.max_servers - self.registry.total)
         for key in list(itertools.islice(self.without_room, min(room, CLUSTER_BATCH))):
             self.show_latest(key)
 
@@ -9073,7 +9109,8 @@ class Cluster:
         """Forget the servers of masters that were not heard for the servers' lifetimes."""
         for name, servers in list(self.remote_servers.items()):
             # Without a link nobody can be heard
-            vouched = max(self.heard_at[name], self.linked_at, self.registry.deaf_until) + (
+            vouched = max(self.heard_at[name], self.linked_at,
+                          self.registry.silence_counts_from) + (
                 ENGINE_ANSWER_S if self.linked_at else HOUR)
             for key, server in list(servers.items()):
                 if vouched + server.lifetime <= now:
@@ -9137,7 +9174,7 @@ class MasterServer:
         self.saved = None if self.database is None else SavedList(
             self.database, self.registry, self.disk, self.health)
         if on_event:
-            self.registry.watch(functools.partial(self.guarded, on_event), every_master=True)
+            self.registry.subscribe(functools.partial(self.guarded, on_event), every_master=True)
 
     def __enter__(self) -> MasterServer:
         self.start()
@@ -9160,7 +9197,7 @@ class MasterServer:
         self.vector, self.descriptors = MessageVector.make(), descriptor_limit()
         try:
             self.open()
-            self.registry.watch(self.log_event, events=("listed", "gone"), every_master=True)
+            self.registry.subscribe(self.log_event, events=("listed", "gone"), every_master=True)
             if self.settings["cluster.redis"]:
                 self.link = Cluster(self)
         except BaseException:
@@ -9281,7 +9318,7 @@ class MasterServer:
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
             if now - self.next_tick >= HELD_UP_S:
-                self.registry.deaf_until = now      # silence before it proves nothing
+                self.registry.silence_counts_from = now      # silence before it proves nothing
             self.next_tick = now + TICK_S
             self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - now)
@@ -9318,7 +9355,7 @@ class MasterServer:
         """Who comes and goes, one by one unless they are many."""
         self.logged += 1
         if self.logged <= LOGGED_EVENTS:
-            log.info("%s %s %s %a", endpoint(server.address, server.port), server.game, event,
+            log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
                      server.name)
 
     def tell_epoch(self):
@@ -9331,7 +9368,7 @@ class MasterServer:
     def open(self):
         core = Core(self.settings, self.registry, self.poller, self.names.resolve, {},
                     self.database, self.tallies, self.health, self.listeners, self.gauges,
-                    functools.partial(getattr, self.saved, "recent", {}), self.cluster)
+                    functools.partial(getattr, self.saved, "hourly_players", {}), self.cluster)
         problems = []               # all of them, as another program often holds several ports
         hosts = self.settings["server.bind"]
         for row in PROTOCOLS:
@@ -9353,7 +9390,7 @@ class MasterServer:
                         continue
                     section, key = (row.setting or "server.bind").split(".")
                     problems.append("%s cannot listen on %s %s: %s. Change [%s] %s or [server]"
-                                    " bind." % (row.name, row.transport.upper(), endpoint(
+                                    " bind." % (row.name, row.transport.upper(), endpoint_text(
                                         host, port), error.strerror or error, section, key))
         if problems:
             raise StartError("\n".join(problems))
@@ -9372,7 +9409,8 @@ class MasterServer:
             place: Any = TcpListener(self, row.name, sock, protocol, tally)
             self.tcp.append(place)
         else:
-            limiter = self.rules.answers if protocol is self.poller else self.rules.datagrams
+            is_poller = protocol is self.poller
+            limiter = self.rules.answer_limiter if is_poller else self.rules.datagram_limiter
             place = UdpSocket(row.name, sock, protocol, tally, limiter, self.vector)
             self.udp.append(place)
             self.ways.setdefault((protocol, ":" in host), place)
@@ -9480,7 +9518,7 @@ class Announcer:
 
     def __init__(self, server, host, port):
         self.server, self.host, self.port = server, host, port
-        self.master = endpoint(host, port)
+        self.master = endpoint_text(host, port)
         self.pause_s = RETRY_S          # after the next failure
 
     def announce(self, now: float) -> bytes:
@@ -10052,7 +10090,7 @@ def udp_ping(host, port, question, answer, tries=ASK_TRIES):
 
 
 def ping_hyperbol(host, port, tries=ASK_TRIES):
-    nonce = CHANCE.getrandbits(32)
+    nonce = RANDOM.getrandbits(32)
     return udp_ping(host, port, struct.pack("<BI", 2, nonce),
                     functools.partial(hyperbol_info, timestamp=nonce), tries)
 
@@ -10249,7 +10287,7 @@ def quake3_list_part(data):
 def list_from_json(host, port, path, read):
     """`read(found)` of the JSON at http://host:port/path."""
     # HTTP/1.0: the answer comes in one piece, and ends with the connection
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (path, endpoint(host, port))
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (path, endpoint_text(host, port))
     with socket.create_connection((host, port), FETCH_S) as sock:
         body = tcp_ask(sock, request.encode()).partition(b"\r\n\r\n")[2]
     try:
@@ -10443,7 +10481,7 @@ def first_contact(server):
     pages = [listener.port for listener in server.listeners if listener.protocol == "http"]
     # Each place once, however many addresses it has
     return ["; ".join(dict.fromkeys(places)), *("%s: %s" % line[1:] for line in contacts),
-            *("Players and browsers: http://%s/" % endpoint(host, page) for page in pages[:1])]
+            *("Players and browsers: http://%s/" % endpoint_text(host, page) for page in pages[:1])]
 
 
 def write_ready_file(path, server):
@@ -10505,7 +10543,8 @@ def reach_warnings(settings):
         (not public, "[server] public_address is empty: game servers on this machine that announce "
          "to localhost are listed as 127.0.0.1, where no other machine finds them. Set it to the "
          "address that players use."),
-        (public and public in LOCAL, "[server] public_address: %s is private; players outside "
+        (public and public in LOCAL_NETWORKS,
+         "[server] public_address: %s is private; players outside "
          "cannot reach what is listed there." % public),
         (all(map(is_loopback, bound)), "[server] bind: %s can be reached from this machine only."
          % ", ".join(bound)),
@@ -10567,7 +10606,7 @@ def command_notify(arguments):
 def show(arguments, ask, port):
     """Print what `ask(host, port)` learns, as JSON or in words; the exit status."""
     host = arguments.place[0]
-    with failing_with(EXIT_FAILED, endpoint(host, port),
+    with failing_with(EXIT_FAILED, endpoint_text(host, port),
                       Malformed, OSError, OverflowError, ValueError):
         found = {"game": arguments.game, "address": host, "port": port, **ask(host, port)}
     found.update(found.pop("details", {}))
@@ -10595,7 +10634,7 @@ def list_line(row):
     players = str(row.get("players", "-"))
     if row.get("max_players"):
         players += "/%d" % row["max_players"]
-    place = endpoint(row["address"], row["port"])
+    place = endpoint_text(row["address"], row["port"])
     return "%7s  %-21s  %s" % (players, place, row.get("name", ""))
 
 
@@ -10641,7 +10680,7 @@ def command_export(arguments):
 def export_once(arguments):
     """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
     host, port = arguments.master[0], arguments.master[1] or LISTS["hyperbol"][1]
-    place, path = endpoint(host, port), arguments.output
+    place, path = endpoint_text(host, port), arguments.output
     with failing_with(EXIT_CONNECTION, "No list from " + place, OSError, ValueError), \
             failing_with(EXIT_IDENTIFIER, place + " is not a Hyperbol master", Malformed):
         rows = list_hyperbol(host, port)

@@ -434,7 +434,7 @@ class SettingsTest(unittest.TestCase):
                 self.assertEqual(not error, (section, line) in right, (section, line))
                 self.assertNotIn("TOKEN", self.refused("[%s]\n%s\n  %s\n" % (
                     section, above, line)), (section, line))
-            for name in (*ms.ROWS, *ms.SECTIONS, "nothing.here"):
+            for name in (*ms.SETTINGS_BY_NAME, *ms.SECTIONS, "nothing.here"):
                 for item in ("%s.%s" % (name, line), "%s=%s" % (name, line), line):
                     self.assertNotIn("TOKEN", self.refused("", item), item)
 
@@ -598,16 +598,16 @@ class TextTest(unittest.TestCase):
 class AddressTest(unittest.TestCase):
     def test_forms(self):
         for call, address, wanted in (
-                (ms.canonical, "::ffff:203.0.113.9", "203.0.113.9"),
-                (ms.canonical, "fe80::1%eth0", "fe80::1"),
-                (ms.canonical, "203.0.113.9", "203.0.113.9"),
+                (ms.canonical_address, "::ffff:203.0.113.9", "203.0.113.9"),
+                (ms.canonical_address, "fe80::1%eth0", "fe80::1"),
+                (ms.canonical_address, "203.0.113.9", "203.0.113.9"),
                 (ms.source_key, "2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
                 (ms.source_key, "::ffff:203.0.113.9", "203.0.113.9"),
                 (ms.source_keys, "203.0.113.9", ("203.0.113.9",)),
                 (ms.source_keys, "2001:db8:1:2:3::4", ("2001:db8:1:2::/64", "2001:db8:1::/48")),
                 (ms.ipv4_bytes, "203.0.113.9", b"\xcb\0\x71\x09")):
             self.assertEqual(call(address), wanted, address)
-        self.assertEqual([ms.endpoint("2001:db8::1", 5), ms.endpoint("192.0.2.1", 5)],
+        self.assertEqual([ms.endpoint_text("2001:db8::1", 5), ms.endpoint_text("192.0.2.1", 5)],
                          ["[2001:db8::1]:5", "192.0.2.1:5"])
         for address in ("127.0.0.1 127.255.0.9 128.0.0.1 126.0.0.1 ::1 :: ::127 ::1:0:0:1 "
                         "2001:db8::1").split():
@@ -624,8 +624,8 @@ class AddressTest(unittest.TestCase):
             for address in addresses.split():
                 inside = ipaddress.ip_address(address) in network
                 self.assertEqual(address in known, inside, (network, address))
-        self.assertIn("fe80::1%eth0", ms.LOCAL)
-        self.assertEqual((bool(ms.Networks([])), bool(ms.LOCAL)), (False, True))
+        self.assertIn("fe80::1%eth0", ms.LOCAL_NETWORKS)
+        self.assertEqual((bool(ms.Networks([])), bool(ms.LOCAL_NETWORKS)), (False, True))
         # The smallest one tells
         words = {ms.read_network(text): text for text in (
             "203.0.113.0/24", "203.0.0.0/8", "203.0.113.9", "2001:db8::/32")}
@@ -657,7 +657,7 @@ class CountsTest(unittest.TestCase):
     def test_tables(self):
         counts = {"a": 2}
         for left in {"a": 1}, {}:
-            ms.uncount(counts, "a")
+            ms.decrement(counts, "a")
             self.assertEqual(counts, left)
         table = collections.OrderedDict()
         for key in "abac":
@@ -675,8 +675,9 @@ class CookieTest(unittest.TestCase):
             for later, message, good in (
                     (0.0, b"message", True), (0.0, b"massage", False), (30.0, b"message", True),
                     (30.0, b"massage", False), (30.1, b"message", False)):
-                self.assertEqual(cookie.good(mac, message, start + later), good, (later, message))
-        self.assertFalse(ms.Cookie(bytes(15) + b"\1").good(mac, b"message", start))
+                self.assertEqual(cookie.is_valid(mac, message, start + later), good,
+                                 (later, message))
+        self.assertFalse(ms.Cookie(bytes(15) + b"\1").is_valid(mac, b"message", start))
         self.assertEqual(len(ms.Cookie(bytes(16), 4).make(b"", 0.0)), 4)
 
 
@@ -706,10 +707,10 @@ class LimiterTest(unittest.TestCase):
     def test_spent(self):
         limiter = ms.Limiter((1, 3))
         for address in "192.0.2.1", "2001:db8::1":
-            self.assertEqual([(limiter.allow(address, 0.0), limiter.spent(address, 0.0))
+            self.assertEqual([(limiter.allow(address, 0.0), limiter.is_nearly_empty(address, 0.0))
                               for _ in range(4)],
                              [(True, False), (True, True), (True, True), (False, True)])
-            self.assertFalse(limiter.spent(address, 2.5))
+            self.assertFalse(limiter.is_nearly_empty(address, 2.5))
 
     def test_verdicts_and_prefixes(self):
         rules = ms.Rules(ms.Settings({"blocked.192.0.2.0/24": "floods",
@@ -728,10 +729,11 @@ class RegistryTest(unittest.TestCase):
     def setUp(self):
         self.registry = make_core(limits__servers_per_source="3", limits__servers="5").registry
         self.events = []
-        self.registry.watch(lambda event, server: self.events.append((event, server.port)))
+        self.registry.subscribe(lambda event, server: self.events.append((event, server.port)))
 
     def hear(self, port, source="203.0.113.9", now=0.0, lifetime=120.0, **fields):
-        return self.registry.hear("iceball", source, port, source, now, lifetime, fields)
+        return self.registry.list_or_refresh(("iceball", source, port), source, now, lifetime,
+                                             fields)
 
     def names(self):
         return [server.name for server in self.registry.servers()]
@@ -752,9 +754,9 @@ class RegistryTest(unittest.TestCase):
     def test_watchers_hear_of_their_game_and_events(self):
         seen = []
         for game, events in ("iceball", ["gone"]), ("aio", ["listed", "gone"]):
-            self.registry.watch(lambda event, server: seen.append(event), game, events)
-        self.registry.remove(self.hear(1))
-        self.registry.remove(None)
+            self.registry.subscribe(lambda event, server: seen.append(event), game, events)
+        self.registry.remove_own(self.hear(1))
+        self.registry.remove_own(None)
         self.assertEqual(seen, ["gone"])
 
     def test_census(self):
@@ -772,7 +774,7 @@ class RegistryTest(unittest.TestCase):
                 server = self.hear(1, now=float(now), **fields)
                 found = self.registry.census(float(now)).get("iceball", ms.Census())
                 self.assertEqual(found, wanted, fields)
-            self.registry.remove(server)
+            self.registry.remove_own(server)
             self.assertEqual(self.registry.census(1000.0), {})
 
     def test_order(self):
@@ -798,12 +800,13 @@ class RegistryTest(unittest.TestCase):
             self.hear(port, "127.0.0.1")
         with self.assertRaisesRegex(ms.Refused, "5 servers"):
             self.hear(3, "127.0.0.1")
-        self.registry.remove(self.registry.servers()[0])
+        self.registry.remove_own(self.registry.servers()[0])
         self.hear(3, "127.0.0.1")
-        self.registry.rules.servers = 99
+        self.registry.rules.max_servers = 99
         for port in range(4, 40):                           # loopback is exempt
             self.hear(port, "127.0.0.1")
-        self.registry.hear("iceball", "203.0.113.9", 40, "203.0.113.9", 0.0, 9.0, {}, pinned=True)
+        self.registry.list_or_refresh(("iceball", "203.0.113.9", 40), "203.0.113.9", 0.0, 9.0,
+                                      {}, pinned=True)
         # An IPv6 /48 has sixteen times what a /64 has
         for number in range(16 * 3):
             self.hear(number % 3 + 1, "2001:db8:1:%x::1" % (number // 3))
@@ -818,7 +821,7 @@ class RegistryTest(unittest.TestCase):
         self.registry.count_source(server, -1)          # as if another master had heard it
         server.master = "b"
         seen = []
-        self.registry.watch(lambda event, server: seen.append((event, server.master)),
+        self.registry.subscribe(lambda event, server: seen.append((event, server.master)),
                             every_master=True)
         self.hear(5, "198.51.100.5", now=1.0, players=9)
         self.assertEqual((seen, self.registry.total), ([("listed", "")], 5))
@@ -833,7 +836,7 @@ class RegistryTest(unittest.TestCase):
                 ("0.0.0.0", 5, "0.0.0.0"), ("fe80::1%eth0", 5, "fe80::1%eth0")):
             with self.assertRaises(ms.Refused, msg=address):
                 source = source or "203.0.113.9"
-                self.registry.hear("nogame", address, port, source, 0.0, 120.0, {})
+                self.registry.list_or_refresh(("nogame", address, port), source, 0.0, 120.0, {})
         self.assertFalse(self.registry.games or self.registry.sources or self.registry.total)
 
     def test_bans_names_and_marks_at_a_reload(self):
@@ -863,7 +866,7 @@ class RegistryTest(unittest.TestCase):
         for game, address, source in (
                 ("mine", "203.0.113.1", "203.0.113.1"), ("aio", "203.0.113.7", "10.0.0.5"),
                 ("aio", "203.0.113.9", "10.0.0.6")):        # the last one says so itself
-            self.registry.hear(game, address, 1, source, 0.0, 120.0, {"name": source})
+            self.registry.list_or_refresh((game, address, 1), source, 0.0, 120.0, {"name": source})
         second = dict.fromkeys(("address_map.10.0.0.5", "address_map.10.0.0.6"), "203.0.113.8")
         for settings, left in ((first, ["10.0.0.5", "10.0.0.6", "203.0.113.1"]),
                                (second, ["10.0.0.6"])):
@@ -873,8 +876,8 @@ class RegistryTest(unittest.TestCase):
     def test_who_is_banned_takes_nothing_over_and_another_source_counts(self):
         self.hear(1, name="Mine")
         self.registry.rules.read(ms.Settings({"bans.10.0.0.5": "cheats"}))
-        takeover = lambda source: self.registry.hear(
-            "iceball", "203.0.113.9", 1, source, 1.0, 120.0, {"name": "Yours"})
+        takeover = lambda source: self.registry.list_or_refresh(
+            ("iceball", "203.0.113.9", 1), source, 1.0, 120.0, {"name": "Yours"})
         with self.assertRaisesRegex(ms.Refused, "cheats"):
             takeover("10.0.0.5")
         self.assertEqual(self.names(), ["Mine"])
@@ -885,15 +888,16 @@ class RegistryTest(unittest.TestCase):
         rules = self.registry.rules
         for settings, allowed in ({}, True), ({"blocked.203.0.113.0/24": "x"}, False), ({}, True):
             rules.read(ms.Settings(settings))
-            for name in "datagrams messages answers connections udp_requests requests".split():
-                allow = getattr(rules, name).allow
+            for name in "datagram message answer connection udp_request request".split():
+                allow = getattr(rules, name + "_limiter").allow
                 self.assertEqual(allow("203.0.113.9", 0.0), allowed, (settings, name))
 
     def test_the_limiters_have_the_rates_of_their_settings(self):
         rules = ms.Rules(ms.Settings({"limits.datagrams": "1/2", "limits.connections": "1/3",
                                       "limits.requests": "1/4"}))
-        for name, burst in (("datagrams", 2), ("messages", 2), ("connections", 3),
-                            ("udp_requests", 4), ("requests", 4), ("answers", 9)):
+        for name, burst in (
+                ("datagram_limiter", 2), ("message_limiter", 2), ("connection_limiter", 3),
+                ("udp_request_limiter", 4), ("request_limiter", 4), ("answer_limiter", 9)):
             allow = getattr(rules, name).allow
             self.assertEqual(sum(allow("203.0.113.9", 0.0) for _ in range(9)), burst, name)
 
@@ -911,10 +915,10 @@ class RegistryTest(unittest.TestCase):
     def test_silence_that_proves_nothing(self):
         """Of the time before a restart or a stop, and where a flood keeps its packets out."""
         self.hear(1)
-        self.registry.deaf_until = 100.0
+        self.registry.silence_counts_from = 100.0
         for now, flooded, left in ((219.9, False, 1), (220.0, True, 1), (359.9, True, 1),
                                    (360.0, True, 0)):
-            while flooded and self.registry.rules.datagrams.allow("203.0.113.9", now):
+            while flooded and self.registry.rules.datagram_limiter.allow("203.0.113.9", now):
                 pass
             self.registry.expire(now)
             self.assertEqual(len(self.names()), left, now)
@@ -939,7 +943,7 @@ class RegistryTest(unittest.TestCase):
             made = []
             place = "203.0.113.9"
             for port in range(1, 1 + servers):
-                server = registry.hear("iceball", place, port, place, 0.0, 120.0, {})
+                server = registry.list_or_refresh(("iceball", place, port), place, 0.0, 120.0, {})
             rendered = ms.RenderedList(registry, "iceball", made.append)
             for number in range(1000):
                 registry.update(server, {"players": number})
@@ -949,38 +953,39 @@ class RegistryTest(unittest.TestCase):
     def test_parts_are_made_again_for_who_has_changed(self):
         made = []
         for change in (lambda: (self.hear(1), self.hear(2)), lambda: self.hear(2, players=1),
-                       self.registry.forget_parts):
+                       self.registry.forget_entries):
             change()
             for _ in range(2):
-                ms.parts(self.registry.servers(), "x", lambda server: made.append(server.port) or 1)
+                ms.cached_entries(self.registry.servers(), "x",
+                                  lambda server: made.append(server.port) or 1)
         self.assertEqual(sorted(made), [1, 1, 2, 2, 2])
 
     def test_notes_are_bounded_in_all_by_source_and_in_length(self):
-        notes, note = self.registry.notes, self.registry.note
-        for i in range(ms.NOTES + 10):
+        notes, note = self.registry.outcomes, self.registry.record_outcome
+        for i in range(ms.OUTCOMES_KEPT + 10):
             note("203.0.113.%d" % i, "iceball", 1, "announced", float(i))
-        self.assertEqual((notes.total, next(iter(notes))[0]), (ms.NOTES, "203.0.113.10"))
+        self.assertEqual((notes.total, next(iter(notes))[0]), (ms.OUTCOMES_KEPT, "203.0.113.10"))
         # Somebody who fills his share loses his own notes, and nobody else does
         for port in range(1, 2001):
             note("198.51.100.1", "iceball", port, "announced", 1e5 + port)
         self.assertEqual((notes.total, next(iter(notes))[0]),
-                         (ms.NOTES, "203.0.113.%d" % (10 + ms.NOTES_PER_SOURCE)))
+                         (ms.OUTCOMES_KEPT, "203.0.113.%d" % (10 + ms.OUTCOMES_PER_SOURCE)))
         own = [port for source, _, port, _ in notes if source == "198.51.100.1"]
-        self.assertEqual(own, [*range(2001 - ms.NOTES_PER_SOURCE, 2001)])
+        self.assertEqual(own, [*range(2001 - ms.OUTCOMES_PER_SOURCE, 2001)])
         note("198.51.100.1", "quake3", 5, "bad packet", 2e5, "x" * 5000)
         self.assertEqual(notes.get("198.51.100.1", "quake3", 5).detail, "x" * 200)
         # Of a flood a part is noted
         for i in range(2000):
             note("10.0.%d.%d" % divmod(i, 250), "iceball", 1, "announced", 1e6 + i // 1999)
         flood = [source for source, _, _, _ in notes if source.startswith("10.0.")]
-        self.assertEqual(len(flood), ms.NOTES_PER_S + 1)
+        self.assertEqual(len(flood), ms.OUTCOMES_PER_S + 1)
 
     def test_a_change_from_anywhere_ends_the_shortcut(self):
         changes = (
             lambda server: self.registry.update(server, {"players": 5}),
             lambda server: self.hear(1, players=6),
             lambda server: self.registry.apply_rules(ms.Settings()),
-            lambda server: self.registry.remove(server),
+            lambda server: self.registry.remove_own(server),
             lambda server: self.registry.forget_fingerprints())
         for change in changes:
             server = self.hear(1, players=1)
@@ -993,7 +998,7 @@ class RegistryTest(unittest.TestCase):
     def test_what_waits_for_the_disk_is_bounded(self):
         with mock.patch.object(ms, "ALTERED_SERVERS", 2):
             for port in 1, 2, 3:
-                self.registry.remove(self.hear(port))
+                self.registry.remove_own(self.hear(port))
         self.assertEqual(len(self.registry.altered), 2)
 
 
@@ -1061,7 +1066,7 @@ class DatabaseCase(unittest.TestCase):
         database.load(T0)
         database.save([listed_row(number) for number in range(0, 90, 3)], {listed_key(2)})
         database.sample(T0 + ms.QUARTER, [listed_key(number) + (1,) for number in range(90)])
-        database.recent(T0)
+        database.hourly_players(T0)
         for number in (0, 59):
             database.known(*listed_key(number))
             for span in ms.SPANS:
@@ -1379,7 +1384,7 @@ class HistoryOnDisk(DatabaseCase):
             players = [self.TOTAL + (1,)] + [self.A + (quarter // 4,)] * (quarter < 7 * 4)
             fresh.append(database.sample(wall, players))
             self.assertIsNone(database.sample(wall + 60, players))      # no quarter has ended
-        at = lambda hours, key: database.recent(start + int(hours * ms.HOUR)).get(key)
+        at = lambda hours, key: database.hourly_players(start + int(hours * ms.HOUR)).get(key)
         self.assertEqual(at(10.01, self.A), [None] * 14 + [0, 1, 2, 3, 4, 5, 6] + [None] * 3)
         self.assertEqual(fresh[40][self.A], at(10.01, self.A))
         self.assertEqual(at(29.27, self.A)[0], 6)
@@ -1579,9 +1584,9 @@ class EchoQuerier(ms.Querier):
         self.answered.append(target)
         return None if self.answered.count(target) % self.questions else b""
 
-    def missed(self, target, now):
-        self.silent.append(target.missed)
-        return target.missed >= ms.POLL_MISSED
+    def poll_missed(self, target, now):
+        self.silent.append(target.missed_polls)
+        return target.missed_polls >= ms.POLL_MISSED
 
 
 def run_poller(poller, seconds, silent=()):
@@ -1700,8 +1705,8 @@ class PollerTest(unittest.TestCase):
         run_poller(self.poller, range(5))
         waiting, begun, asked = self.poller.targets.values()
         waiting.due = 4000.0
-        self.poller.begin(self.querier, begun.address, 5000, 4.5)
-        self.poller.begin(self.querier, asked.address, 5000, 4.0)
+        self.poller.poll_now(self.querier, begun.address, 5000, 4.5)
+        self.poller.poll_now(self.querier, asked.address, 5000, 4.0)
         asked.asked_at, asked.due = 4.0, 7.0
         self.poller.read(ms.Settings({"poll.interval": "3600"}))
         self.assertEqual((begun.due, asked.due), (4.5, 7.0))
@@ -1709,9 +1714,9 @@ class PollerTest(unittest.TestCase):
 
     def test_a_poll_begins_anew(self):
         """Also where one is open: nothing of that one counts."""
-        target = self.poller.begin(self.querier, self.here, 5000, 0.5)
+        target = self.poller.poll_now(self.querier, self.here, 5000, 0.5)
         [(first, peer)] = self.poller.tick(1.0)
-        self.assertEqual(self.poller.begin(self.querier, self.here, 5000, 1.5), target)
+        self.assertEqual(self.poller.poll_now(self.querier, self.here, 5000, 1.5), target)
         self.assertRaises(ms.Malformed, self.poller.datagram, first, peer, 1.6)
         [(second, peer)] = self.poller.tick(2.0)
         self.assertEqual((target.unanswered, self.poller.tick(3.0)), (0, []))
@@ -1723,7 +1728,7 @@ class PollerTest(unittest.TestCase):
         target = self.poller.add(self.querier, self.here, 5000)
         for now in range(200):
             if now % 5 == 0:
-                self.poller.begin(self.querier, self.here, 5000, now + 0.5)
+                self.poller.poll_now(self.querier, self.here, 5000, now + 0.5)
             self.poller.tick(float(now))
         self.assertEqual(self.poller.find(self.querier, self.here, 5000) is target, False)
 
@@ -1747,7 +1752,7 @@ class PollerTest(unittest.TestCase):
     def test_the_sources_of_newcomers_take_turns(self):
         """Nine addresses, or the networks of nine hosts, with 32 newcomers each that never answer,
         and announce themselves at once when they have left."""
-        self.querier.missed = lambda target, now: self.poller.is_newcomer(target)
+        self.querier.missed_polls = lambda target, now: self.poller.is_newcomer(target)
         for sources in (["192.0.2.%d" % number for number in range(9)],
                         ["2001:db8:0:%x::1" % number for number in range(9)]):
             for listed in 0, 300:
@@ -1801,11 +1806,12 @@ class EchoGame(EchoQuerier, ms.PolledGame):
 
     def answer(self, target, data, now):
         super().answer(target, data, now)
-        self.take(target, {"name": "Echo", "verified": "query", "responding": True, "players": 3},
+        self.list_polled(target, {"name": "Echo", "verified": "query", "responding": True,
+                                  "players": 3},
                   now)
         return b""
 
-    missed = ms.PolledGame.missed
+    poll_missed = ms.PolledGame.poll_missed
 
 
 class PolledGameTest(unittest.TestCase):
@@ -1836,7 +1842,7 @@ class PolledGameTest(unittest.TestCase):
         return {key[1:] for key in self.poller.targets}
 
     def outcome(self):
-        return self.registry.notes.get("203.0.113.9", "test", 5000)[1:]
+        return self.registry.outcomes.get("203.0.113.9", "test", 5000)[1:]
 
     def test_listed_while_it_answers(self):
         self.poller.add(self.game, *self.here)
@@ -1869,15 +1875,15 @@ class PolledGameTest(unittest.TestCase):
             self.assertEqual(self.outcome()[0], "name")
 
     def test_who_leaves_or_stops_is_asked_no_more_and_who_is_restored_is(self):
-        for end in (lambda: self.registry.remove(self.registry.servers()[0]),
-                    lambda: self.assertTrue(self.game.stopped(*self.here))):
+        for end in (lambda: self.registry.remove_own(self.registry.servers()[0]),
+                    lambda: self.assertTrue(self.game.stop_polling(*self.here))):
             server = ms.Server("test", *self.here, self.here[0], 0.0, math.inf)
             self.registry.insert(server)
             self.assertEqual(self.targets(), {self.here})
             end()
             self.assertEqual(self.targets(), set())
-            self.registry.remove(server)
-        self.assertFalse(self.game.stopped(*self.here))
+            self.registry.remove_own(server)
+        self.assertFalse(self.game.stop_polling(*self.here))
 
     def test_what_the_ini_names_is_shown_as_not_responding(self):
         self.name(self.here)
@@ -1885,8 +1891,8 @@ class PolledGameTest(unittest.TestCase):
         self.assertEqual(self.listed(), [(*self.here, False)])
         self.run_game(range(40, 80))
         self.assertEqual(self.listed(), [(*self.here, 3)])
-        self.assertFalse(self.game.stopped("198.51.100.1", 5000))
-        self.assertTrue(self.game.stopped(*self.here))                  # it stays a target
+        self.assertFalse(self.game.stop_polling("198.51.100.1", 5000))
+        self.assertTrue(self.game.stop_polling(*self.here))                  # it stays a target
         self.run_game(range(80, 250), self.here)
         self.assertEqual(self.listed(), [(*self.here, False)])
         self.assertEqual(self.registry.servers()[0].players, 0)
@@ -1938,11 +1944,11 @@ class PolledGameTest(unittest.TestCase):
 
     def ask(self, *sources, port=5000, now=0.0):
         for source in sources:
-            self.game.ask_newcomer(source, port, now)
+            self.game.query_newcomer(source, port, now)
 
     def test_newcomers_are_bounded_by_source_as_listed_servers_are(self):
         rules = self.registry.rules
-        rules.servers_per_source = 3
+        rules.max_servers_per_source = 3
         self.registry.insert(ms.Server("test", *self.here, self.here[0], 0.0, math.inf))
         self.poller.add(self.game, self.here[0], 5001)
         self.ask(self.here[0], port=5002)
@@ -1956,7 +1962,7 @@ class PolledGameTest(unittest.TestCase):
             self.ask("2001:db8:0:%x::1" % number)
         self.assertRaisesRegex(ms.Refused, "of one /48 network", self.ask, "2001:db8:0:fff::1")
         rules.exempt = ms.Networks([ms.read_network("203.0.113.9")])
-        rules.datagrams.table.clear()
+        rules.datagram_limiter.table.clear()
         self.ask(self.here[0], port=5003)
 
     def test_a_newcomer_leaves_after_its_first_missed_poll(self):
@@ -1996,7 +2002,7 @@ class PolledGameTest(unittest.TestCase):
         rules.bans = ms.Networks([network], {network: "fakes"})
         self.assertRaisesRegex(ms.Refused, "fakes", self.ask, self.here[0])
         self.assertRaisesRegex(ms.Refused, "port 0", self.ask, "203.0.113.8", port=0)
-        rules.servers = 0
+        rules.max_servers = 0
         self.assertRaisesRegex(ms.Refused, "at most 0 servers", self.ask, "203.0.113.8")
         self.assertEqual((self.targets(), self.poller.newcomers), (set(), {}))
 
@@ -2062,15 +2068,15 @@ class IceballCase(unittest.TestCase):
 
     def send(self, data, now=0.0, peer=peer):
         """Its answer; b"" for none."""
-        answer, = self.repeated([data], now, peer)
+        answer, = self.answer_repeats([data], now, peer)
         if answer is not None:
             return answer
         replies = self.iceball.datagram(data, peer, now)
         self.assertEqual([to for _, to in replies], [peer] * len(replies))
         return b"".join(reply for reply, _ in replies)
 
-    def repeated(self, data, now=0.0, peer=peer):
-        return list(self.iceball.repeated(data, [peer] * len(data), now))
+    def answer_repeats(self, data, now=0.0, peer=peer):
+        return list(self.iceball.answer_repeats(data, [peer] * len(data), now))
 
     def shake(self, data, now=0.0, peer=peer):
         """A server that announces itself and answers."""
@@ -2083,7 +2089,7 @@ class IceballCase(unittest.TestCase):
 
     def outcome(self, port=0, source="203.0.113.9"):
         """What /check says of it."""
-        return ": ".join(self.registry.notes.get(source, "iceball", port)[1:])
+        return ": ".join(self.registry.outcomes.get(source, "iceball", port)[1:])
 
     def places(self):
         return [(server.address, server.port) for server in self.registry.servers()]
@@ -2157,10 +2163,10 @@ class IceballTest(IceballCase):
         self.shake(announcement(21737, players=3), 4.5, again)
         self.assertEqual((server.players, self.iceball.senders[again]), (3, server))
         for listed in self.registry.servers():
-            self.registry.remove(listed)
+            self.registry.remove_own(listed)
         self.assertEqual((self.iceball.senders, self.registry.total), ({}, 0))
         self.rules.exempt = ms.Networks([ms.read_network("203.0.113.0/24")])
-        self.rules.datagrams.table.clear()
+        self.rules.datagram_limiter.table.clear()
         fakes(5.0, self.peer)
         self.assertEqual(self.registry.total, 40)
 
@@ -2189,17 +2195,17 @@ class IceballTest(IceballCase):
         captured, server = self.shake(CAPTURED, 0.0, ("203.0.113.9", 1)), self.shake(other)
         for data, source in ((other[:-1], "203.0.113.9"), (other + b"\0", "203.0.113.9"),
                              (other, "203.0.113.90"), (other + b"2", "03.0.113.9")):
-            self.assertEqual(self.repeated([data], 1.0, (source, 40000)), [None])
-        self.assertEqual(self.repeated([b"?", other, CAPTURED, other], 3.0),
+            self.assertEqual(self.answer_repeats([data], 1.0, (source, 40000)), [None])
+        self.assertEqual(self.answer_repeats([b"?", other, CAPTURED, other], 3.0),
                          [None, same, same, same])
         self.assertEqual(self.send(b"HSHKsame", 3.0), b"")
         # From another port it has been started again
-        self.assertEqual(self.repeated([other], 4.0, ("203.0.113.9", 50000)), [same])
+        self.assertEqual(self.answer_repeats([other], 4.0, ("203.0.113.9", 50000)), [same])
         self.assertEqual((captured.last_seen, server.last_seen), (3.0, 4.0))
         self.shake(announcement(players=1), 5.0)
-        self.assertEqual(self.repeated([other, announcement(players=1)]), [None, same])
-        self.registry.remove(server)
-        self.assertEqual(self.repeated([announcement(players=1), CAPTURED]), [None, same])
+        self.assertEqual(self.answer_repeats([other, announcement(players=1)]), [None, same])
+        self.registry.remove_own(server)
+        self.assertEqual(self.answer_repeats([announcement(players=1), CAPTURED]), [None, same])
 
     def test_gone_after_120_s_and_not_before(self):
         self.shake(CAPTURED, 10.0)
@@ -2208,7 +2214,7 @@ class IceballTest(IceballCase):
         for now, listed in (169.9, 1), (170.0, 0):
             self.registry.expire(now)
             self.assertEqual(len(self.places()), listed)
-        self.assertEqual(self.repeated([CAPTURED], 171.0), [None])
+        self.assertEqual(self.answer_repeats([CAPTURED], 171.0), [None])
 
     def test_who_answers_no_msok_leaves_whatever_is_announced_in_its_name(self):
         for answers in True, False:
@@ -2248,11 +2254,12 @@ class IceballTest(IceballCase):
         for map_bytes, size in (0, 62), (24, 86), (30, 92):
             data = announcement(name=b"N" * 30, mode=b"M" * 10, map=b"P" * map_bytes)
             self.assertLessEqual(len(self.send(data)), size)
-        self.rules.surplus.set_rate((0.01, 1))          # a flood has had the few bytes more
+        self.rules.surplus_limiter.set_rate((0.01, 1))          # a flood has had the few bytes more
         self.assertEqual(len(self.send(data)), 86)
-        self.assertEqual((self.shake(data).map, self.repeated([data])), ("P" * 24, [None]))
-        self.rules.surplus.set_rate((6, 10))
-        self.assertEqual((self.shake(data).map, self.repeated([data])), ("P" * 30, [b"MSOKsame"]))
+        self.assertEqual((self.shake(data).map, self.answer_repeats([data])), ("P" * 24, [None]))
+        self.rules.surplus_limiter.set_rate((6, 10))
+        self.assertEqual((self.shake(data).map, self.answer_repeats([data])),
+                         ("P" * 30, [b"MSOKsame"]))
 
     def test_which_versions_are_welcome(self):
         for accepted, version, good in (
@@ -2420,7 +2427,7 @@ class IceballDraftTest(IceballCase):
         self.assertEqual(sessions, {})
 
     def test_a_flood_of_requests_gets_no_more_than_its_share(self):
-        self.rules.surplus.set_rate((0.01, 1))
+        self.rules.surplus_limiter.set_rate((0.01, 1))
         self.assertEqual(self.send(hexa("01 0100 0151 00")), b"")
         self.request(0.0, self.peer, b"a claimed address")          # not longer than the request
 
@@ -2512,7 +2519,7 @@ class HyperbolTest(unittest.TestCase):
 
     def announce(self, *places):
         for source, port in places:
-            self.hyperbol.announced(source, port, {"flavor": 9}, self.now)
+            self.hyperbol.on_http_announcement(source, port, {"flavor": 9}, self.now)
 
     def greeted(self):
         session = self.hyperbol.session("203.0.113.50", self.now)
@@ -2533,7 +2540,7 @@ class HyperbolTest(unittest.TestCase):
         return [tuple(getattr(server, name) for name in names) for server in servers]
 
     def outcome(self, source="203.0.113.9", port=27888):
-        return self.registry.notes.get(source, "hyperbol", port).outcome
+        return self.registry.outcomes.get(source, "hyperbol", port).outcome
 
     def test_reply_by_the_table_of_offsets(self):
         self.assertEqual(ms.hyperbol_info(hyperbol_reply(), 0x11223344), {
@@ -2627,7 +2634,7 @@ class HyperbolTest(unittest.TestCase):
                 self.poller.datagram(hyperbol_reply(o1=query[1:]), peer, self.now + 0.04)
             self.assertEqual(len(self.listed()), answers)
             target, = self.poller.targets.values()
-            self.assertEqual((target.unanswered, target.missed), (0, 0))
+            self.assertEqual((target.unanswered, target.missed_polls), (0, 0))
 
     def test_flavor_comes_from_the_ini_alone(self):
         self.start("203.0.113.9:27888 7", poll__interval="3600")
@@ -2690,7 +2697,7 @@ class HyperbolTest(unittest.TestCase):
             self.pass_time(31)
             self.assertEqual(self.listed("name"), names)
         self.assertEqual((self.outcome(port=1), self.poller.targets), ("name", {}))
-        self.registry.rules.servers = 1
+        self.registry.rules.max_servers = 1
         self.answers["203.0.113.8", 1] = {}
         for _ in range(2):                      # who is listed counts no second time
             self.announce(("203.0.113.8", 1))
@@ -2767,7 +2774,7 @@ class SubSpaceWorld:
         self.deliver(self.ping.datagram(data, (source, source_port), self.now), self.ping.datagram)
 
     def by_http(self, source=ZONE[0], port=ZONE[1], **fields):
-        self.ping.announced(source, port, fields, self.now)
+        self.ping.on_http_announcement(source, port, fields, self.now)
 
     def run(self, seconds):
         for _ in range(seconds):
@@ -2785,7 +2792,7 @@ class SubSpaceWorld:
             again = ms.restored_server((*row[:6], json.dumps(row[6])), 0.0, self.now)
             assert again is not None
             world.registry.insert(again)
-        world.registry.deaf_until = 0.0
+        world.registry.silence_counts_from = 0.0
         return world
 
     def names(self):
@@ -2795,7 +2802,7 @@ class SubSpaceWorld:
         return self.registry.get("subspace", source, port)
 
     def outcome(self, source=ZONE[0], port=ZONE[1]):
-        return self.registry.notes.get(source, "subspace", port)[1:]
+        return self.registry.outcomes.get(source, "subspace", port)[1:]
 
 
 class SubSpacePingAnswers(unittest.TestCase):
@@ -2805,7 +2812,7 @@ class SubSpacePingAnswers(unittest.TestCase):
         world = SubSpaceWorld()
         for number, (game, players, playing) in enumerate(counts):
             address = "198.51.100.%d" % number
-            world.registry.hear(game, address, 1000, address, 0.0, 100.0,
+            world.registry.list_or_refresh((game, address, 1000), address, 0.0, 100.0,
                                 {"players": players, "playing": playing})
         peer = ("192.0.2.1", 999)
         out = []
@@ -2856,7 +2863,7 @@ class SubSpacePingAnswers(unittest.TestCase):
             self.assertIn(self.served(SubSpaceWorld().ping, question, lambda number: source),
                           number, (question, source))
         ping = SubSpaceWorld().ping
-        ping.rules.surplus.set_rate((4, 40))
+        ping.rules.surplus_limiter.set_rate((4, 40))
         self.assertIn(self.served(ping, hexa("11223344"), lambda number: "192.0.%d.%d" % divmod(
             number, 250)), range(10, 12))
 
@@ -3071,9 +3078,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
             (third, b"Chaos", b"secret", "name"))
         world = SubSpaceWorld(*sources)
         for number, (source, name, password, refused) in enumerate(steps):
-            world.registry.notes = ms.PacketNotes()
+            world.registry.outcomes = ms.PacketOutcomes()
             world.announce(zone_packet(name, password), source)
-            outcomes = {note.outcome for _, _, _, note in world.registry.notes}
+            outcomes = {note.outcome for _, _, _, note in world.registry.outcomes}
             self.assertEqual(outcomes - {"listed"}, {refused} - {""}, (number, name))
             if number == 1:
                 self.assertTrue(world.outcome(source)[1].startswith(taken))
@@ -3108,7 +3115,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 ("203.0.113.7", b"cane", "name"), (ZONE[0], b"thief", "password"),
                 ("203.0.113.8", b"secret", None), ("203.0.113.7", b"secret", "listed")):
             world.announce(zone_packet(b"Mine", password), source)
-            note = world.registry.notes.get(source, "subspace", ZONE[1])
+            note = world.registry.outcomes.get(source, "subspace", ZONE[1])
             self.assertEqual(note and note.outcome, outcome)
         silent = before.restarted()
         for seconds, zones in (179, 2), (1, 0):
@@ -3137,7 +3144,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.by_http(name="Web Zone")
         world.run(1)
         self.assertEqual((world.names(), world.zone().lifetime), (["Web Zone"], math.inf))
-        world.registry.remove(world.zone())
+        world.registry.remove_own(world.zone())
         world.announce(ZONE_PACKET)             # it lives by these
         self.assertEqual((world.names(), world.zone().lifetime), (["Loopback Test Zone"], 180.0))
         with self.assertRaisesRegex(ms.Refused, "another UDP port .* once that was silent"):
@@ -3161,7 +3168,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             ({"limits.servers_per_source": "1"}, "Zone", ("limit", "at most 1 servers of one")))
         for settings, name, (outcome, words) in rows:
             world = SubSpaceWorld(ZONE[0])
-            world.registry.hear("other", ZONE[0], 1, ZONE[0], 0.0, 1e9, {})
+            world.registry.list_or_refresh(("other", ZONE[0], 1), ZONE[0], 0.0, 1e9, {})
             world.registry.rules.read(ms.Settings(settings))
             world.announce(zone_packet(name.encode()))
             self.assertEqual((world.outcome()[0], words in world.outcome()[1]), (outcome, True))
@@ -3269,7 +3276,7 @@ class SubSpaceOwners(unittest.TestCase):
 
     def shown(self, world):
         zone = world.zone()
-        return zone.name, zone.description, zone.version, zone.details["scores"], zone.claim
+        return zone.name, zone.description, zone.version, zone.details["scores"], zone.zone_owner
 
     def test_another_port_changes_nothing(self):
         """Neither at once nor after a restart, which forgets neither port nor password."""
@@ -3329,7 +3336,7 @@ class SubSpaceOwners(unittest.TestCase):
     def test_a_zone_of_the_ini_belongs_to_who_announces_it_first(self):
         world = SubSpaceWorld(ZONE[0], subspace__zones="203.0.113.9:25000")
         world.run(10)
-        self.assertEqual((world.names(), world.zone().claim), (["203.0.113.9:25000"], {}))
+        self.assertEqual((world.names(), world.zone().zone_owner), (["203.0.113.9:25000"], {}))
         world.announce(ZONE_PACKET)
         world.announce(zone_packet(b"Forged"), source_port=self.STRANGER)
         self.assertEqual((world.outcome()[0], world.names()), ("owner", ["Loopback Test Zone"]))
@@ -3337,17 +3344,17 @@ class SubSpaceOwners(unittest.TestCase):
     def test_what_is_stored_of_an_owner(self):
         """A hash of the password; what cannot be read is no owner, and nobody is kept out."""
         world = self.listed()
-        claim = world.zone().claim
+        claim = world.zone().zone_owner
         self.assertEqual(claim, {"port": "5000", "password": mock.ANY})
         self.assertRegex(claim["password"], "^[0-9a-f]{16}$")
         self.assertEqual(ms.owner_of(world.zone()), ms.zone_owner(5000, b"cane"))
         for wrong in ({}, {"port": "5000"}, {**claim, "port": "x"}, {**claim, "port": "65536"},
                       {**claim, "port": "-1"}, {**claim, "password": "cane"}):
-            world.registry.update(world.zone(), {"claim": wrong})
+            world.registry.update(world.zone(), {"zone_owner": wrong})
             again = world.restarted()
             self.assertIsNone(ms.owner_of(again.zone()), wrong)
             again.announce(zone_packet(b"Mine", b"secret"), source_port=7)
-            self.assertEqual((again.names(), again.zone().claim["port"]), (["Mine"], "7"))
+            self.assertEqual((again.names(), again.zone().zone_owner["port"]), (["Mine"], "7"))
 
     def test_a_claim_that_waits_is_checked_again_when_the_zone_answers(self):
         """The owner has been heard in between; and of two that want one name the first has it."""
@@ -3432,7 +3439,7 @@ class SubSpaceOwners(unittest.TestCase):
         world = SubSpaceWorld(ZONE[0])
         fields = {"name": "Loopback Test Zone", "version": "134", "players": 6, "verified": "query",
                   "description": "a real asss on loopback", "details": {"scores": "yes"},
-                  "claim": ms.zone_owner(owner, b"cane").texts(), **fields}
+                  "zone_owner": ms.zone_owner(owner, b"cane").texts(), **fields}
         zone = ms.Server("subspace", *ZONE, ZONE[0], 0.0, 180.0, **fields)
         zone.master = "b"
         world.registry.insert(zone)
@@ -3465,9 +3472,9 @@ class SubSpaceOwners(unittest.TestCase):
         world = self.listed(subspace__zones="203.0.113.9:25000")
         world.run(200)
         claim = ms.zone_owner(7000, b"cane").texts()
-        world.registry.update(world.zone(), {"claim": claim})
+        world.registry.update(world.zone(), {"zone_owner": claim})
         world.announce(zone_packet(b"Forged"), source_port=self.STRANGER)
-        self.assertEqual((world.outcome()[0], world.zone().claim), ("owner", claim))
+        self.assertEqual((world.outcome()[0], world.zone().zone_owner), ("owner", claim))
         world.announce(zone_packet(b"New name"), source_port=7000)
         self.assertEqual(world.names(), ["New name"])
 
@@ -3478,7 +3485,7 @@ class SubSpaceOwners(unittest.TestCase):
         world.ping.read(settings_of({"subspace__zones": "203.0.113.9:25000"}))
         world.run(100)
         self.assertEqual((self.shown(world), world.zone().master), (before, "b"))
-        world.registry.drop(world.zone())
+        world.registry.remove_any(world.zone())
         world.run(40)
         self.assertEqual(world.names(), ["203.0.113.9:25000"])
 
@@ -3530,8 +3537,8 @@ class SubSpaceLists(unittest.TestCase):
     def world(self, zones, **settings):
         world = SubSpaceWorld(limits__servers_per_source="100000", **settings)
         for number in range(zones):
-            world.registry.hear(
-                "subspace", "198.51.100.%d" % (number % 250), 1000 + number, "198.51.100.1", 0.0,
+            world.registry.list_or_refresh(
+                ("subspace", "198.51.100.%d" % (number % 250), 1000 + number), "198.51.100.1", 0.0,
                 1e9, {"name": "Zone %d" % number, "players": number, "version": "134",
                       "description": "d" * 100, "details": {"scores": "yes"}})
         return world
@@ -3547,7 +3554,8 @@ class SubSpaceLists(unittest.TestCase):
 
     def test_exchange(self):
         world = self.world(0)
-        world.registry.hear("subspace", "203.0.113.9", 25000, "203.0.113.9", 0.0, 1e9, {
+        world.registry.list_or_refresh(("subspace", "203.0.113.9", 25000), "203.0.113.9", 0.0,
+                                       1e9, {
             "name": "Żółw Café", "players": 6, "version": "134", "description": "naïve ☃",
             "details": {"scores": "yes"}})
         entry = (hexa("cb007109 a861 0600 0100 86000000") + b"?\xf3?w Caf\xe9".ljust(64, b"\0")
@@ -3595,8 +3603,9 @@ class SubSpaceLists(unittest.TestCase):
     def test_who_is_in_the_list(self):
         world = self.world(100)
         for address, fields in (("2001:db8::1", {}), ("203.0.113.9", {"responding": False})):
-            world.registry.hear("subspace", address, 9, address, 0.0, 1e9, fields)
-        world.registry.hear("other", "203.0.113.9", 9, "203.0.113.9", 0.0, 1e9, {"players": 99})
+            world.registry.list_or_refresh(("subspace", address, 9), address, 0.0, 1e9, fields)
+        world.registry.list_or_refresh(("other", "203.0.113.9", 9), "203.0.113.9", 0.0, 1e9,
+                                       {"players": 99})
         for minimum, players in (0, range(99, -1, -1)), (90, range(99, 89, -1)), (1000, []):
             world.now += 10.0
             self.assertEqual([zone["players"] for zone in fetch_all(world, minimum)], list(players))
@@ -3712,7 +3721,7 @@ class SubSpaceLists(unittest.TestCase):
         Many addresses: what all together get is bounded."""
         for addresses, least, most in (1, 5_000, 50_000), (4000, 90_000, 200_000):
             world = self.world(400)
-            world.registry.rules.surplus.set_rate((10_000, 100_000))
+            world.registry.rules.surplus_limiter.set_rate((10_000, 100_000))
             chunks = 0
             for number in range(5000):
                 peer, now = ("60.%d.%d.1" % divmod(number % addresses, 250), number), number / 500
@@ -3732,7 +3741,7 @@ class SubSpaceLists(unittest.TestCase):
         again = hexa("06 0003 00000000")
         for blind, part, bucket in itertools.product((False, True), (sync, again), (1_000, 20_000)):
             world = self.world(0)
-            world.registry.rules.surplus.set_rate((1, bucket))
+            world.registry.rules.surplus_limiter.set_rate((1, bucket))
             world.list.limiter_in_all.set_rate((1, bucket))
             surplus = 0
             for number in range(1000):
@@ -4006,7 +4015,8 @@ class AioTest(unittest.TestCase):
         aio = ms.Aio(make_core())
         for number in range(300):
             address = address_of(number)
-            aio.registry.hear("aio", address, 27010, address, 0.0, math.inf, {"name": str(number)})
+            aio.registry.list_or_refresh(("aio", address, 27010), address, 0.0, math.inf,
+                                         {"name": str(number)})
         deployed, document, binary, framed = [aio_ask(aio, request) for request in AIO_LISTS]
         numbers = list(range(300))
         self.assertEqual(deployed.count(b"#27010#"), 300)
@@ -4124,10 +4134,10 @@ class AioTest(unittest.TestCase):
             with self.subTest(data):
                 session = aio.session(source, 0.0)
                 self.assertEqual(feed(session, data), answer)
-                self.assertEqual(aio.registry.notes.get(source, "aio", port).outcome, outcome)
+                self.assertEqual(aio.registry.outcomes.get(source, "aio", port).outcome, outcome)
                 self.assertFalse(session.kept)
         self.assertEqual(self.listed(aio, "source", "port"), [("198.51.100.9", 27010)])
-        self.assertEqual(aio.registry.notes.get("198.51.100.9", "aio", 27010).outcome, "listed")
+        self.assertEqual(aio.registry.outcomes.get("198.51.100.9", "aio", 27010).outcome, "listed")
         aio = ms.Aio(make_core(server__refuse_names="evil"))    # the one that is listed stays
         aio_peer(aio, b"13#Good#d#1000#%13#evil#d#1000#%")
         self.assertEqual(self.listed(aio, "name"), ["Good"])
@@ -4182,7 +4192,7 @@ class AioTest(unittest.TestCase):
                 self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
                 tracemalloc.stop()
                 self.assertEqual(aio.registry.total, 2)
-                note = aio.registry.notes.get("203.0.113.9", "aio", 0)
+                note = aio.registry.outcomes.get("203.0.113.9", "aio", 0)
                 self.assertEqual(note.outcome, "bad packet")
         # What came before it is answered; then the connection ends, and its server leaves
         session = aio.session("203.0.113.9", 0.0)
@@ -4231,7 +4241,7 @@ class AioTest(unittest.TestCase):
             core.poller.tick(float(now))
         self.assertEqual(self.listed(aio, *facts), [("My server", "Fun!", 3, 16, "7", 40)])
         self.assertEqual(len(core.poller.targets), 1)
-        self.assertEqual(core.registry.notes.get(peer[0], "aio", 27010)[1:],
+        self.assertEqual(core.registry.outcomes.get(peer[0], "aio", 27010)[1:],
                          ("silent", "no answer from UDP port 27010"))
         session.closed(600.0)
         self.assertEqual((core.registry.total, core.poller.targets), (0, {}))
@@ -4308,7 +4318,7 @@ class AioTest(unittest.TestCase):
             sessions.append((session, feed(session, hexa("03000000 03 8269"))))
         refused = [answer[4:6] == hexa("0603") for _, answer in sessions]
         self.assertEqual((refused, aio.registry.total), ([False] * 4 + [True] * 2, 4))
-        self.assertEqual(aio.registry.notes.get("198.51.100.5", "aio", 27010)[1:], (
+        self.assertEqual(aio.registry.outcomes.get("198.51.100.5", "aio", 27010)[1:], (
             "limit", "this master keeps connections to at most 4 servers"))
         self.assertEqual(feed(sessions[0][0], hexa("03000000 03 8269")), hexa("02000000 0503"))
         sessions[0][0].closed(1.0)
@@ -4447,7 +4457,7 @@ class Quake3Test(unittest.TestCase):
                      if (server.source, server.port) == place), None)
 
     def outcome(self, place=place):
-        return ": ".join(self.registry.notes.get(place[0], "quake3", place[1])[1:])
+        return ": ".join(self.registry.outcomes.get(place[0], "quake3", place[1])[1:])
 
     def ask(self, question, now=0.0, place=("192.0.2.1", 5000)):
         """The ports in the list; the whole of it is checked."""
@@ -4475,7 +4485,7 @@ class Quake3Test(unittest.TestCase):
 
     def test_the_capture_is_listed(self):
         challenge = self.challenge()
-        self.assertEqual((self.server(), self.outcome(), self.core.announcers),
+        self.assertEqual((self.server(), self.outcome(), self.core.http_announcers),
                          (None, "announced: ", {}))
         self.assertLessEqual(len(OUT + b"getinfo " + challenge), len(HEARTBEAT))
         self.assertEqual(self.send(info(challenge), 0.1), [])
@@ -4600,8 +4610,8 @@ class Quake3Test(unittest.TestCase):
             self.assertEqual(server is None, number == 64)
         self.assertIn("limit: at most 64 games", self.outcome(("198.51.100.64", 1)))
         self.assertTrue(self.shake(b"DarkPlaces", place=("198.51.100.65", 1), gamename=b"Xonotic"))
-        self.registry.remove(self.registry.get("xonotic", "198.51.100.65", 1))
-        self.registry.remove(self.registry.servers()[0])
+        self.registry.remove_own(self.registry.get("xonotic", "198.51.100.65", 1))
+        self.registry.remove_own(self.registry.servers()[0])
         self.assertEqual(len(self.registry.games), 63)
         self.assertTrue(self.shake(b"DarkPlaces", place=("198.51.100.64", 1), gamename=b"new"))
 
@@ -4621,15 +4631,15 @@ class Quake3Test(unittest.TestCase):
                            b"ETFlatline-1"):
                 events: List[str] = []
                 server = self.shake(tag, **told)
-                self.registry.watch(lambda event, server: events.append(event))
+                self.registry.subscribe(lambda event, server: events.append(event))
                 self.poll([1], lambda challenge: info(challenge, **told))
                 self.assertIs(self.shake(forged, 40.0, mapname=b"new", **told), server, forged)
                 self.poll([41], lambda challenge: info(challenge, **told))
                 self.assertIs(self.shake(tag, 42.0, **told), server)
                 self.assertEqual((server.game, server.map, {*events}, self.lists(question)),
                                  (game, "oa_dm1", {"changed"}, [1]), (tag, forged))
-                self.registry.watchers.pop()
-                self.registry.remove(server)
+                self.registry.subscribers.pop()
+                self.registry.remove_own(server)
 
     def test_a_server_that_becomes_another_game(self):
         self.shake(b"QuakeArena-1", gamename=None, protocol=b"99")
@@ -4662,7 +4672,7 @@ class Quake3Test(unittest.TestCase):
                     self.poller.datagram(info(query[12:]), place, now + milliseconds / 1000)
             self.shake(place=second.key[1:], now=140.0)
             self.assertEqual((read.call_count, first.ping_ms, second.last_seen), (2, 30, 140.0))
-            self.registry.remove(first)
+            self.registry.remove_own(first)
             self.shake(place=second.key[1:], now=141.0)
             self.assertEqual(read.call_count, 2)
             for number, change in enumerate((
@@ -4684,7 +4694,7 @@ class Quake3Test(unittest.TestCase):
             while now <= silent_until:
                 self.poller.tick(now)
                 now += 0.5
-            self.assertEqual((target.missed, self.registry.total), (missed, 1))
+            self.assertEqual((target.missed_polls, self.registry.total), (missed, 1))
             self.assertEqual(len(self.send(HEARTBEAT, now)), 1)
             self.assertEqual(self.send(HEARTBEAT, now), [])
             asked = []
@@ -4694,7 +4704,7 @@ class Quake3Test(unittest.TestCase):
             self.assertEqual(len(asked), 3)
             self.poller.datagram(info(asked[-1][0][12:]), self.place, now + 3.1)
             self.poller.tick(now + 4.0)
-            self.assertEqual((target.missed, self.registry.total), (0, 1))
+            self.assertEqual((target.missed_polls, self.registry.total), (0, 1))
 
     def test_who_cannot_be_listed_is_not_asked(self):
         for settings, listed, why in (
@@ -4716,9 +4726,9 @@ class Quake3Test(unittest.TestCase):
         second = self.shake(b"DarkPlaces", place=other, gamename="sMoKiN☠gUnS".encode())
         self.assertEqual((second.game, self.registry.titles),
                          ("smokin-guns", {"smokin-guns": "Smokin-Guns"}))
-        self.registry.remove(first)
+        self.registry.remove_own(first)
         self.assertEqual(self.registry.titles, {"smokin-guns": "Smokin-Guns"})
-        self.registry.remove(second)
+        self.registry.remove_own(second)
         self.assertEqual((self.registry.titles, self.registry.title_sources), ({}, {}))
         self.shake(b"DarkPlaces", place=other, gamename=b"SMOKIN-GUNS")
         self.assertEqual(self.registry.titles, {"smokin-guns": "SMOKIN-GUNS"})
@@ -4744,7 +4754,7 @@ class Quake3Test(unittest.TestCase):
         for number, game in enumerate((b"a-0", b"A-1", b"Xonotic", b"Tagged", b"wolfmp"), 20):
             self.assertTrue(bring("198.51.100.7", number, game), game)
         for server in self.registry.servers():
-            self.registry.remove(server)
+            self.registry.remove_own(server)
         self.assertEqual(self.registry.title_sources, {})
         self.assertTrue(all(bring("192.0.2.1", 1 + number, b"e-%d" % number)
                             for number in range(20)))
@@ -4834,7 +4844,7 @@ class Quake3Test(unittest.TestCase):
                     self.poller.datagram(info(query[12:]), place, second + 0.1)
         self.assertEqual((self.registry.servers(), len(self.poller.targets)), ([server], 1))
         self.shake(now=120.0)                               # back at the first, then away
-        self.registry.remove(server)
+        self.registry.remove_own(server)
         self.poll(range(121, 152))
         self.assertTrue(self.shake(place=("10.0.0.1", 36960), now=152.0))
 
@@ -4906,7 +4916,7 @@ class Quake3Test(unittest.TestCase):
         self.assertEqual((sorted(self.ask(b"getservers 71")), len(packets)),
                          ([*range(1, 1001)], 6))
         self.assertIs(self.send(OUT + b"getservers 71 x")[0], packets[0])
-        self.registry.remove(self.registry.servers()[0])
+        self.registry.remove_own(self.registry.servers()[0])
         self.assertEqual(len(self.ask(b"getservers 71", 10.0)), 999)
 
     def test_a_source_gets_a_few_lists_and_then_one_now_and_then(self):
@@ -4944,13 +4954,13 @@ class Quake3Forged(unittest.TestCase):
             game.sock.sendto(HEARTBEAT, place)
             eventually(lambda: registry.total and registry.servers()[0].ping_ms is not None)
             listed, = registry.servers()
-            registry.watch(lambda event, server: events.append(event))
+            registry.subscribe(lambda event, server: events.append(event))
             for number, tag in enumerate((b"Wolfenstein-1", b"DarkPlaces")):
                 told["mapname"] = b"new-%d" % number
                 send_forged(here, place, OUT + b"heartbeat %s\n" % tag)
                 eventually(lambda: listed.map == told["mapname"].decode())
                 self.assertEqual((registry.servers(), listed.game), ([listed], "openarena"))
-                eventually(lambda: server.poller.targets[("quake3", *here)].missed == 0)
+                eventually(lambda: server.poller.targets[("quake3", *here)].missed_polls == 0)
             self.assertEqual({*events}, {"changed"})
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as player:
                 player.settimeout(5)
@@ -5052,12 +5062,12 @@ def web_of(servers, known=None, template=ms.LIST_PAGE):
     core = make_core(http__title="Open Game Masters")
     for server in servers:
         core.registry.games[server.game][server.address, server.port] = server
-        server.rank, server.parts = (servers.index(server),), None
+        server.rank, server.entry_cache = (servers.index(server),), None
     database = mock.Mock(known=lambda *key: known,
                          history=lambda game, address, port, span, wall: make_series(span))
     web = ms.Web(core._replace(
         database=database, listeners=[SimpleNamespace(protocol="aio", port=27011)],
-        recent=lambda: {server.key: range(24) for server in servers}))
+        hourly_players=lambda: {server.key: range(24) for server in servers}))
     web.epoch, web.look = WALL, web.look._replace(template=template)
     return web
 
@@ -5101,7 +5111,7 @@ class PagesTest(unittest.TestCase):
         pages = [page_of(web)]
         for text, server in zip(HOSTILE, servers):
             quoted = urllib.parse.quote(text[:300])
-            web.registry.note(server.address, text, 1, text, 0.0, text)
+            web.registry.record_outcome(server.address, text, 1, text, 0.0, text)
             gone = web_of([], ms.Remembered(0.0, 0.0, text))
             gone.look = gone.look._replace(title=text, intro=text)
             pages += [page_of(web, link_to(server)), page_of(web, "/?game=aio&name=" + quoted),
@@ -5643,7 +5653,7 @@ class BrowserTest(BrowserCase):
             "clipboardReadWrite", "clipboardSanitizedWrite"])
         self.open()
         server = self.site.servers[3]
-        address = ms.endpoint(server.address, server.port)
+        address = ms.endpoint_text(server.address, server.port)
         for without in "", "navigator.clipboard.writeText = undefined":       # as with plain http
             self.js("setTimeout = () => 0")             # what it says does not pass
             self.js("navigator.clipboard.writeText('')")
@@ -5874,7 +5884,7 @@ class FuzzTest(unittest.TestCase):
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
-    MAY_STAY = {*"queriers counts games watchers lists titles requests".split(),
+    MAY_STAY = {*"queriers counts games subscribers lists titles requests".split(),
                 "waiting", "by_source", "altered", "tags"}
     DECODERS = (ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info,
                 ms.luanti_goodbye, lambda data: ms.quake3_info(ms.quake3_pairs(data)))
@@ -5942,7 +5952,7 @@ class FuzzTest(unittest.TestCase):
         with contextlib.suppress(ms.Refused, TypeError, ValueError, RecursionError):
             server = ms.restored_server(row, self.now, 10.0)
             if server is not None and registry.get(*server.key) is None:
-                registry.admit(*server.key, server.source, server.name)
+                registry.check_admission(server.key, server.source, server.name)
                 registry.insert(server)
                 json.dumps(ms.stored_row(server, 0.0)[-1])
 
@@ -6072,12 +6082,13 @@ class AmplificationTest(unittest.TestCase):
         self.core = make_core()
         for number in range(60):
             address = "198.51.100.%d" % number
-            self.core.registry.hear(
-                ("iceball", "hyperbol", "subspace", "aio")[number % 4], address, 1000, address, 0.0,
+            self.core.registry.list_or_refresh(
+                (("iceball", "hyperbol", "subspace", "aio")[number % 4], address,
+                 1000), address, 0.0,
                 1e6, {"name": "A listed server", "description": "x" * 80, "players": 9})
         for number in range(15):
             address = "198.51.100.%d" % (100 + number)
-            self.core.registry.hear("openarena", address, 1000, address, 0.0, 1e6, {
+            self.core.registry.list_or_refresh(("openarena", address, 1000), address, 0.0, 1e6, {
                 "version": "71", "details": {"gamename": "Quake3Arena"}})
         self.protocols = {name: protocol for name, protocol in protocols_of(self.core).items()
                           if isinstance(protocol, ms.UdpProtocol)}
@@ -6218,8 +6229,8 @@ class WebCase(unittest.TestCase):
         return json.loads(self.get(path, now=now)[2].decode("utf-8"))["servers"]
 
     def list(self, port=1, address="203.0.113.9", game="iceball", source="", **fields):
-        return self.registry.hear(
-            game, address, port, source or address, 0.0, 120.0, {"name": "S", **fields})
+        return self.registry.list_or_refresh(
+            (game, address, port), source or address, 0.0, 120.0, {"name": "S", **fields})
 
 
 class HttpTest(WebCase):
@@ -6507,7 +6518,7 @@ class HttpTest(WebCase):
     def test_who_asks_too_much_is_told_so_and_the_connection_ends(self):
         for path in ("/nope", "/robots.txt"):       # the second from the cache
             session = self.session("203.0.113.8")
-            self.registry.rules.requests.table.clear()
+            self.registry.rules.request_limiter.table.clear()
             out = b"".join(answered(session, http_request(path)) for _ in range(60))
             self.assertEqual((out.count(b"HTTP/1.1 429"), out.count(b"HTTP/1.1 ")), (1, 51))
             refused = split_response(out[out.index(b"HTTP/1.1 429"):])[1]
@@ -6552,7 +6563,7 @@ class HttpTest(WebCase):
         with mock.patch.object(ms, "SEARCH_SERVERS", 10):           # 1 + 4 of 50
             for path, limit in (("/servers.json?x=%d", 50), ("/servers.json?name=s&x=%d", 10),
                                 ("/?players_min=0&name=x&x=%d", 10)):
-                self.registry.rules.requests.table.clear()
+                self.registry.rules.request_limiter.table.clear()
                 found = [self.get(path % number, address="192.0.2.1")[0] for number in range(60)]
                 self.assertEqual(found, [200] * limit + [429] * (60 - limit), path)
         with mock.patch.object(ms, "SEARCH_SERVERS", 0.01):         # half of the burst at most
@@ -6726,7 +6737,7 @@ flavor="3" ping_milliseconds="41"/>
 
     def test_the_day_s_player_counts(self):
         days = [{}]
-        self.web = ms.Web(self.core._replace(recent=lambda: days[-1]))
+        self.web = ms.Web(self.core._replace(hourly_players=lambda: days[-1]))
         server = self.list(players=3, max_players=8)
         for hour in range(3):
             day, total = [None, 2, hour], [None, 41, hour]
@@ -6863,7 +6874,7 @@ class CheckTest(WebCase):
         return re.findall("<h3>(.*?)</h3>", page)
 
     def note(self, outcome, source="203.0.113.9", port=1, now=0.0, detail=""):
-        self.registry.note(source, "iceball", port, outcome, now, detail)
+        self.registry.record_outcome(source, "iceball", port, outcome, now, detail)
 
     def test_what_is_listed_is_told_from_what_was(self):
         self.note("announced")
@@ -6884,7 +6895,7 @@ class CheckTest(WebCase):
                 ("mygame", "192.168.1.5", "Listed under a private address"),
                 ("mygame", "127.0.0.1", "Listed under a private address")):
             server = self.list(1, address, game)
-            self.registry.note(address, game, 1, "announced", 0.0)
+            self.registry.record_outcome(address, game, 1, "announced", 0.0)
             for confirmed, titles in ((True, [title]), (False, [
                     "Not heard since a restart", "Announced, but the answer did not come back"])):
                 server.confirmed = confirmed
@@ -6903,7 +6914,7 @@ class CheckTest(WebCase):
                 ("password", "the name x", "the name x. Wait"),
                 ("owner", "by HTTP", "accepted: by HTTP. If you"),
                 ("bad packet", "", "nothing more")):
-            self.registry.notes = ms.PacketNotes()
+            self.registry.outcomes = ms.PacketOutcomes()
             self.note(outcome, detail=detail)
             self.assertIn(todo, self.get("/check?address=203.0.113.9")[2].decode(), outcome)
             self.assertEqual(self.titles(), [ms.OUTCOMES[outcome][0]])
@@ -6922,7 +6933,7 @@ class CheckTest(WebCase):
 
     def test_who_sends_too_much(self):
         for _ in range(500):
-            self.registry.rules.datagrams.allow("203.0.113.9", 0.0)
+            self.registry.rules.datagram_limiter.allow("203.0.113.9", 0.0)
         self.assertEqual([self.titles(now=0.0), self.titles("address=203.0.113.8"), self.titles()],
                          [["Too many packets"], [], []])
         page = self.get("/check?address=203.0.113.9")[2]
@@ -6950,7 +6961,7 @@ class CheckTest(WebCase):
         self.registry.rules.address_map = {"10.0.0.5": "203.0.113.9", "10.0.0.6": "203.0.113.9"}
         for port, source in enumerate(("10.0.0.5", "10.0.0.6"), 1):
             self.list(port, source=source)
-            self.registry.note(source, "aio", port, "silent", 3.0)
+            self.registry.record_outcome(source, "aio", port, "silent", 3.0)
         for address, told, titles in (("203.0.113.9", set(), 3), ("10.0.0.5", {"10.0.0.5"}, 2)):
             page = self.get("/check?address=" + address, now=4.0)[2].decode()
             self.assertEqual(set(re.findall(r"10\.0\.0\.\d", page)), told)
@@ -6961,14 +6972,14 @@ class CheckTest(WebCase):
             self.note("announced", port=port, now=port / 100)
         page = self.get("/check?address=203.0.113.9", now=4.0)[2]
         self.assertEqual((page.count(b"<h3>"), page.count(b"203.0.113.9:300<"),
-                          page.count(b"203.0.113.9:236<")), (ms.NOTES_PER_SOURCE, 1, 0))
+                          page.count(b"203.0.113.9:236<")), (ms.OUTCOMES_PER_SOURCE, 1, 0))
         self.assertEqual(len(self.titles("address=203.0.113.9&port=237")), 1)
 
     def test_an_address_as_the_list_has_it(self):
         for address, shown in (("203.0.113.9", "203.0.113.9"), ("2001:DB8::9", "2001:db8::9"),
                                ("::ffff:203.0.113.7", "203.0.113.7"),
                                ("2001:db8::203.0.113.7", "2001:db8::cb00:7107")):
-            for asked, port in ((address, ""), (ms.endpoint(address, 27790), "27790")):
+            for asked, port in ((address, ""), (ms.endpoint_text(address, 27790), "27790")):
                 page = self.get("/check?address=" + asked)[2].decode()
                 self.assertIn('name="address" value="%s"' % shown, page, asked)
                 self.assertIn('name="port" value="%s"' % port, page, asked)
@@ -7014,7 +7025,8 @@ class AnnounceTest(WebCase):
         for now, count in ((219.0, 1), (220.0, 0)):
             self.registry.expire(now)
             self.assertEqual(self.registry.total, count)
-        self.assertEqual(self.registry.notes.get("203.0.113.9", "mygame", 4000).outcome, "listed")
+        self.assertEqual(self.registry.outcomes.get("203.0.113.9", "mygame", 4000).outcome,
+                         "listed")
         for name in ({}, {"name": ""}):
             self.post({"game": "mygame", "port": 4000, **name}, address="2001:db8::1")
             self.assertEqual(self.registry.servers()[0].name, "[2001:db8::1]:4000")
@@ -7029,7 +7041,7 @@ class AnnounceTest(WebCase):
                 (b"game=mygame&port=+4000&name=K%C3%B6ln",
                  "application/x-www-form-urlencoded", "Köln"),
                 (b"game=mygame&port=4000&name=\x81", "", "\ufffd")):
-            self.registry.remove(self.registry.get("mygame", "203.0.113.9", 4000))
+            self.registry.remove_own(self.registry.get("mygame", "203.0.113.9", 4000))
             lines = ["Content-Type: " + type] if type else []
             self.assertEqual(self.post(body, *lines)[0], 200, body)
             self.assertEqual(self.registry.servers("mygame")[0].name, name)
@@ -7080,7 +7092,7 @@ class AnnounceTest(WebCase):
             self.assertEqual(self.post(stop, address=source),
                              (200, {"listed": False, "ttl": 120, "reason": "stopped"}))
             self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
-            self.assertEqual(self.registry.notes.get(source, game, 4000).outcome, "stopped")
+            self.assertEqual(self.registry.outcomes.get(source, game, 4000).outcome, "stopped")
 
     def test_stop_of_one_that_another_master_lists(self):
         self.list(4000, game="mygame").master = "b"
@@ -7239,8 +7251,9 @@ class AnnounceTest(WebCase):
                 self.assertEqual((found, answer["listed"]), (status, False))
                 self.assertIn(words, answer["reason"])
         self.assertEqual(self.registry.total, 0)
-        self.assertEqual(self.registry.notes.get("203.0.113.9", "mygame", 1).outcome, "bad packet")
-        note = self.registry.notes.get("203.0.113.9", "announce", 0)
+        self.assertEqual(self.registry.outcomes.get("203.0.113.9", "mygame", 1).outcome,
+                         "bad packet")
+        note = self.registry.outcomes.get("203.0.113.9", "announce", 0)
         self.assertEqual(note.outcome, "bad packet")
 
     def test_a_game_that_is_not_in_the_ini(self):
@@ -7274,7 +7287,7 @@ class AnnounceTest(WebCase):
                 ("Origin: http://other.example", 403), ("Origin: null", 403),
                 ("Origin: http://x:1", 403), ("Origin: http://x", 403),
                 ("Sec-Fetch-Site: none", 200), ("Sec-Fetch-Site: same-origin", 403)):
-            self.registry.remove(self.registry.get("mygame", "203.0.113.9", 4000))
+            self.registry.remove_own(self.registry.get("mygame", "203.0.113.9", 4000))
             found, answer = self.post(form, line)
             self.assertEqual((found, "page" in answer.get("reason", "")), (status, status == 403))
             self.assertEqual(len(self.registry.servers()), status == 200)
@@ -7326,7 +7339,7 @@ class LuantiTest(WebCase):
         return [entry["name"] for entry in self.found()["list"]]
 
     def outcome(self, port=36302):
-        return self.registry.notes.get(self.HERE, "luanti", port)[1:]
+        return self.registry.outcomes.get(self.HERE, "luanti", port)[1:]
 
     def test_the_captured_exchange(self):
         """Whole and in pieces."""
@@ -7363,7 +7376,7 @@ class LuantiTest(WebCase):
                  3 + 4 * 29 + 3)):
             self.setUp()
             told.update(clients_list=names, mods=names, clients=0, clients_max=600)
-            self.luanti.announced(self.HERE, 36302, told, 0.0)
+            self.luanti.on_http_announcement(self.HERE, 36302, told, 0.0)
             self.poll(1.0)
             entry, = self.found()["list"]
             self.assertEqual(entry["clients"], 500)
@@ -7543,7 +7556,7 @@ class LuantiTest(WebCase):
     def test_who_may_not(self):
         network = ms.read_network("198.51.100.0/24")
         rules = self.registry.rules
-        rules.bans, rules.servers_per_source = ms.Networks([network], {network: "fakes"}), 1
+        rules.bans, rules.max_servers_per_source = ms.Networks([network], {network: "fakes"}), 1
         rules.refuse_names = (ms.read_pattern("casino"),)
         self.assertEqual(self.say(source="198.51.100.1"), (403, "403 Forbidden\nfakes\n"))
         self.assertEqual(self.say(name="Casino")[0], 403)
@@ -7559,7 +7572,7 @@ class LuantiTest(WebCase):
         status, _, body, _ = split_response(self.exchange(form, self.HERE))
         self.assertEqual((status, b"announce themselves" in body, b"{" in body), (400, True, True))
         core = make_core(luanti__enabled="no")
-        self.assertEqual((ms.Luanti(core).game, core.announcers), ("luanti", {}))
+        self.assertEqual((ms.Luanti(core).game, core.http_announcers), ("luanti", {}))
 
     def test_a_start_is_probed_at_once_and_the_latest_word_counts(self):
         self.say()
@@ -7581,7 +7594,7 @@ class LuantiTest(WebCase):
 
     def test_what_waits_is_bounded(self):
         """By source, and it leaves with its target."""
-        self.core.registry.rules.servers_per_source = 2
+        self.core.registry.rules.max_servers_per_source = 2
         for port, status in (1, 202), (2, 202), (3, 429), (2, 202):
             self.assertEqual(self.say(port=port)[0], status)
         self.assertEqual(self.say(port=3, source="203.0.113.8")[0], 202)
@@ -7605,7 +7618,7 @@ class LuantiTest(WebCase):
         self.assertRaises(ms.Malformed, self.core.poller.datagram, LUANTI_PROBED, peer, 31.6)
         for now in range(32, 40):
             self.poll(float(now), answers=False)
-        self.assertEqual((target.missed, server.name), (1, json.loads(LUANTI_START)["name"]))
+        self.assertEqual((target.missed_polls, server.name), (1, json.loads(LUANTI_START)["name"]))
         for now in range(40, 71):
             self.poll(float(now))
         self.assertEqual((self.names(), target.scratch), (["Restarted"], None))
@@ -7671,7 +7684,7 @@ class LuantiTest(WebCase):
         slow = self.registry.get("luanti", self.HERE, 2)
         self.registry.update(slow, {"ping_ms": 1200})                   # -6.4
         self.assertEqual(self.names()[:5], ["first", "10 + 4", "8", "7.2", "9 + 4"])
-        self.registry.remove(slow)
+        self.registry.remove_own(slow)
         found = self.found()
         self.assertEqual((found["total"]["servers"], found["total_max"]),
                          (6, {"clients": 24, "servers": 6}))
@@ -7687,7 +7700,7 @@ class LuantiTest(WebCase):
         server, = self.registry.servers()
         before = self.found()["list"]
         row = ms.stored_row(server, 1000.0)
-        self.registry.remove(server)
+        self.registry.remove_own(server)
         for damage, kept in ((b'"uptime":300', True), (b'"uptime":-1', False)):
             text = ms.ENCODER.encode(row[6]).replace('"uptime":300', damage.decode())
             with contextlib.suppress(ms.Refused):
@@ -7702,7 +7715,7 @@ class LuantiTest(WebCase):
                 entry, = self.found()["list"]
                 self.assertEqual((entry["mapgen"], entry["updates"], entry["clients_top"]),
                                  ("v7", 3, 2))
-                self.registry.remove(self.registry.servers()[0])
+                self.registry.remove_own(self.registry.servers()[0])
 
 
 class LuantiUnderAttack(unittest.TestCase):
@@ -7822,7 +7835,7 @@ class LuantiOnTheWire(unittest.TestCase):
                          ("A real one", "v7", "127.0.0.1"))
         game.send_signal(signal.SIGINT)
         listed(server, 0)
-        note = server.registry.notes.get("127.0.0.1", "luanti", entry["port"])
+        note = server.registry.outcomes.get("127.0.0.1", "luanti", entry["port"])
         self.assertEqual(note.outcome, "stopped")
         game = start_game()
         listed(server, 1)
@@ -7846,7 +7859,7 @@ class BannerTest(unittest.TestCase):
         document = xml.dom.minidom.parseString(body).documentElement
         self.assertEqual(document.getAttribute("viewBox"), "0 0 560 95")
         self.assertNotRegex(body, b"<(script|image|foreignObject|use)|href|on[a-z]+=|url\\([^#]")
-        self.assertEqual(b"<path" in body, server.key in web.recent)
+        self.assertEqual(b"<path" in body, server.key in web.hourly_players)
         return [status] + [
             "".join(node.data if node.nodeType == node.TEXT_NODE else node.firstChild.data
                     for node in text.childNodes) for text in document.getElementsByTagName("text")]
@@ -7940,7 +7953,7 @@ class NewsTest(unittest.TestCase):
         return ms.News(self.core.settings, self.registry, self.gauges)
 
     def hear(self, players, port=1, game="mygame", address="203.0.113.9", **fields):
-        return self.registry.hear(game, address, port, address, self.now, 1e9,
+        return self.registry.list_or_refresh((game, address, port), address, self.now, 1e9,
                                   {"name": "S", "players": players, **fields})
 
     def messages(self, news, seconds=1.0):
@@ -7969,7 +7982,8 @@ class NewsTest(unittest.TestCase):
                                        (2, 1, 1)):
             self.hear(players)
             self.assertEqual(self.messages(news, seconds), told)
-        self.registry.remove(self.registry.get("mygame", "203.0.113.9", 1))     # that forgets none
+        # that forgets none
+        self.registry.remove_own(self.registry.get("mygame", "203.0.113.9", 1))
         for players in 1, 2:
             self.hear(players)
         self.assertEqual(self.messages(news), 0)
@@ -7996,14 +8010,14 @@ class NewsTest(unittest.TestCase):
             news.tick(self.now)
             for port, address in enumerate(addresses, 1):       # takes the next port each time
                 self.hear(0, port, address=address)
-                self.registry.remove(self.hear(9, port, address=address))
+                self.registry.remove_own(self.hear(9, port, address=address))
             self.hear(0, 1, address="198.51.100.1")
             self.hear(2, 1, address="198.51.100.1")
             self.assertEqual(self.messages(news, 998), sent + 1, addresses)
             for first_port, expected in (101, more), (201, more_later):
                 for port in range(first_port, first_port + 3):
                     self.hear(0, port, address=addresses[0])
-                    self.registry.remove(self.hear(9, port, address=addresses[0]))
+                    self.registry.remove_own(self.hear(9, port, address=addresses[0]))
                 self.assertEqual(self.messages(news, 2), expected, addresses)
 
     def test_a_48_has_the_share_of_many_sources(self):
@@ -8039,13 +8053,13 @@ class NewsTest(unittest.TestCase):
             for step, (master, players) in enumerate(steps, 1):
                 server = self.registry.get(*key)
                 if master is None:
-                    self.registry.drop(server)
+                    self.registry.remove_any(server)
                 elif not master:
                     self.hear(players)
                 elif server and server.master == master:
                     self.registry.update(server, {"players": players})
                 else:
-                    self.registry.remove(server)
+                    self.registry.remove_own(server)
                     server = ms.Server(*key, "203.0.113.9", self.now, 1e9, players=players)
                     server.master = master
                     self.registry.insert(server)
@@ -8073,7 +8087,7 @@ class NewsTest(unittest.TestCase):
             self.assertEqual(self.messages(news), told)
         self.registry.update(framed, {"players": 0})
         for server in self.registry.servers():
-            self.registry.remove(server)
+            self.registry.remove_own(server)
         news.tick(self.now)
         self.assertEqual((news.had_few, news.departed), (set(), []))    # nothing is kept of them
 
@@ -8086,7 +8100,7 @@ class NewsTest(unittest.TestCase):
             news = self.news(**settings)
             for players in 0, 3:
                 for port, game in ((1, "iceball"), (2, "aio"), (3, "b")):
-                    self.hear(players, port, game, "198.18.0.%d" % port, published="S")
+                    self.hear(players, port, game, "198.18.0.%d" % port, aio_published_name="S")
             found = "".join(sorted(str(port) for _, _, port in news.sent_at))
             self.assertEqual({hook.jobs.qsize() for hook in news.hooks.values()}, {len(wanted)})
             self.assertEqual(found, wanted, settings)
@@ -8956,7 +8970,8 @@ class MasterServerTest(unittest.TestCase):
         server.bind()
         server.round(0.0)
         now = time.monotonic()
-        server.registry.hear("iceball", "203.0.113.9", 1, "203.0.113.9", now, 120.0, {})
+        server.registry.list_or_refresh(("iceball", "203.0.113.9", 1), "203.0.113.9", now, 120.0,
+                                        {})
         for seconds, late, total in ((600.0, 599.0, 1), (719.0, 0.0, 1), (720.5, 0.0, 0)):
             server.next_tick = server.next_look = now + seconds - late
             with mock.patch.object(time, "monotonic", lambda: now + seconds):
@@ -9192,7 +9207,7 @@ class ReloadTest(unittest.TestCase):
                 server.tick(now)
                 server.tick(now + 5.0)                  # a change is read once
             self.assertRegex(logged.output[0], words)
-            self.assertEqual(server.rules.ban("203.0.113.9"), banned, text)
+            self.assertEqual(server.rules.ban_reason("203.0.113.9"), banned, text)
         self.assertEqual(protocol.read.call_count, 2)
         self.assertEqual(server.settings["iceball.timeout"], 120)
 
@@ -9239,11 +9254,12 @@ class EventLogTest(unittest.TestCase):
         with self.assertLogs("masterserver", "INFO") as logged:
             for ports in range(1, 2), range(2, 102), range(102, 103):
                 for port in ports:
-                    one = server.registry.hear("aio", "203.0.113.9", port, "203.0.113.9", 0.0, 1e9,
+                    one = server.registry.list_or_refresh(("aio", "203.0.113.9", port),
+                                                          "203.0.113.9", 0.0, 1e9,
                                                {"name": "\xdc"})
                 server.registry.update(one, {"players": 5})
                 server.tick(0.0)
-            server.registry.remove(one)
+            server.registry.remove_own(one)
         told = [line.partition("server:")[2] for line in logged.output]
         self.assertEqual((told[0], len(told)), ("203.0.113.9:1 aio listed '\\xdc'", 1 + 20 + 1 + 2))
         self.assertEqual(told[21:], ["and 80 more listed or gone in this second",
@@ -9301,7 +9317,7 @@ class SavedListTest(unittest.TestCase):
 
     def hear(self, saved: ms.SavedList, port: int, now: float = 0.0, lifetime: float = 120.0,
              game: str = "iceball", address: str = "203.0.113.9", **fields: Any) -> ms.Server:
-        return saved.registry.hear(game, address, port, address, now, lifetime, fields)
+        return saved.registry.list_or_refresh((game, address, port), address, now, lifetime, fields)
 
     def ports(self, saved: ms.SavedList) -> List[int]:
         return sorted(server.port for server in saved.registry.servers())
@@ -9324,7 +9340,7 @@ class SavedListTest(unittest.TestCase):
         saved = self.start()
         self.hear(saved, 1, **told)
         self.hear(saved, 2, game="aio", address="2001:db8::1", lifetime=math.inf)
-        saved.registry.hear("iceball", "203.0.113.8", 3, "192.168.1.5", 0.0, 120.0, {})
+        saved.registry.list_or_refresh(("iceball", "203.0.113.8", 3), "192.168.1.5", 0.0, 120.0, {})
         saved = self.restart(saved, T0 + 60)
         found = {server.port: server for server in saved.registry.servers()}
         self.assertEqual({port: (server.game, server.address, server.source, server.confirmed)
@@ -9469,13 +9485,13 @@ class SavedListTest(unittest.TestCase):
             registry.confirm(one, 2.0)
             self.assertIsNone(saves(2.0))
             registry.update(two, {"players": 5})
-            registry.remove(three)
+            registry.remove_own(three)
             self.hear(saved, 4)
             self.assertEqual(saves(3.0), ([2, 4], [3], {}))
             registry.update(two, {"responding": False})
             self.assertEqual(saves(60.0), ([1, 2, 4], [], {"": 1, 1: 1, 4: 0}))
             for server in registry.servers():
-                registry.remove(server)
+                registry.remove_own(server)
             self.assertEqual(saves(61.0), ([], [1, 2, 4], {}))
         self.assertEqual(saved.database.known(*one.key)[:2], (T0, T0 + 2.0))
 
@@ -9484,8 +9500,8 @@ class SavedListTest(unittest.TestCase):
         self.hear(saved, 1, players=3)
         for now in (0.0, 900.0, 960.0, 4500.0, 4560.0):
             saved.tick(now, T0 + now)
-        self.assertEqual(saved.recent["iceball", "203.0.113.9", 1][-1], 3)
-        self.assertEqual(self.start(wall=T0 + 4550).recent, saved.recent)
+        self.assertEqual(saved.hourly_players["iceball", "203.0.113.9", 1][-1], 3)
+        self.assertEqual(self.start(wall=T0 + 4550).hourly_players, saved.hourly_players)
 
     def test_one_batch_at_a_time_and_a_disk_that_hangs_is_told(self) -> None:
         saved = self.start()
@@ -9498,7 +9514,7 @@ class SavedListTest(unittest.TestCase):
                 self.assertEqual(len(saved.disk.jobs), 1)
         self.assertEqual(len(logged.output), 1)
         self.assertIn("10 s or more", logged.output[0])
-        saved.registry.remove(saved.registry.get("iceball", "203.0.113.9", 1))
+        saved.registry.remove_own(saved.registry.get("iceball", "203.0.113.9", 1))
         saved.disk.work()
         self.assertEqual((saved.health, self.on_disk()), ({}, [1]))
         saved.disk.at_once = True
@@ -9512,7 +9528,7 @@ class SavedListTest(unittest.TestCase):
             saved = self.start()
             gone = self.hear(saved, 1, players=1)
             saved.tick(0.0, T0)
-            saved.registry.remove(gone)
+            saved.registry.remove_own(gone)
             self.hear(saved, 2, players=2)
             with self.failing(saved, error), self.assertLogs("masterserver", "ERROR") as logged:
                 for second in (61, 62, 63):
@@ -9532,7 +9548,7 @@ class SavedListTest(unittest.TestCase):
                 self.failing(saved, sqlite3.OperationalError("full")):
             for number in range(400):
                 for port in range(1, 41):
-                    saved.registry.remove(self.hear(saved, 40 * number + port))
+                    saved.registry.remove_own(self.hear(saved, 40 * number + port))
                 saved.tick(float(number), T0 + number)
                 self.assertLessEqual(len(saved.registry.altered), 100)
         self.hear(saved, 1)
@@ -9552,7 +9568,7 @@ class DiskOfTheProgramTest(unittest.TestCase):
         luanti.update(name="L", version="5", description="", gameid="minetest")
         fields = dict.fromkeys("iceball subspace hyperbol mygame".split(), {"verified": "query"})
         fields["aio"] = {"verified": "connection"}
-        fields["luanti"] = {"verified": "query", "announced": luanti}
+        fields["luanti"] = {"verified": "query", "luanti_announcement": luanti}
         fields["xonotic"] = {"verified": "query",
                              "details": {"gamename": "Xonotic", "tag": "DarkPlaces"}}
         ports = dict.fromkeys("iceball.port subspace.port hyperbol.port aio.port quake3.port "
@@ -9622,7 +9638,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
             self.addCleanup(server.disk.stop, SOON_S)
             self.addCleanup(go_on.set)
             server.bind()
-            server.registry.hear("iceball", "203.0.113.9", 1 + bool(save), "203.0.113.9",
+            server.registry.list_or_refresh(("iceball", "203.0.113.9", 1 + bool(save)),
+                                            "203.0.113.9",
                                  time.monotonic(), 120.0, {})
             with mock.patch.object(ms, "STOP_DISK_S", 0.3 if told[-4:] == "long" else SOON_S), \
                     mock.patch.object(server.database, "save", side_effect=save,
@@ -9753,7 +9770,8 @@ class ClusterCase(unittest.TestCase):
 
     def hear(self, server: Any, port: int = 1, lifetime: float = 120.0, game: str = "iceball",
              **fields: Any) -> ms.Server:
-        return server.registry.hear(game, "203.0.113.9", port, "203.0.113.9", self.now, lifetime, {
+        return server.registry.list_or_refresh((game, "203.0.113.9", port), "203.0.113.9",
+                                               self.now, lifetime, {
             "name": "S%d" % port, "verified": "handshake", **fields})
 
     def shown(self, server: Any) -> Dict[int, Tuple[str, str, int]]:
@@ -9777,10 +9795,10 @@ class ClusterTest(ClusterCase):
         """What the master that hears it remembers of the announcer, the others know as well."""
         a, b = map(self.start, "ab")
         claim = ms.zone_owner(5000, b"cane").texts()
-        zone = self.hear(a, game="subspace", claim=claim)
+        zone = self.hear(a, game="subspace", zone_owner=claim)
         self.run_for(3)
         known = b.registry.get(*zone.key)
-        self.assertEqual((known.master, known.claim), ("a", claim))
+        self.assertEqual((known.master, known.zone_owner), ("a", claim))
         self.assertEqual(ms.owner_of(known), ms.zone_owner(5000, b"cane"))
 
     def test_listed_changed_and_gone(self) -> None:
@@ -9804,7 +9822,7 @@ class ClusterTest(ClusterCase):
         self.hear(a, players=5)
         self.run_for(1)
         self.assertEqual(self.shown(c), {1: ("a", "S1", 5)})
-        a.registry.remove(server)
+        a.registry.remove_own(server)
         self.run_for(1)
         self.assertEqual(self.shown(b), {})
 
@@ -9812,7 +9830,7 @@ class ClusterTest(ClusterCase):
         """The later word counts; who has heard it keeps it when the other loses it."""
         a, b, c = map(self.start, "abc")
         events: List[Any] = []
-        b.registry.watch(lambda event, one: events.append((event, one.master)))
+        b.registry.subscribe(lambda event, one: events.append((event, one.master)))
         self.hear(a, name="first")
         self.run_for(2)
         self.assertEqual((self.shown(b), events, b.registry.sources), (
@@ -9823,11 +9841,11 @@ class ClusterTest(ClusterCase):
         for server, master in (a, ""), (b, ""), (c, "b"):
             self.assertEqual(self.shown(server), {1: (master, "second", 0)})
         own = a.registry.get("iceball", "203.0.113.9", 1)
-        a.registry.remove(own)
+        a.registry.remove_own(own)
         self.assertEqual(self.shown(a), {1: ("b", "second", 0)}, "no moment without it")
         self.run_for(2)
         self.assertEqual(self.shown(b), {1: ("", "second", 0)})
-        a.registry.remove(a.registry.get("iceball", "203.0.113.9", 1))      # not its own
+        a.registry.remove_own(a.registry.get("iceball", "203.0.113.9", 1))      # not its own
         self.assertEqual(len(self.shown(a)), 1)
         connected = self.hear(a, name="third", lifetime=math.inf)
         self.now += 1
@@ -9850,7 +9868,7 @@ class ClusterTest(ClusterCase):
         self.assertEqual(answer.count(b"\\\xcb\0\x71\x09\0"), 2)
         self.assertEqual((b.registry.titles, core.poller.targets), ({"xonotic": "Xonotic"}, {}))
         for port in 1, 2:
-            a.registry.remove(a.registry.get("xonotic", "203.0.113.9", port))
+            a.registry.remove_own(a.registry.get("xonotic", "203.0.113.9", port))
         self.run_for(2)
         self.assertEqual(b.registry.titles, {})
 
@@ -9892,12 +9910,12 @@ class ClusterTest(ClusterCase):
                          (False, 1, 300.0))
         self.assertEqual(a.health, {"cluster": "'refused'"})
         for port in range(10, 500):                         # who comes and goes leaves no mark
-            a.registry.remove(self.hear(a, port))
+            a.registry.remove_own(self.hear(a, port))
         self.hear(a, 3, math.inf)
         self.run_for(1)
         self.assertLess(len(a.link.pending), 10)
         self.assertEqual(sorted(self.shown(b)), [1, 2])
-        a.registry.remove(self.hear(a, 1))
+        a.registry.remove_own(self.hear(a, 1))
         self.hear(a, 1, math.inf)
         self.hear(b, 5, math.inf)
         self.engine.here = True
@@ -9905,7 +9923,7 @@ class ClusterTest(ClusterCase):
         self.assertEqual(sorted(self.shown(a)), [1, 2, 3, 5])
         self.engine.here = False
         self.run_for(1)
-        b.registry.remove(b.registry.get("iceball", "203.0.113.9", 5))
+        b.registry.remove_own(b.registry.get("iceball", "203.0.113.9", 5))
         self.run_for(1)                                     # its next log does not have it
         self.engine.here = True
         self.run_for(3)
@@ -9931,7 +9949,7 @@ class ClusterTest(ClusterCase):
         self.hear(two, 2, 1e6)
         self.masters = {"one": one, "two": two, "b": other}     # begin in the same moment
         gone: List[Any] = []
-        other.registry.watch(lambda event, server: gone.append(event), events=["gone"],
+        other.registry.subscribe(lambda event, server: gone.append(event), events=["gone"],
                              every_master=True)
         self.run_for(11)
         self.assertEqual((one.health, two.health, self.log.error.mock_calls), ({}, {}, []))
@@ -10023,7 +10041,8 @@ class ClusterTest(ClusterCase):
         self.masters["a"] = a
         self.run_for(4)
         self.assertEqual(self.shown(b), {1: ("a", "S1", 0)})
-        b.registry.deaf_until = self.now = self.now + 500      # as MasterServer.round tells
+        # as MasterServer.round tells
+        b.registry.silence_counts_from = self.now = self.now + 500
         b.link.tick(self.now)
         self.assertEqual(len(self.shown(b)), 1)
 
@@ -10065,7 +10084,7 @@ class ClusterTest(ClusterCase):
             self.assertEqual(sorted(self.shown(b)), ports, settings)
             self.run_for(1)
             self.assertEqual(sorted(self.shown(b)), ports, settings)
-        b.registry.rules.servers = 3
+        b.registry.rules.max_servers = 3
         self.hear(self.start("c"), 5)
         self.run_for(2)
         self.assertEqual(len(self.shown(b)), 4)
@@ -10086,9 +10105,9 @@ class ClusterTest(ClusterCase):
         waiting = {1, 2, 3, 4, 5, 6, 7} - shown.keys()
         forgotten = waiting.pop()
         for server in a, c:
-            server.registry.remove(server.registry.get("iceball", "203.0.113.9", forgotten))
+            server.registry.remove_own(server.registry.get("iceball", "203.0.113.9", forgotten))
         self.run_for(2)
-        b.registry.remove(b.registry.get("iceball", "203.0.113.9", 9))
+        b.registry.remove_own(b.registry.get("iceball", "203.0.113.9", 9))
         self.run_for(1)
         self.assertEqual(len(self.shown(b)), 3)
         b.registry.apply_rules(settings_of({"limits__servers": "99"}))
@@ -10111,11 +10130,11 @@ class ClusterTest(ClusterCase):
     def test_many_are_caught_up_little_by_little(self) -> None:
         with mock.patch.object(ms, "CLUSTER_BATCH", 10):
             a, b = self.start("a"), self.start("b", limits__servers="1")
-            a.registry.rules.servers_per_source = 100
+            a.registry.rules.max_servers_per_source = 100
             for port in range(1, 41):
                 self.hear(a, port)
             self.run_for(3)
-            b.registry.rules.servers = 35
+            b.registry.rules.max_servers = 35
             for shown in 11, 21, 31, 35, 35:
                 b.link.catch_up()
                 self.assertEqual(len(self.shown(b)), shown)
@@ -10126,7 +10145,7 @@ class ClusterTest(ClusterCase):
         hyperbol = ms.Hyperbol(core)
         saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {})
         for port in range(1, 60):                       # more than one source may have
-            a.registry.rules.servers_per_source = 100
+            a.registry.rules.max_servers_per_source = 100
             self.hear(a, port, math.inf, "hyperbol", flavor=3)
         self.hear(b, 99)
         self.run_for(2)
@@ -10141,15 +10160,15 @@ class ClusterTest(ClusterCase):
         self.assertEqual(len(saved.database.sample.call_args[0][1]), 60 + 2)
         own = self.hear(b, 7, math.inf, "hyperbol")
         self.assertEqual(len(core.poller.targets), 1)
-        b.registry.remove(own)                          # as others have it, it is shown
+        b.registry.remove_own(own)                          # as others have it, it is shown
         saved.began = None
         saved.tick(self.now, T0 + self.now)
         saved.disk.submit.call_args[0][0]()
         (rows, gone), _ = saved.database.save.call_args
         self.assertEqual((rows, {key[2] for key in gone}), ([], {7}))
         target = core.poller.add(hyperbol, "203.0.113.9", 8)    # named by the ini, does not answer
-        target.pinned, target.missed = True, ms.POLL_MISSED
-        hyperbol.missed(target, self.now)
+        target.pinned, target.missed_polls = True, ms.POLL_MISSED
+        hyperbol.poll_missed(target, self.now)
         self.assertTrue(b.registry.get("hyperbol", "203.0.113.9", 8).responding)
 
     def test_a_server_says_again_what_another_master_has_changed(self) -> None:
@@ -10172,7 +10191,7 @@ class ClusterTest(ClusterCase):
     def iceball_says(self, core: Any, iceball: ms.Iceball, players: int) -> None:
         """A game server announces, and returns what it is told unless that is known already."""
         packet, peer = announcement(players=players), ("203.0.113.9", 40000)
-        [answer] = iceball.repeated([packet], [peer], self.now)
+        [answer] = iceball.answer_repeats([packet], [peer], self.now)
         if answer is None:
             [(answer, _)] = iceball.datagram(packet, peer, self.now)
             iceball.datagram(b"HSHK" + answer[4:], peer, self.now)
@@ -10188,16 +10207,16 @@ class ClusterTest(ClusterCase):
     def test_what_an_own_server_takes_from_another_master(self) -> None:
         """Who owns a zone is this master's own business, as is what its ini names."""
         a, b, c = map(self.start, "abc")
-        own = self.hear(a, name="old", claim={"password": "ours"})
+        own = self.hear(a, name="old", zone_owner={"password": "ours"})
         self.now += 1
-        self.hear(b, name="new", claim={"password": "theirs"})
+        self.hear(b, name="new", zone_owner={"password": "theirs"})
         self.run_for(2)
-        self.assertEqual((own.name, own.claim), ("new", {"password": "ours"}))
+        self.assertEqual((own.name, own.zone_owner), ("new", {"password": "ours"}))
         foreign = c.registry.get("iceball", "203.0.113.9", 1)
-        self.assertEqual((foreign.name, foreign.claim), ("new", {"password": "theirs"}))
-        self.hear(b, name="newer", claim={"password": "another"})
+        self.assertEqual((foreign.name, foreign.zone_owner), ("new", {"password": "theirs"}))
+        self.hear(b, name="newer", zone_owner={"password": "another"})
         self.run_for(2)
-        self.assertEqual((foreign.name, foreign.claim), ("newer", {"password": "another"}))
+        self.assertEqual((foreign.name, foreign.zone_owner), ("newer", {"password": "another"}))
 
     def test_records_of_other_versions_and_broken_ones(self) -> None:
         b = self.start("b")
@@ -10306,7 +10325,8 @@ class ClusterNewsTest(ClusterCase):
         """The name as published, with its counter, stays with the master that has heard it."""
         self.start_with_hooks("ab", "a")
         for players in 0, 2:
-            self.hear(self.masters["b"], game="aio", lifetime=math.inf, published="S [n/8]",
+            self.hear(self.masters["b"], game="aio", lifetime=math.inf,
+                      aio_published_name="S [n/8]",
                       players=players, max_players=8)
             self.run_for(2)
         self.assertEqual(self.sent(), {"a": 1})
@@ -10422,7 +10442,8 @@ class RedisTest(RedisCase):
         seen = functools.partial(self.everybody_shows, masters)
 
         def hear(one: ms.MasterServer, port: int, **fields: Any) -> None:
-            one.post(lambda now: one.registry.hear("iceball", "203.0.113.9", port, "203.0.113.9",
+            one.post(lambda now: one.registry.list_or_refresh(("iceball", "203.0.113.9", port),
+                                                              "203.0.113.9",
                                                    now, 120, {"name": "S", **fields}))
         hear(masters[0], 1)
         eventually(lambda: seen({1: 0}))
@@ -12380,7 +12401,7 @@ class Embedded(unittest.TestCase):
                 lambda server: threading.Thread(target=server.stop).start()):
             server = master(**self.ports("iceball__port"))
             signal.signal(signal.SIGINT, lambda number, frame: server.stop())
-            server.registry.watch(lambda event, listed: stop(server))
+            server.registry.subscribe(lambda event, listed: stop(server))
             server.bind()
             announcing = threading.Thread(target=handshake_iceball, args=(server, 1000))
             announcing.start()
