@@ -8617,80 +8617,105 @@ class SavedList:
 
 
 # --- Several masters, one list -------------------------------------------------------------------
+#
+# Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
+# which speaks to Redis or Valkey through EngineLink.
 
-# A thousand records: the longest, of a Luanti server, has 25 kB, or twice as much where each byte
-# has to be escaped
+# A reply has a thousand records at most. The longest record, of a Luanti server, has 25 kB, or
+# twice as much if each byte has to be escaped.
 REPLY_BYTES = 64 << 20
-CLUSTER_BATCH = 1000        # records written or read at once: 400 kB as a rule
-CLUSTER_BATCHES = 60        # of one log at once: 60,000 servers; in the loop 15 ms a thousand
-CLUSTER_MASTERS = 16        # people run two or three
-CLUSTER_RETRY_S = 1.0       # before each connection: all is told again within 5 s
-CLUSTER_PACE_S = 0.3        # between two exchanges; news takes two of them at most
-CLUSTER_LEASE_S = 10        # a master that was silent for so long is gone, and its log as well
-CLUSTER_MARGIN_S = 2.0      # after a lease: the next try is a second later, its answer perhaps more
-CLUSTER_LOG = 4             # a log has so many records for each listed server, and for …
-CLUSTER_LOG_SERVERS = 1000  # … so many more; then a new one is begun
-CLUSTER_LOG_BYTES = 32 << 20        # of changes in a log, or long records would fill Redis
-# Servers of all other masters that are remembered: two lists as long as clients take, 50,000, at
-# some 2 kB a server
+REPLY_PART_BYTES = 50       # what Python needs for each part of a reply beside its bytes
+CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
+# One exchange reads 60,000 servers of a log at most. The event loop needs 15 ms for each 1,000.
+CLUSTER_BATCHES = 60
+CLUSTER_MASTERS = 16        # operators run two or three masters
+CLUSTER_RETRY_S = 1.0       # before each connection; so the whole list is sent again within 5 s
+CLUSTER_PACE_S = 0.3        # between writing and reading; a change reaches others in two exchanges
+CLUSTER_LEASE_S = 10        # a master that is silent for so long has stopped, and its log expires
+# After a lease has ended, the next attempt comes a second later, and its answer may take another.
+CLUSTER_MARGIN_S = 2.0
+# A master begins a new log when the old one has more records than this for each listed server,
+# not counting CLUSTER_LOG_SERVERS more servers.
+CLUSTER_LOG = 4
+CLUSTER_LOG_SERVERS = 1000
+CLUSTER_LOG_BYTES = 32 << 20        # of changes in a log; otherwise long records would fill Redis
+# All other masters together can have two lists of 50,000 servers, which is what clients take. A
+# server needs some 2 kB.
 CLUSTER_SERVERS = 100_000
-ENGINE_ANSWER_S = 3.0       # it takes a millisecond; one that forks or saves may take a second
+# A reply takes a millisecond; an engine that forks or saves may need a second.
+ENGINE_ANSWER_S = 3.0
 
 
 class EngineLink:
-    """A connection to Redis or Valkey. It blocks; only a thread of its own and --check use it.
+    """A connection to Redis or Valkey. It blocks, so only the cluster's thread and --check use it.
 
         > *2 $4 LLEN $1 x                                       each part ended by CRLF
         < +OK   -ERR unknown command   :1000   $5 hello   $-1   *2 $3 foo :7
 
-    RESP2, https://redis.io/docs/latest/develop/reference/protocol-spec/. Raises OSError; Malformed
-    or ValueError for an error and for what is no reply."""
+    The protocol is RESP2: https://redis.io/docs/latest/develop/reference/protocol-spec/. Methods
+    raise OSError when the connection fails, and Malformed or ValueError when the engine answers
+    with an error or with something that is no RESP2."""
 
     file: Any = None
 
-    def __init__(self, engine):
-        """`engine`: an EngineAddress."""
+    def __init__(self, engine: EngineAddress):
+        """Connect, log in and select the database."""
         self.password = engine.password
         if engine.path:
             self.sock = socket.socket(socket.AF_UNIX)
         else:
             self.sock = socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
         try:
-            self.sock.settimeout(ENGINE_ANSWER_S)
-            if engine.path:
-                self.sock.connect(engine.path)
-            if engine.tls:
-                import ssl              # 10 ms, which nobody else needs
-                self.sock = ssl.create_default_context().wrap_socket(
-                    self.sock, server_hostname=engine.host)
-            self.file = self.sock.makefile("rb")
-            if engine.password:
-                self.ask("AUTH", *filter(None, (engine.user, engine.password)))
-            self.ask("SELECT", engine.database)
+            self.open(engine)
         except BaseException:
             self.close()
             raise
 
+    def open(self, engine):
+        """Finish the connection whose socket has just been created."""
+        self.sock.settimeout(ENGINE_ANSWER_S)
+        if engine.path:
+            self.sock.connect(engine.path)
+        if engine.tls:
+            import ssl              # the import takes 10 ms, and only TLS needs the module
+            context = ssl.create_default_context()
+            self.sock = context.wrap_socket(self.sock, server_hostname=engine.host)
+        self.file = self.sock.makefile("rb")
+        if engine.password:
+            login = [engine.password]
+            if engine.user:
+                login.insert(0, engine.user)
+            self.ask("AUTH", *login)
+        self.ask("SELECT", engine.database)
+
     def close(self):
+        """Close the connection."""
         if self.file:
-            self.file.close()           # without that the socket stays open
+            self.file.close()           # an open file would keep the socket open
         self.sock.close()
 
-    def ask(self, *words):
-        """The reply to a command: bytes, of an array a list of them; of none ($-1) b""."""
-        parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-        self.sock.sendall(b"*%d\r\n" % len(parts) + b"".join(
-            [b"$%d\r\n%s\r\n" % (len(part), part) for part in parts]))
-        self.room = REPLY_BYTES
-        return self.reply()
+    def ask(self, *arguments):
+        """Send a command and return the reply.
 
-    def reply(self):
+        `arguments`: the command's name and its arguments, as bytes, texts or numbers. A reply is
+        bytes, a list of replies for an array, or b"" where the engine has nothing ($-1)."""
+        command = [b"*%d\r\n" % len(arguments)]
+        for argument in arguments:
+            if not isinstance(argument, bytes):
+                argument = str(argument).encode()
+            command.append(b"$%d\r\n%s\r\n" % (len(argument), argument))
+        self.sock.sendall(b"".join(command))
+        self.bytes_left = REPLY_BYTES
+        return self.read_reply()
+
+    def read_reply(self):
+        """Read one reply and return it, as described in ask(). Raise Malformed for an error
+        reply, and for a reply that is longer than `bytes_left`."""
         line = self.file.readline(REPLY_BYTES)
         kind, value = line[:1], line[1:].rstrip()
         if kind == b"-":
-            # It may repeat what it does not understand
-            raise Malformed(decode_utf8(value).replace(self.password or "\0", "..."))
-        self.room -= len(line) + 50                 # and what Python needs for each
+            raise Malformed(self.without_password(decode_utf8(value)))
+        self.use_bytes(len(line) + REPLY_PART_BYTES)
         if kind in (b"+", b":"):
             return value
         if kind not in (b"$", b"*"):
@@ -8698,12 +8723,23 @@ class EngineLink:
         length = int(value)
         if length < 0:
             return b""
-        self.room -= length
-        if self.room < 0:
-            raise Malformed("a reply that is too long")
+        self.use_bytes(length)
         if kind == b"*":
-            return [self.reply() for _ in range(length)]
-        return self.file.read(length + 2)[:-2]
+            return [self.read_reply() for _ in range(length)]
+        text = self.file.read(length + len(b"\r\n"))
+        return text[:length]
+
+    def use_bytes(self, count):
+        """Count these bytes of the current reply; raise Malformed if it becomes too long."""
+        self.bytes_left -= count
+        if self.bytes_left < 0:
+            raise Malformed("a reply that is too long")
+
+    def without_password(self, error):
+        """Return the engine's error text without our password, which the error may repeat."""
+        if not self.password:
+            return error
+        return error.replace(self.password, "...")
 
 
 class NameTaken(Exception):
@@ -8711,186 +8747,227 @@ class NameTaken(Exception):
 
 
 class LogEntry(NamedTuple):
-    """What a record in a log says of one server."""
+    """What one record of a master's log says about one server."""
 
     key: Key
-    server: Optional[Server]            # None: it has gone, or cannot be read
+    server: Optional[Server]            # None if the server has left or the record is unreadable
 
 
-class MasterNews(NamedTuple):
+class LogUpdate(NamedTuple):
     """What is new in another master's log."""
 
     master: str
     has_webhooks: bool
-    is_new_log: bool                    # then the entries are all that this master has heard
+    is_new_log: bool                    # True: `entries` are all servers that this master has
     entries: List[LogEntry]
 
 
-class MasterLogs:
-    """The leases and the logs that masters have in Redis or Valkey, as one of them uses them.
+UNREADABLE = LogEntry(("", "", 0), None)
 
-    A master writes the servers that it has heard itself to a log, a list of its own, as JSON: all
-    of them at first, then those that have changed; one without fields has gone. Its lease is a key
-    that expires. It names the log, which expires as well, and says whether this master has
-    webhooks. This is an exchange:
+
+class MasterLogs:
+    """The leases and the logs that masters keep in Redis or Valkey, as one of the masters uses
+    them.
+
+    Each master writes the servers that it has heard itself to a log of its own: a list of JSON
+    records, first of all its servers, then of those that have changed. A record without fields
+    says that the server has left. The master's lease is a key that expires. The lease names the
+    log and says whether this master has webhooks. The log expires as well. One exchange:
 
         > GET masterserver:a                            5e1f…-1 news: it is our own lease
         > RPUSH masterserver:5e1f…-1 ["iceball","203.0.113.7",20737,…]
         > EXPIRE masterserver:5e1f…-1 10
-        > SET masterserver:a "5e1f…-1 news" EX 10       with NX where nobody had it
+        > SET masterserver:a "5e1f…-1 news" EX 10       with NX if nobody held the lease
         > SADD masterserver a
         > SMEMBERS masterserver                         a, b
         > GET masterserver:b                            77aa…-4
-        > LRANGE masterserver:77aa…-4 200 699           what is new in its log
+        > LRANGE masterserver:77aa…-4 200 699           the records of b that are new to us
 
-    A log is named after the process that writes it, by a number that is drawn when this starts, so
-    that a process knows its own lease: two that have one name, as both come from one image, cannot
-    both have it. Each connection begins another log, and so does a log that has grown long. What an
-    old connection delivers late goes where nobody reads any more, and nobody is told of a log
-    before it is complete.
+    The name of a log begins with a number that the writing process draws at its start. So a
+    process recognizes its own lease, and two masters that have one name, because both come from
+    one image, cannot both hold it. Each connection begins a new log, and a log that has grown long
+    is followed by a new one. Records that an old connection delivers late end up in a log that
+    nobody reads any more. A lease names a log only once the log is complete.
 
-    All of this can block: the cluster's thread alone calls open() and exchange(), and close() comes
-    once that has ended. Between two exchanges the event loop reads what
-    link and log have, and may disconnect().
-    Raises NameTaken, or what EngineLink raises."""
+    connect() and exchange() can block, so only the cluster's thread calls them. close() is called
+    after that thread has ended. Between two exchanges the event loop reads the attributes, and may
+    call disconnect(). Methods raise NameTaken, or what EngineLink raises."""
 
-    link: Any = None
-    renewed_at: Any = None                      # None: this connection has not had the lease yet
-    log, logs_begun = b"", 0                    # the log's name, with the number of logs in it
-    length = 0                                  # how many records it has
-    appended_bytes = 0                          # of those that came after the first, whole list
+    link: Any = None                    # the EngineLink, None without a connection
+    # When this connection has renewed the lease last; None until it has done so once
+    renewed_at: Any = None
+    log_name = b""
+    logs_begun = 0                      # how many logs this process has begun; part of their names
+    log_records = 0                     # how many records the current log has
+    appended_bytes = 0                  # bytes of records that followed the log's first, whole list
 
-    def __init__(self, engine, prefix, name, tally):
-        self.engine, self.prefix, self.name, self.tally = engine, prefix.encode(), name, tally
-        self.process = b"%016x" % RANDOM.getrandbits(64)
-        self.lease = self.key(name.encode())
-        self.read_until = {}                    # how many records, by the name of the log
+    def __init__(self, engine: EngineAddress, prefix: str, name: str, tally: Tally):
+        """`prefix`: the text that all keys begin with; `name`: this master's name."""
+        self.engine = engine
+        self.prefix = prefix.encode()
+        self.name = name
+        self.tally = tally
+        self.process_id = b"%016x" % RANDOM.getrandbits(64)
+        self.lease_key = self.full_key(name.encode())
+        self.records_read = {}          # how many records of each other master's log, by its name
 
-    def key(self, name):
+    def full_key(self, name):
+        """Return the engine's key for a log or a master's lease."""
         return self.prefix + b":" + name
 
-    def open(self):
-        """Connect, and see that nobody else holds this master's name."""
+    def connect(self):
+        """Connect to the engine, and raise NameTaken if another process holds our name."""
         time.sleep(CLUSTER_RETRY_S)
         self.link = EngineLink(self.engine)
-        self.renewed_at, self.read_until = None, {}
+        self.renewed_at = None
+        self.records_read = {}
         self.own_lease()
 
     def disconnect(self):
+        """Close the connection, if there is one."""
         if self.link:
             self.link.close()
         self.link = None
 
     def close(self):
-        """Give the lease up, so that the next process of this name has it at once."""
+        """Give the lease up, so that the next process of this name can take it at once."""
         with contextlib.suppress(NameTaken, Malformed, OSError, ValueError):
             if self.link and self.own_lease():
-                self.link.ask("DEL", self.lease)
+                self.link.ask("DEL", self.lease_key)
         self.disconnect()
 
-    def own_lease(self):
-        """The lease of this process, b"" if nobody has it; raises NameTaken."""
-        lease = self.link.ask("GET", self.lease)
-        if lease and not lease.startswith(self.process):
-            raise NameTaken("another master is called %s as well; change its [cluster] name"
-                            % self.name)
-        return lease
-
     def exchange(self, records, begins_log, has_webhooks):
-        """Tell what is new here, and CLUSTER_PACE_S later read what is new elsewhere: a MasterNews
-        for each other master. `records`: ListedRows, and whether each server is confirmed."""
+        """Write what is new here; CLUSTER_PACE_S later read what is new elsewhere. Return a list
+        with a LogUpdate for each other master.
+
+        `records`: pairs of a server's stored row and whether the server is confirmed;
+        `begins_log`: True if the records are all our servers and begin a new log;
+        `has_webhooks`: whether this master has webhooks."""
         lease = self.own_lease()
         if self.renewed_at is not None and not lease:
             raise Malformed(self.why_lease_ended())
         if begins_log:
             self.logs_begun += 1
-            self.log, self.length = b"%s-%d" % (self.process, self.logs_begun), 0
-        self.write(records)
+            self.log_name = b"%s-%d" % (self.process_id, self.logs_begun)
+            self.log_records = 0
+        self.append_records(records)
         if begins_log:
             self.appended_bytes = 0
-        self.renew(lease, has_webhooks)
+        self.renew_lease(lease, has_webhooks)
         time.sleep(CLUSTER_PACE_S)
-        return self.news()
+        return self.read_other_logs()
+
+    def own_lease(self):
+        """Return the lease of this process, or b"" if nobody holds it. Raise NameTaken if another
+        process holds it."""
+        lease = self.link.ask("GET", self.lease_key)
+        if lease and not lease.startswith(self.process_id):
+            raise NameTaken("another master is called %s as well; change its [cluster] name"
+                            % self.name)
+        return lease
 
     def why_lease_ended(self):
+        """Return the reason why our lease is not there any more, in words."""
         held_up_s = time.monotonic() - self.renewed_at
         if held_up_s >= CLUSTER_LEASE_S:
             return "this master was held up for %d s, and its lease has ended" % held_up_s
         return "this master's records have disappeared from Redis (restart, flush or eviction)"
 
-    def write(self, records):
-        for at in range(0, len(records), CLUSTER_BATCH):
-            batch = [to_json((*encoded_row(row), confirmed))
-                     for row, confirmed in records[at:at + CLUSTER_BATCH]]
-            self.link.ask("RPUSH", self.key(self.log), *batch)
-            # At once: a log that is written in part, as the link breaks, expires like any other
-            self.link.ask("EXPIRE", self.key(self.log), CLUSTER_LEASE_S)
+    def append_records(self, records):
+        """Append records, as in exchange(), to our log."""
+        log_key = self.full_key(self.log_name)
+        for start in range(0, len(records), CLUSTER_BATCH):
+            batch = []
+            for row, is_confirmed in records[start:start + CLUSTER_BATCH]:
+                columns = encoded_row(row)
+                batch.append(to_json((*columns, is_confirmed)))
+            self.link.ask("RPUSH", log_key, *batch)
+            # If the link breaks now, the incomplete log must expire like any other
+            self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
             self.appended_bytes += sum(map(len, batch))
-        self.length += len(records)
-        self.link.ask("EXPIRE", self.key(self.log), CLUSTER_LEASE_S)
+        self.log_records += len(records)
+        self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
 
-    def renew(self, lease, has_webhooks):
-        """Renew the lease, or take it where nobody has it; the log is complete."""
-        value = self.log + (b" news" if has_webhooks else b"")
-        only_if_free = () if lease else ("NX",)
-        if self.link.ask("SET", self.lease, value, "EX", CLUSTER_LEASE_S, *only_if_free) != b"OK":
+    def renew_lease(self, lease, has_webhooks):
+        """Renew our lease, or take it if `lease` is b"". The log must be complete."""
+        value = self.log_name
+        if has_webhooks:
+            value += b" news"
+        options = ["EX", CLUSTER_LEASE_S]
+        if not lease:
+            options.append("NX")                    # only if nobody else has taken it meanwhile
+        if self.link.ask("SET", self.lease_key, value, *options) != b"OK":
             self.own_lease()
             raise Malformed("the lease could not be taken")
         self.renewed_at = time.monotonic()
         self.link.ask("SADD", self.prefix, self.name)
 
-    def news(self):
-        news, read = [], {}
-        for master in self.link.ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
-            name = master.decode("ascii", "replace")
-            log, _, mark = self.link.ask("GET", self.key(master)).partition(b" ")
-            if not log:
-                self.link.ask("SREM", self.prefix, master)
-            elif name != self.name and re.fullmatch(WORD, name):
-                records = self.read(log)
-                entries = [self.entry(name, record) for record in records]
-                read[log] = self.read_until.get(log, 0) + len(records)
-                news.append(MasterNews(name, mark == b"news", log not in self.read_until, entries))
-        self.read_until = read
-        return news
+    def read_other_logs(self):
+        """Return a LogUpdate for each other master that holds a lease."""
+        updates, records_read = [], {}
+        for member in self.link.ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
+            master = member.decode("ascii", "replace")
+            lease = self.link.ask("GET", self.full_key(member))
+            log_name, _, webhook_mark = lease.partition(b" ")
+            if not log_name:
+                self.link.ask("SREM", self.prefix, member)
+            elif master != self.name and re.fullmatch(WORD, master):
+                is_new_log = log_name not in self.records_read
+                already_read = self.records_read.get(log_name, 0)
+                records = self.read_new_records(log_name, already_read)
+                entries = [self.decode_record(master, record) for record in records]
+                records_read[log_name] = already_read + len(records)
+                has_webhooks = webhook_mark == b"news"
+                updates.append(LogUpdate(master, has_webhooks, is_new_log, entries))
+        self.records_read = records_read
+        return updates
 
-    def read(self, log):
-        """The records that are new in this log."""
-        begin, records = self.read_until.get(log, 0), []
+    def read_new_records(self, log_name, already_read):
+        """Return the records that follow the first `already_read` ones in this log."""
+        records = []
         for _ in range(CLUSTER_BATCHES):
-            at = begin + len(records)
-            batch = self.link.ask("LRANGE", self.key(log), at, at + CLUSTER_BATCH - 1)
+            start = already_read + len(records)
+            batch = self.link.ask("LRANGE", self.full_key(log_name),
+                                  start, start + CLUSTER_BATCH - 1)
             records += batch
             if len(batch) < CLUSTER_BATCH:
                 break
         return records
 
-    def entry(self, master, record):
-        """The LogEntry that a record of another master's log is."""
+    def decode_record(self, master, record):
+        """Return the LogEntry for a record of another master's log; UNREADABLE, which no server
+        has, if the record is not understood."""
         try:
             values = list(json.loads(record))
             columns = len(ListedRow._fields)
-            row, more = ListedRow(*values[:columns]), values[columns:]
-            times = row.expires, row.first_seen, row.last_seen
-            if (not row.has_types() or not math.isfinite(sum(times))
-                    or not re.fullmatch(WORD, row.game)):
-                raise ValueError("values of another type")
-            row = row._replace(address=read_address(row.address))
+            row = self.checked_row(ListedRow(*values[:columns]))
             server = restored_server(row, time.monotonic(), time.time())
         except (ValueError, TypeError, RecursionError, Refused) as error:
             failed(Malformed(error), self.tally, master, "cluster", record)
-            return LogEntry(("", "", 0), None)
+            return UNREADABLE
         if server:
             server.master = master
-            # A master of an older version does not say; all that it tells was heard
-            server.confirmed = not more or more[0] is not False
+            # A master of an older version does not send this value: its servers are confirmed
+            is_confirmed, = values[columns:columns + 1] or [True]
+            server.confirmed = is_confirmed is not False
             if server.lifetime == math.inf:
                 server.lifetime = RESTORED_S
         return LogEntry(row.key, server)
 
+    @staticmethod
+    def checked_row(row):
+        """Return the row with its address in the usual form. Raise ValueError if a value has the
+        wrong type or is out of bounds."""
+        if not row.has_types() or not re.fullmatch(WORD, row.game):
+            raise ValueError("values of another type")
+        if not math.isfinite(row.expires + row.first_seen + row.last_seen):
+            raise ValueError("a time that is not finite")
+        return row._replace(address=read_address(row.address))
+
 
 def default_master_name(database):
-    """The host's name, and a number that stays with the database."""
+    """Return a name for this master: the host's name, and a number that stays with the database.
+    `database` is None if there is none; then the number changes with each start."""
     number = RANDOM.getrandbits(32)
     if database:
         with contextlib.suppress(*DISK_ERRORS):
@@ -8900,224 +8977,293 @@ def default_master_name(database):
 
 
 class Cluster:
-    """Several masters with one list, through MasterLogs.
+    """Shares this master's list with other masters, through MasterLogs.
 
-    A thread makes the exchanges, one at a time, as they can block; everything else is done in the
-    loop. Without a link each master serves what it knows; what it has to tell is a mark a server,
-    in `pending`."""
+    A thread makes the exchanges, one at a time, because they can block. Everything else is done in
+    the event loop. Without a link each master serves what it knows. `pending` has what this master
+    has still to send: one entry for each server that has changed."""
 
-    # What an own server takes from another master, which heard it later. How this master knows the
-    # server, who may change it and whether the ini names it are its own business
+    # The attributes that an own server takes over from another master that has heard it later. The
+    # other attributes say how this master knows the server, who may change it, and whether the ini
+    # names it; that is for each master to know.
     TAKEN_OVER = STORED.keys() - {"source", "zone_owner", "pinned"}
 
-    linked_at = 0.0                             # 0: it is not
-    kept_out_since: Optional[float] = None      # from then on another process has the name
+    linked_at = 0.0                             # when the link began to work; 0 without a link
+    # Since when another process has held this master's name; None if none does
+    name_taken_since: Optional[float] = None
 
-    def __init__(self, server):
-        self.server, self.registry, settings = server, server.registry, server.settings
-        self.name = settings["cluster.name"] or default_master_name(server.database)
+    def __init__(self, master_server):
+        settings = master_server.settings
+        self.master_server = master_server
+        self.registry = master_server.registry
+        self.name = settings["cluster.name"] or default_master_name(master_server.database)
         self.registry.master = self.name
-        self.tally = server.tallies.setdefault("cluster", Tally())
+        self.tally = master_server.tallies.setdefault("cluster", Tally())
         self.logs = MasterLogs(settings["cluster.redis"], settings["cluster.prefix"], self.name,
                                self.tally)
-        self.pending = {}                               # own servers by key; None: it has gone
-        self.exchanged_at = time.monotonic()            # of the last exchange, or of the start
-        self.others = {}                                # in it: by name, has it webhooks?
-        self.remote_servers = collections.defaultdict(dict)     # by master and key
-        self.heard_at = {}                              # by master
-        self.without_room = {}                          # keys of what the list had no room for
-        self.thread = WorkerThread("cluster", server.post)
-        self.registry.subscribe(self.own_changed)
-        server.news.sends, server.news.follows = self.sends_news, self.follows
-        server.protocols.append(self)
-        self.proceed(time.monotonic())
+        self.pending = {}                       # own servers by key; None if the server has left
+        self.exchanged_at = time.monotonic()    # when the last exchange ended, or the start
+        self.masters_with_lease = {}            # has_webhooks of each other master, by name
+        self.remote_servers = collections.defaultdict(dict)     # by master, and then by key
+        self.heard_at = {}                      # when each other master was heard last
+        self.without_room = {}                  # keys of remote servers for which there was no room
+        self.thread = WorkerThread("cluster", master_server.post)
+        self.registry.subscribe(self.on_registry_event)
+        master_server.news.sends, master_server.news.follows = self.sends_news, self.follows
+        master_server.protocols.append(self)
+        self.start_exchange(time.monotonic())
 
     def close(self):
+        """End the thread, and give the lease up if the thread has ended in time."""
         if self.thread.stop(ENGINE_ANSWER_S):
             self.logs.close()
 
     # Exchanges
 
-    def proceed(self, now):
-        """Begin an exchange, or connect first."""
-        if self.logs.link is None:                  # then all is told anew
-            self.pending = {}
-            self.thread.submit(self.logs.open, self.exchanged)
+    def start_exchange(self, now):
+        """Have the thread make an exchange, or connect if there is no connection."""
+        if self.logs.link is None:
+            self.pending = {}                   # the first exchange will send the whole list
+            self.thread.submit(self.logs.connect, self.on_exchange_end)
             return
-        most = CLUSTER_LOG * (self.registry.total + CLUSTER_LOG_SERVERS)
-        begins_log = (not self.linked_at or self.logs.length > most
-                      or self.logs.appended_bytes > CLUSTER_LOG_BYTES)
+        begins_log = self.needs_new_log()
         if begins_log:
             self.pending = {server.key: server for server in self.registry.servers()
                             if not server.master}
-        epoch, records = time.time() - now, []
+        records = self.pending_records(epoch=time.time() - now)
+        self.pending = {}
+        has_webhooks = bool(self.master_server.news.hooks)
+        exchange = functools.partial(self.logs.exchange, records, begins_log, has_webhooks)
+        self.thread.submit(exchange, self.on_exchange_end)
+
+    def needs_new_log(self):
+        """Must the next exchange begin a new log, because the link is new or the log is long?"""
+        if not self.linked_at:
+            return True
+        max_records = CLUSTER_LOG * (self.registry.total + CLUSTER_LOG_SERVERS)
+        return (self.logs.log_records > max_records
+                or self.logs.appended_bytes > CLUSTER_LOG_BYTES)
+
+    def pending_records(self, epoch):
+        """Return `pending` as records for MasterLogs.exchange(). `epoch`: wall clock minus
+        monotonic clock, in seconds."""
+        records = []
         for (game, address, port), server in self.pending.items():
             if server:
                 records.append((stored_row(server, epoch), server.confirmed))
             else:
-                records.append((ListedRow(game, address, port, 0.0, 0.0, 0.0, []), True))
-        self.pending = {}
-        self.thread.submit(functools.partial(
-            self.logs.exchange, records, begins_log, bool(self.server.news.hooks)), self.exchanged)
+                departed = ListedRow(game, address, port, 0.0, 0.0, 0.0, [])
+                records.append((departed, True))
+        return records
 
-    def exchanged(self, result, now):
-        """Take what an exchange has brought; the next one follows."""
+    def on_exchange_end(self, result, now):
+        """Use the result of connect() (None), of exchange() (a list of LogUpdates) or the
+        exception that one of them raised; then start the next exchange."""
         if isinstance(result, Exception):
             self.logs.disconnect()
             self.linked_at = 0.0
-            self.link_failed(result, now)
-        elif result is not None:                    # not from open()
-            self.link_works(now)
-            for news in result:
-                self.take_news(news, now)
+            self.report_broken_link(result, now)
+        elif result is not None:
+            self.report_working_link(now)
+            for update in result:
+                self.remember_update(update, now)
             self.exchanged_at = now
-            self.others = {news.master: news.has_webhooks for news in result}
-        self.proceed(now)
+            self.masters_with_lease = {update.master: update.has_webhooks for update in result}
+        self.start_exchange(now)
 
-    def link_failed(self, error, now):
-        """Say what is wrong. That the name is taken is said only when no process of this master
-        that was killed can have the lease any more."""
-        health = self.server.health
+    def report_broken_link(self, error, now):
+        """Say in the log and at /healthz why there is no link.
+
+        If the name is taken, wait before saying so: the lease may be that of a killed process of
+        this master, and then it ends soon."""
+        health = self.master_server.health
         if not isinstance(error, NameTaken):
-            self.kept_out_since = None
+            self.name_taken_since = None
             report(health, "cluster", ascii(error_text(error)))
-        elif self.kept_out_since is None:
-            self.kept_out_since = now
+        elif self.name_taken_since is None:
+            self.name_taken_since = now
             health.pop("cluster", None)
-        elif now - self.kept_out_since >= CLUSTER_LEASE_S + CLUSTER_MARGIN_S:
+        elif now - self.name_taken_since >= CLUSTER_LEASE_S + CLUSTER_MARGIN_S:
             report(health, "cluster", str(error))
 
-    def link_works(self, now):
-        self.kept_out_since = None
+    def report_working_link(self, now):
+        """Say, after the first exchange on a connection, that the link works."""
+        self.name_taken_since = None
         if not self.linked_at:
             self.linked_at = now
             self.tally.connections += 1
-            self.server.health.pop("cluster", None)
+            self.master_server.health.pop("cluster", None)
             log.info("linked to the other masters as %s", self.name)
 
     # Other masters' servers
 
-    def take_news(self, news, now):
-        """Remember what another master tells, and show it."""
-        self.heard_at[news.master] = now
-        servers = self.remote_servers[news.master]
-        changed = dict.fromkeys(entry.key for entry in news.entries)
-        if news.is_new_log:
-            changed.update(servers)
+    def remember_update(self, update, now):
+        """Remember the servers of a LogUpdate, and bring the list up to date with them."""
+        self.heard_at[update.master] = now
+        servers = self.remote_servers[update.master]
+        changed_keys = dict.fromkeys(entry.key for entry in update.entries)
+        if update.is_new_log:
+            changed_keys.update(servers)
             servers.clear()
         room = CLUSTER_SERVERS - sum(map(len, self.remote_servers.values()))
-        for key, server in news.entries:
+        for key, server in update.entries:
             if servers.pop(key, None):
                 room += 1
             if server and room > 0:
                 servers[key] = server
                 room -= 1
-        for key in changed:
-            self.show_latest(key)
+        for key in changed_keys:
+            self.publish_entry(key)
 
-    def show_latest(self, key):
-        """List a server as the other master that heard it last tells it; one that no other master
-        knows any more leaves, unless this one has heard it itself."""
-        registry, server = self.registry, self.registry.get(*key)
-        told = self.latest_told(key)
+    def publish_entry(self, key):
+        """Bring one server of our list up to date with what other masters know about it.
+
+        If several other masters know the server, the one that has heard it last counts. If none
+        knows it any more, it leaves our list, unless we have heard it ourselves."""
+        registry = self.registry
+        server = registry.get(*key)
+        remote = self.latest_remote_server(key)
         self.without_room.pop(key, None)
-        if told is None:
+        if remote is None:
             if server and server.master:
                 registry.remove_any(server)
-        elif server is None and registry.total >= registry.rules.max_servers:
-            self.without_room[key] = None
         elif server is None:
-            registry.insert(copy.copy(told))
+            if registry.total < registry.rules.max_servers:
+                registry.insert(copy.copy(remote))
+            else:
+                self.without_room[key] = None
         elif server.master:
-            fields = {name: getattr(told, name) for name in (*STORED, "confirmed", "master")}
-            registry.update(server, fields)
-        elif not self.own_word_stands(server, told):
-            registry.update(server, {name: getattr(told, name) for name in self.TAKEN_OVER})
+            self.copy_attributes(remote, server, (*STORED, "confirmed", "master"))
+        elif not self.own_entry_wins(server, remote):
+            self.copy_attributes(remote, server, self.TAKEN_OVER)
 
-    def latest_told(self, key):
-        """The server as the other master that heard it last tells it; None: no master does, or
-        the rules of this one do not let it be listed."""
-        told = [servers[key] for servers in self.remote_servers.values() if key in servers]
-        latest = max(told, key=lambda server: server.last_seen, default=None)
-        if latest is not None:
-            try:
-                self.registry.check_admission(key, latest.source, latest.name, pinned=True)
-            except Refused:
-                return None
+    def latest_remote_server(self, key):
+        """Return the server as the other master that heard it last knows it. Return None if no
+        other master knows it, or if our rules forbid to list it."""
+        candidates = [servers[key] for servers in self.remote_servers.values() if key in servers]
+        latest = max(candidates, key=lambda server: server.last_seen, default=None)
+        if latest is None:
+            return None
+        try:
+            # "pinned" because publish_entry() looks at the limit on all servers itself
+            self.registry.check_admission(key, latest.source, latest.name, pinned=True)
+        except Refused:
+            return None
         return latest
 
     @staticmethod
-    def own_word_stands(server, told):
-        """Does what this master has heard itself stand against what another one tells? It does if
-        it was heard later, and for a server without a lifetime, which leaves with its connection
-        or its polls."""
-        return server.lifetime == math.inf or server.last_seen >= told.last_seen
+    def own_entry_wins(server, remote):
+        """Does our own entry of a server win against that of another master? It does if we have
+        heard the server later, or if the server has no lifetime, because then our connection to
+        it or our polls decide when it leaves."""
+        if server.lifetime == math.inf:
+            return True
+        return server.last_seen >= remote.last_seen
 
-    def own_changed(self, event, server):
-        self.pending[server.key] = None if event == "gone" else server
+    def copy_attributes(self, remote, server, names):
+        """Give a listed server the named attributes of another master's entry."""
+        fields = {}
+        for name in names:
+            fields[name] = getattr(remote, name)
+        self.registry.update(server, fields)
+
+    def on_registry_event(self, event, server):
+        """Have the next exchange send what has changed in our own list."""
         if event == "gone":
-            self.show_latest(server.key)
+            self.pending[server.key] = None
+            self.publish_entry(server.key)      # another master may still know the server
+        else:
+            self.pending[server.key] = server
 
     # News
 
-    def masters_heard(self, now):
-        """By name, has it webhooks? The other masters of the last exchange, for as long as their
-        leases and this master's own lease last without another one. So a master that loses the
-        link begins to send its own news when the others cease to count on it."""
-        return self.others if now < self.exchanged_at + CLUSTER_LEASE_S else {}
+    def current_masters(self, now):
+        """Return has_webhooks of the other masters, by name; {} if the last exchange was too long
+        ago.
+
+        They are those of the last exchange, for as long as their leases and our own last. So a
+        master that loses the link begins to send news itself at the moment when the others cease
+        to count on it."""
+        if now >= self.exchanged_at + CLUSTER_LEASE_S:
+            return {}
+        return self.masters_with_lease
 
     def sends_news(self, now):
-        """Is this the first, by name, of the masters that have webhooks?"""
-        return all(self.name < name for name, has_webhooks in self.masters_heard(now).items()
-                   if has_webhooks)
+        """Is it for this master to send news? Of the masters with webhooks, the one whose name
+        sorts first sends them."""
+        for name, has_webhooks in self.current_masters(now).items():
+            if has_webhooks and name <= self.name:
+                return False
+        return True
 
     def follows(self, server, now):
-        """Is it this master's own server, or that of one that was heard without a break?"""
-        return not server.master or server.master in self.masters_heard(now)
+        """Has this master heard the server without a break, itself or through another master?"""
+        if not server.master:
+            return True
+        return server.master in self.current_masters(now)
 
-    # As a protocol
+    # Called like a protocol
 
     def read(self, settings):
+        """Apply the rules of new settings to all servers of other masters."""
         for servers in self.remote_servers.values():
             for key in servers:
-                self.show_latest(key)
+                self.publish_entry(key)
 
     def tick(self, now):
-        """Once a second: drop the servers of masters that have gone, list those that there is
-        room for now, keep the others listed, and say how the link does."""
-        self.expire(now)
-        self.catch_up()
+        """Once a second: remove servers of masters that have stopped, list servers for which
+        there is room now, keep the other remote servers listed, and update the figures of
+        /healthz."""
+        self.expire_masters(now)
+        self.list_those_without_room()
+        server_counts = self.keep_remote_servers(now)
+        own_servers = server_counts[self.name]
+        self.master_server.cluster.update(
+            connected=self.linked_at > 0,
+            servers=dict(server_counts),
+            lag_seconds=round(now - self.exchanged_at, 1),
+            pending=len(self.pending) if self.linked_at else own_servers,
+            reconnects_total=max(0, self.tally.connections - 1))
+
+    def keep_remote_servers(self, now):
+        """Keep other masters' servers from expiring while there is a link. Return how many
+        servers each master has in the list."""
         counts = collections.Counter({self.name: 0})
-        for listed in self.registry.games.values():
-            for server in listed.values():
+        for servers in self.registry.games.values():
+            for server in servers.values():
                 counts[server.master or self.name] += 1
                 if server.master and self.linked_at:
                     server.last_seen = now
-        self.server.cluster.update(
-            connected=self.linked_at > 0, servers=dict(counts),
-            lag_seconds=round(now - self.exchanged_at, 1),
-            pending=len(self.pending) if self.linked_at else counts[self.name],
-            reconnects_total=max(0, self.tally.connections - 1))
+        return counts
 
-    def catch_up(self):
-        """List what there was no room for, if there is now: 20 ms a second at most."""
-        room = max(0, self.registry.rules.max_servers - self.registry.total)
-        for key in list(itertools.islice(self.without_room, min(room, CLUSTER_BATCH))):
-            self.show_latest(key)
+    def list_those_without_room(self):
+        """List servers that the list had no room for, if there is room now. A batch takes 20 ms,
+        and there is one batch a second at most."""
+        room = self.registry.rules.max_servers - self.registry.total
+        count = min(room, CLUSTER_BATCH)
+        if count > 0:
+            keys = list(self.without_room)[:count]
+            for key in keys:
+                self.publish_entry(key)
 
-    def expire(self, now):
-        """Forget the servers of masters that were not heard for the servers' lifetimes."""
-        for name, servers in list(self.remote_servers.items()):
-            # Without a link nobody can be heard
-            vouched = max(self.heard_at[name], self.linked_at,
-                          self.registry.silence_counts_from) + (
-                ENGINE_ANSWER_S if self.linked_at else HOUR)
+    def expire_masters(self, now):
+        """Forget servers of masters that have been silent for the servers' lifetimes."""
+        for master, servers in list(self.remote_servers.items()):
+            counts_from = self.silence_counts_from(master)
             for key, server in list(servers.items()):
-                if vouched + server.lifetime <= now:
+                if counts_from + server.lifetime <= now:
                     del servers[key]
-                    self.show_latest(key)
+                    self.publish_entry(key)
             if not servers:
-                del self.remote_servers[name], self.heard_at[name]
+                del self.remote_servers[master], self.heard_at[master]
+
+    def silence_counts_from(self, master):
+        """Return the time from which this master's silence counts. Without a link no master can
+        be heard, so the servers of all stay for another hour."""
+        last_proof = max(self.heard_at[master], self.linked_at, self.registry.silence_counts_from)
+        if self.linked_at:
+            return last_proof + ENGINE_ANSWER_S
+        return last_proof + HOUR
 
 
 # --- The running program -------------------------------------------------------------------------

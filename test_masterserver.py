@@ -10062,11 +10062,11 @@ class ClusterTest(ClusterCase):
 
     def test_a_log_that_is_written_in_part_expires(self) -> None:
         logs = ms.MasterLogs(ms.EngineAddress(), "p", "a", ms.Tally())
-        logs.link, logs.log = mock.Mock(), b"log"
+        logs.link, logs.log_name = mock.Mock(), b"log"
         logs.link.ask.side_effect = [b"1", b"1", OSError("out of memory")]
         server = make_server()
         records = [(ms.stored_row(server, 0.0), True)] * (2 * ms.CLUSTER_BATCH)
-        self.assertRaises(OSError, logs.write, records)
+        self.assertRaises(OSError, logs.append_records, records)
         self.assertEqual([call.args[:2] for call in logs.link.ask.mock_calls],
                          [("RPUSH", b"p:log"), ("EXPIRE", b"p:log"), ("RPUSH", b"p:log")])
 
@@ -10136,7 +10136,7 @@ class ClusterTest(ClusterCase):
             self.run_for(3)
             b.registry.rules.max_servers = 35
             for shown in 11, 21, 31, 35, 35:
-                b.link.catch_up()
+                b.link.list_those_without_room()
                 self.assertEqual(len(self.shown(b)), shown)
 
     def test_others_servers_are_no_business_of_protocols_and_disk(self) -> None:
@@ -10260,8 +10260,8 @@ class ClusterTest(ClusterCase):
 
     def say(self, server: Any, record: bytes) -> None:
         """What another master has written."""
-        entry = server.link.logs.entry("a", record)
-        server.link.exchanged([ms.MasterNews("a", False, False, [entry])], self.now)
+        entry = server.link.logs.decode_record("a", record)
+        server.link.on_exchange_end([ms.LogUpdate("a", False, False, [entry])], self.now)
         del server.link.thread.jobs[1:]
 
     def test_names_and_masters_of_no_sense(self) -> None:
