@@ -9596,164 +9596,210 @@ class MasterServer:
 # ================================================================================================
 # 12  Client tools and command line
 #
-# What is typed: to serve, to check the settings, to announce a game server that cannot do it
-# itself, to query servers and masters. The tools use the codecs of section 7, are ordinary
-# blocking programs, and say at the end what went wrong. They never use the event loop;
-# command_serve() starts it, and its log stands here too.
+# The commands: serve, check the settings, announce a game server that cannot do it itself, query
+# game servers and masters. The tools use the codecs of section 7. They are ordinary blocking
+# programs, and say at the end what went wrong. They never use the event loop; only
+# command_serve() starts it.
 # ================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-GC_THRESHOLDS = 10_000, 20, 20      # servers live long and have no cycles: a look after every 700
-                                    # new objects (from 3.13 on 2,000) costs 4 % of listing them
+# Listed servers live long and have no reference cycles. Python would look for cycles after every
+# 700 new objects (2,000 from 3.13 on), which makes listing servers 4 % slower.
+GC_THRESHOLDS = 10_000, 20, 20
 EXIT_STATUSES = """exit status:
   0  ended as told, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or the
      command succeeded
   1  it cannot start, or cannot go on; standard error says why
   2  wrong arguments or settings; standard error says which
 
-Nothing is written to standard output but what was asked for; the log goes to standard error or to
+Only what was asked for goes to standard output; the log goes to standard error or to
 [server] log_file."""
 
 
 # --- Announcing a game server that cannot do it itself -------------------------------------------
-
-# To announce another game in its own protocol: an Announcer, and its row in ANNOUNCERS.
+#
+# To announce another game in its own protocol, add an Announcer and its entry in ANNOUNCERS.
 
 ICEBALL_VERSION = "0.2.1-37"        # the default of [iceball] version
-# After each announcement of a burst; the document: five, 1 s apart, from burst to burst 40 s
+# The pause after each announcement of a burst. The document has five announcements, 1 s apart, and
+# a burst every 40 s.
 ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
-SUBSPACE_PERIOD_S = 60.0            # as asss does
-AIO_KEEPALIVE_EVERY_S = 30.0        # deployed servers: every 20 to 40 s; each is answered
-AIO_MASTER_BYTES = 4096             # what a master tells a server has 20, a reason perhaps 200
-REFUSED_S = 1800.0                  # a refused server asks again after so long, as Iceball's do;
-                                    # by HTTP it does so after RETRY_MAX_S
-RETRY_S, RETRY_MAX_S = 1.0, 60.0    # pauses after a failure: 1, 2, 4 … 60 s
-CONNECT_S = 10.0                    # for a connection to come about
-RESPONSE_S = 20.0                   # for an HTTP answer
-TTL_MIN_S, TTL_MAX_S = 10.0, 3600.0     # a lifetime beyond these makes no sense
-STEP_S = 0.25                       # how often a waiting thread looks whether it is to stop
-GOODBYE_S = 3.0                     # what stop() grants each master that does not answer
+SUBSPACE_PERIOD_S = 60.0            # between two announcements; the zone server asss does the same
+# Deployed AIO servers send a keepalive every 20 to 40 s, and the master answers each.
+AIO_KEEPALIVE_EVERY_S = 30.0
+AIO_MASTER_BYTES = 4096             # a master's message has 20 bytes; with a reason perhaps 200
+# A server that was refused asks again after this time, as Iceball's game servers do. By HTTP it
+# asks again after RETRY_MAX_S.
+REFUSED_S = 1800.0
+RETRY_S, RETRY_MAX_S = 1.0, 60.0    # the pauses after failures grow: 1, 2, 4 and so on up to 60 s
+CONNECT_S = 10.0                    # for a TCP connection to be established
+RESPONSE_S = 20.0                   # for an HTTP response
+TTL_MIN_S, TTL_MAX_S = 10.0, 3600.0     # a lifetime outside these bounds makes no sense
+STEP_S = 0.25                       # a waiting thread looks this often whether it must stop
+GOODBYE_S = 3.0                     # stop() waits so long for each master that does not answer
+# The longest texts that the game servers of these games announce, in bytes
+ICEBALL_NAME_BYTES, ICEBALL_MODE_BYTES, ICEBALL_MAP_BYTES = 30, 10, 30
+ZONE_NAME_BYTES, ARENA_NAME_BYTES = 31, 15
+ZONE_ANNOUNCED_DESCRIPTION_BYTES = 385
+HYPERBOL_NAME_BYTES, HYPERBOL_MODE_BYTES, HYPERBOL_MAP_BYTES = 31, 31, 63
+HYPERBOL_VERSION_BYTES = 15
+
+AIO_TEXT_CONFIRMATION = b"SUCCESS#13#%"
+AIO_FRAMED_QUERY = b"\0"
+AIO_FRAMED_KEEPALIVE = b"\4"
+AIO_FRAMED_CONFIRMATION = b"\5\3"
+AIO_FRAMED_REFUSAL = b"\6\3"
+HYPERBOL_QUERY_BYTES = 5
+HYPERBOL_QUERY, HYPERBOL_ANSWER = b"\2", b"\x1b"
 
 
 class MasterRefused(Exception):
-    """A master does not want this server; the text says why."""
+    """A master does not list this game server; the text says why."""
 
 
 class Announcer:
-    """One game server towards one master, in the game's own protocol. Without I/O but for the log.
+    """Announces one game server to one master, in the game's own protocol.
 
-    server     what is announced: name, players and so on
-    host, port of the master, where announcements go; `master` for the log
-    address    where the master was reached last
-    due        when to announce next; without a connection, when to make one
-    state      how it stands, in words
-    taken      the master has had it; False: refused from the beginning; None: no word yet
+    It does no I/O except for the log: bytes and the time come in, bytes go out. If a method
+    raises an exception, its caller ends the connection and passes the exception to on_error().
 
-    What a method raises ends the connection and goes to failed(). By TCP there is also opened(now):
-    what a new connection begins with. Where masters query the game server, there is answer(data):
-    what it answers to such a query; raises Malformed."""
+    server        the game server, with the values to announce
+    host, port    the master, as named by the user; announcements go there
+    master        the same as text, for the log
+    address       the address at which the master was last reached
+    due           when to announce next, or, without a connection, when to connect
+    state         how the announcements are going, in words
+    was_accepted  True once the master has accepted the server; False if it has refused from the
+                  beginning; None before its first answer
 
-    transport = "udp"               # or "tcp": one connection that stays; or "http": one a request
+    Subclasses for TCP also have opened(now), which returns the first bytes of a new connection.
+    Subclasses of games whose servers are queried by masters also have answer(data), which returns
+    the answer to such a query and raises Malformed if the data are no query."""
+
+    # "udp"; "tcp" for one connection that is kept; "http" for one request per announcement
+    transport = "udp"
     refused_s = REFUSED_S
-    master_port = 27790             # where its masters listen
-    port_offset = 0                 # from the port that is named to the one for announcements
-    query_offset: Optional[int] = None      # from the game port to the UDP port that masters query
+    master_port = 27790             # the port of this game's masters, if the user names none
+    port_offset = 0                 # from the master's named port to the one for announcements
+    # From the game server's port to the UDP port that masters query; None if they query none
+    query_offset: Optional[int] = None
     address = state = ""
     due = 0.0
-    taken: Optional[bool] = None
+    was_accepted: Optional[bool] = None
 
     def __init__(self, server, host, port):
-        self.server, self.host, self.port = server, host, port
+        self.server = server
+        self.host = host
+        self.port = port
         self.master = endpoint_text(host, port)
         self.pause_s = RETRY_S          # after the next failure
 
     def announce(self, now: float) -> bytes:
-        """What is to be sent at `due`, which moves. Raises OSError if the master has gone."""
+        """Return the announcement to send now, and set `due` for the next one. Raise OSError if
+        the master does not answer any more."""
         raise NotImplementedError
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """The answer to what the master says, in any split if by TCP. Raises MasterRefused and
-        Malformed."""
+        """Return the answer to what the master has sent, b"" for none. By TCP the data can be
+        split anywhere. Raise MasterRefused or Malformed."""
         return b""
 
-    def tell(self, state, level=logging.WARNING):
+    def set_state(self, state, level=logging.WARNING):
+        """Remember how the announcements are going, and log it if it has changed."""
         if state != self.state:
             self.state = state
             log.log(level, "%s: %s", self.master, state)
 
-    def accepted(self, state):
-        self.taken, self.pause_s = True, RETRY_S
-        self.tell(state, logging.INFO)
+    def on_accepted(self, state):
+        """Note that the master has accepted the server."""
+        self.was_accepted = True
+        self.pause_s = RETRY_S
+        self.set_state(state, logging.INFO)
 
-    def failed(self, error, now):
-        """Say why, and try again after a pause."""
-        self.tell(clean(str(error), TEXT_CHARACTERS))       # first: run() may end with these words
-        pause_s = self.pause_s
+    def on_error(self, error, now):
+        """Log the error, and set `due` to try again after a pause."""
+        # Before `was_accepted` changes, because run() may then end with this state as its reason
+        self.set_state(clean(str(error), TEXT_CHARACTERS))
         if isinstance(error, MasterRefused):
-            self.taken, pause_s = bool(self.taken), self.refused_s
+            self.due = now + self.refused_s
+            self.was_accepted = bool(self.was_accepted)
         else:
-            self.pause_s = min(2 * pause_s, RETRY_MAX_S)
-        self.due = now + pause_s
+            self.due = now + self.pause_s
+            self.pause_s = min(2 * self.pause_s, RETRY_MAX_S)
 
 
-def text_field(text, size, coding="utf-8"):
-    """At most `size` bytes of whole characters; ? for one that `coding` does not have."""
-    return text.encode(coding, "replace")[:size].decode(coding, "ignore").encode(coding)
+def text_field(text, max_bytes, encoding="utf-8"):
+    """Return the text as bytes, cut after a whole character to at most `max_bytes`. Characters
+    that the encoding lacks become "?"."""
+    cut = text.encode(encoding, "replace")[:max_bytes]
+    whole_characters = cut.decode(encoding, "ignore")
+    return whole_characters.encode(encoding)
 
 
 class IceballAnnouncer(Announcer):
-    """Bursts of five, a HSHK for every MSOK. After BADV or BADF silence for 30 minutes, as
-    deployed servers keep it."""
+    """Announces an Iceball server in bursts of five, and answers each MSOK with a HSHK.
 
-    sent = 0                        # of the present burst
-    answered = False                # since the end of the last one
+    After BADV or BADF it is silent for 30 minutes, as deployed game servers are."""
+
+    sent_in_burst = 0               # announcements of the present burst that were sent
+    is_answered = False             # the master has answered since the end of the last burst
 
     def announce(self, now):
-        self.due = now + ICEBALL_GAPS_S[self.sent]
-        self.sent = (self.sent + 1) % len(ICEBALL_GAPS_S)
-        if not self.sent:
-            if not self.answered:
-                self.tell("no answer; are address and port right, and does UDP get through?")
-            self.answered = False
+        self.due = now + ICEBALL_GAPS_S[self.sent_in_burst]
+        self.sent_in_burst += 1
+        if self.sent_in_burst == len(ICEBALL_GAPS_S):
+            self.end_burst()
         server = self.server
+        version = read_iceball_version(server.version or ICEBALL_VERSION)
+        name = text_field(server.name, ICEBALL_NAME_BYTES)
+        mode = text_field(server.mode, ICEBALL_MODE_BYTES)
+        map = text_field(server.map, ICEBALL_MAP_BYTES)
         return ICEBALL_ANNOUNCEMENT.pack(
-            b"1CEB", ICEBALL_HBVERSION, read_iceball_version(server.version or ICEBALL_VERSION),
-            server.port, server.players, server.max_players,
-            text_field(server.name, 30), text_field(server.mode, 10), text_field(server.map, 30))
+            b"1CEB", ICEBALL_HBVERSION, version, server.port, server.players, server.max_players,
+            name, mode, map)
+
+    def end_burst(self):
+        """Begin a new burst; say so if the master has not answered the old one."""
+        self.sent_in_burst = 0
+        if not self.is_answered:
+            self.set_state("no answer; are address and port right, and does UDP get through?")
+        self.is_answered = False
 
     def receive(self, data, now):
-        kind = data[:4]
+        kind, content = data[:4], data[4:]
         if kind == b"MSOK":
-            self.answered = True
-            self.accepted("announced")
-            return b"HSHK" + data[4:]
-        if kind in (b"BADV", b"BADF"):
-            if kind == b"BADF":
-                raise MasterRefused("refused: the master cannot read the announcement")
-            version = iceball_version_text(int.from_bytes(data[6:10], "little"))
+            self.is_answered = True
+            self.on_accepted("announced")
+            return b"HSHK" + content
+        if kind == b"BADF":
+            raise MasterRefused("refused: the master cannot read the announcement")
+        if kind == b"BADV":
+            version = int.from_bytes(data[6:10], "little")
             raise MasterRefused("refused: the master lists Iceball %s and not this version"
-                                % version)
+                                % iceball_version_text(version))
         return b""
 
 
 class SubSpaceAnnouncer(Announcer):
-    """An announcement at once (asss waits for 10 s until its modules are loaded; this zone runs
-    already) and then every 60 s.
+    """Announces a zone at once, and then every 60 s. (The zone server asss first waits for 10 s
+    until its modules are loaded, but this zone runs already.)
 
-    The master pings the zone on game port + 1. Everybody is in one public arena, or in the one
-    that the map names. Clients show Windows-1252."""
+    The master pings the zone on its game port + 1. The answer has all players in one arena: the
+    one that the map names, or the public one. Clients show texts as Windows-1252."""
 
     master_port = 4990
     port_offset = query_offset = 1
 
     def announce(self, now):
         self.due = now + SUBSPACE_PERIOD_S
+        self.on_accepted("announced; masters of this game do not answer but ping the next UDP port")
         server = self.server
-        self.accepted("announced; masters of this game do not answer but ping the next UDP port")
-        return ZONE_ANNOUNCEMENT.pack(
-            bytes(4), server.port, server.players, 1, ZONE_VERSION,
-            text_field(server.name, 31, "cp1252"), ZONE_PASSWORD,
-        ) + text_field(server.description, 385, "cp1252") + b"\0"
+        scores = 1                      # the zone keeps scores
+        name = text_field(server.name, ZONE_NAME_BYTES, "cp1252")
+        head = ZONE_ANNOUNCEMENT.pack(
+            bytes(4), server.port, server.players, scores, ZONE_VERSION, name, ZONE_PASSWORD)
+        description = text_field(server.description, ZONE_ANNOUNCED_DESCRIPTION_BYTES, "cp1252")
+        return head + description + b"\0"
 
     def answer(self, data):
         if len(data) not in (4, 8):
@@ -9761,127 +9807,171 @@ class SubSpaceAnnouncer(Announcer):
         total, playing = self.server.players, self.server.playing
         if playing is None:
             playing = total
-        arena = text_field(self.server.map, 15, "cp1252") or b"0"
+        arena = text_field(self.server.map, ARENA_NAME_BYTES, "cp1252") or b"0"
         return ping_answer(data, total, playing, [(arena, total, playing)])
 
 
 class AioAnnouncer(Announcer):
-    """A kept connection in the text dialect. It has no word for a refusal, which may end, so the
-    server is published again with each keepalive. The name has the players, as the game has it."""
+    """Keeps a connection in AIO's text dialect.
+
+    This dialect has no message for a refusal. A refusal may end later, so each keepalive is
+    followed by the publication. The name carries the players, as the game has it."""
 
     transport = "tcp"
     master_port = 27011
     keepalive = b"KEEPALIVE#%\n"
 
     def opened(self, now):
-        self.buffer, self.heard, self.confirmed = b"", False, False
+        self.buffer = b""
+        self.is_heard = False               # the master has sent anything since the last keepalive
+        self.is_confirmed = False           # it has confirmed the publication since then
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.publication()
 
     def announce(self, now):
-        if not self.heard:
+        if not self.is_heard:
             raise ConnectionError("the master has fallen silent")
-        if not self.confirmed:
-            self.tell("the master does not confirm it; has it banned this address, "
-                      "refused the name, or run out of room?")
-        self.heard = self.confirmed = False
+        if not self.is_confirmed:
+            self.set_state("the master does not confirm it; has it banned this address, "
+                           "refused the name, or run out of room?")
+        self.is_heard = self.is_confirmed = False
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.keepalive + self.publication()
 
     def publication(self):
+        """Return the message that publishes the server."""
         server = self.server
         name = server.name
         if server.players or server.max_players:
             name += " [%d/%d]" % (server.players, server.max_players)
-        # A % at the beginning would end the message
-        texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
-        return ("13#%s#%s#%d#%%\n" % (*texts, server.port)).encode("utf-8")
+        message = "13#%s#%s#%d#%%\n" % (
+            self.escaped(name), self.escaped(server.description), server.port)
+        return message.encode("utf-8")
+
+    @staticmethod
+    def escaped(text):
+        """Return the text without the separator "#", and without a "%" at its beginning, which
+        would end the message."""
+        return text.replace("#", "<num>").lstrip("%")
 
     def receive(self, data, now):
-        self.heard = True
-        heard = self.buffer + data
-        self.buffer = heard[-11:]       # a byte less than what is looked for
-        if b"SUCCESS#13#%" in heard:
-            self.confirmed = True
-            self.accepted("announced")
+        self.is_heard = True
+        received = self.buffer + data
+        # The confirmation may come in pieces: keep one byte less than it has
+        self.buffer = received[1 - len(AIO_TEXT_CONFIRMATION):]
+        if AIO_TEXT_CONFIRMATION in received:
+            self.is_confirmed = True
+            self.on_accepted("announced")
         return b""
 
 
 class FramedAioAnnouncer(AioAnnouncer):
-    """The same in the framed dialect. It announces the port alone; masters ask for the rest on
-    it, by UDP."""
+    """Keeps a connection in AIO's framed dialect. It announces only the port; masters query that
+    port by UDP for everything else."""
 
     query_offset = 0
-    keepalive = aio_frame(b"\4")
+    keepalive = aio_frame(AIO_FRAMED_KEEPALIVE)
 
     def publication(self):
         return aio_frame(struct.pack("<BH", 3, self.server.port))
 
     def receive(self, data, now):
-        self.heard = True
+        self.is_heard = True
         self.buffer += data
-        while (found := aio_unframe(self.buffer, AIO_MASTER_BYTES)) is not None:
-            payload, self.buffer = found
-            if payload[:2] == b"\5\3":
-                self.confirmed = True
-                self.accepted("announced")
-            elif payload[:2] == b"\6\3":
-                raise MasterRefused("refused: " + payload[4:].decode("utf-8", "replace"))
-        return b""
+        while True:
+            unframed = aio_unframe(self.buffer, AIO_MASTER_BYTES)
+            if unframed is None:
+                return b""
+            payload, self.buffer = unframed
+            self.receive_message(payload)
+
+    def receive_message(self, payload):
+        """Take the payload of one frame; raise MasterRefused if it is a refusal."""
+        kind = payload[:len(AIO_FRAMED_REFUSAL)]
+        if kind == AIO_FRAMED_CONFIRMATION:
+            self.is_confirmed = True
+            self.on_accepted("announced")
+        elif kind == AIO_FRAMED_REFUSAL:
+            reason = payload[len(AIO_FRAMED_REFUSAL) + 2:]      # behind the length of the text
+            raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
 
     def answer(self, data):
-        if data != b"\0":
+        if data != AIO_FRAMED_QUERY:
             raise Malformed("a query is the one byte 00")
         server = self.server
-        version = int(server.version) if server.version.isdecimal() else 0
-        texts = [aio_string16(text.encode("utf-8")) for text in (server.name, server.description)]
-        return zlib.compress(b"\0" + b"".join(texts) + struct.pack(
-            "<IIH", server.players, server.max_players, clamp(version)))
+        version = 0
+        if server.version.isdecimal():
+            version = clamp(int(server.version))
+        name = aio_string16(server.name.encode("utf-8"))
+        description = aio_string16(server.description.encode("utf-8"))
+        numbers = struct.pack("<IIH", server.players, server.max_players, version)
+        return zlib.compress(b"\0" + name + description + numbers)
 
 
 class HttpAnnouncer(Announcer):
-    """POST /announce, again after half the time that the master grants, and action=stop at the
-    end."""
+    """Announces a server by POST /announce, each time after half of the lifetime that the master
+    has granted, and with action=stop at the end."""
 
     transport = "http"
-    refused_s = RETRY_MAX_S             # the master's operator may put it right at any time
+    refused_s = RETRY_MAX_S             # the master's operator may lift the refusal at any time
 
     def fields(self):
-        """What is posted."""
-        return {name: getattr(self.server, name) for name in ("game", "port", *ANNOUNCED)}
+        """Return the fields to post, by name."""
+        fields = {"game": self.server.game, "port": self.server.port}
+        for name in ANNOUNCEMENT_FIELDS:
+            fields[name] = getattr(self.server, name)
+        return fields
 
-    def answered(self, status, body, now):
-        """Raises MasterRefused, and OSError if it is to be tried again."""
-        told, ttl = {}, 0.0
-        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-            told = dict(json.loads(body))
-            ttl = float(told.get("ttl", 0))
-        if told.get("listed") is True:
-            self.due = now + min(max(TTL_MIN_S, ttl), TTL_MAX_S) / 2    # in this order for a NaN
-            self.accepted("listed")
+    def on_response(self, status, body, now):
+        """Take the master's HTTP response. Raise MasterRefused, or OSError if the announcement is
+        to be tried again."""
+        response, lifetime_s = self.read_response(body)
+        if response.get("listed") is True:
+            # max() comes first because a lifetime that is no number (NaN) then becomes TTL_MIN_S
+            lifetime_s = min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
+            self.due = now + lifetime_s / 2
+            self.on_accepted("listed")
             return
-        reason = str(told.get("reason", "HTTP status %d" % status))
-        if 400 <= status < 500 and status not in (408, 429):
+        reason = str(response.get("reason", "HTTP status %d" % status))
+        is_final = 400 <= status < 500 and status not in (408, 429)
+        if is_final:
             raise MasterRefused("refused: " + reason)
         raise OSError("not listed yet: " + reason)
 
+    @staticmethod
+    def read_response(body):
+        """Return the JSON object of a response and its lifetime in seconds; {} and 0.0 where the
+        body has none."""
+        response, lifetime_s = {}, 0.0
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+            response = dict(json.loads(body))
+            lifetime_s = float(response.get("ttl", 0))
+        return response, lifetime_s
+
 
 class HyperbolAnnouncer(HttpAnnouncer):
-    """POST /announce; the master then queries the server itself, on its game port, every 30 s."""
+    """Announces a Hyperbol server by POST /announce. The master then queries the server itself,
+    on its game port, every 30 s."""
 
     query_offset = 0
 
     def answer(self, data):
-        if len(data) != 5 or data[0] != 2:
+        kind, timestamp = data[:1], data[1:]
+        if len(data) != HYPERBOL_QUERY_BYTES or kind != HYPERBOL_QUERY:
             raise Malformed("a query is 02 and a timestamp")
         server = self.server
-        return b"\x1b" + data[1:] + HYPERBOL_INFO.pack(
-            text_field(server.name, 31), text_field(server.mode, 31),
-            min(server.players, 255), min(server.max_players, 255), 0, text_field(server.map, 63),
-            b"", server.port, *bytes(5), text_field(server.version, 15), *bytes(5), b"", *bytes(4))
+        name = text_field(server.name, HYPERBOL_NAME_BYTES)
+        mode = text_field(server.mode, HYPERBOL_MODE_BYTES)
+        map = text_field(server.map, HYPERBOL_MAP_BYTES)
+        version = text_field(server.version, HYPERBOL_VERSION_BYTES)
+        # The values that are not announced are 0
+        return HYPERBOL_ANSWER + timestamp + HYPERBOL_INFO.pack(
+            name, mode, min(server.players, 255), min(server.max_players, 255), 0, map,
+            b"", server.port, *bytes(5), version, *bytes(5), b"", *bytes(4))
 
 
-ANNOUNCERS = {                      # by game and dialect; others by HTTP
+# By game, and for AIO also by dialect; every other game is announced by HTTP
+ANNOUNCERS = {
     "iceball": IceballAnnouncer,
     "subspace": SubSpaceAnnouncer,
     "hyperbol": HyperbolAnnouncer,
@@ -9890,53 +9980,59 @@ ANNOUNCERS = {                      # by game and dialect; others by HTTP
 }
 
 
-def post(announcer, **more):
-    """Announce by HTTP. Raises OSError and MasterRefused."""
+def post_announcement(announcer, **extra_fields):
+    """Announce a server by HTTP. Raise OSError and MasterRefused."""
     announcer.address = resolved(announcer.host)
-    with contextlib.closing(http.client.HTTPConnection(
-            announcer.address, announcer.port, timeout=RESPONSE_S)) as connection:
+    body = json.dumps({**announcer.fields(), **extra_fields})
+    headers = {"Host": announcer.master, "Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(
+        announcer.address, announcer.port, timeout=RESPONSE_S)
+    with contextlib.closing(connection):
         try:
-            connection.request(
-                "POST", "/announce", json.dumps(dict(announcer.fields(), **more)),
-                {"Host": announcer.master, "Content-Type": "application/json"})
+            connection.request("POST", "/announce", body, headers)
             response = connection.getresponse()
-            body = response.read(HTTP_BODY_BYTES)
+            response_body = response.read(HTTP_BODY_BYTES)
         except (http.client.HTTPException, ValueError, socket.timeout) as error:
             raise OSError("no answer that can be read; is that the port of the master's page? %s"
                           % error) from None
-    announcer.answered(response.status, body, time.monotonic())
+    announcer.on_response(response.status, response_body, time.monotonic())
 
 
-ANNOUNCED = {"name": str, "players": int, "max_players": int, "playing": int, "mode": str,
-             "map": str, "version": str, "description": str}
+# What Announcement accepts beside the game and the port
+ANNOUNCEMENT_FIELDS = {
+    "name": str, "players": int, "max_players": int, "playing": int, "mode": str, "map": str,
+    "version": str, "description": str}
 
 
 class Announcement:
-    """A game server announced to masters by somebody else: for games that cannot do it, and for
-    bundles.
+    """Announces a game server to masters, for games that cannot do it and for bundles.
 
         announcement = masterserver.Announcement("iceball", 21737,
                                                  ["master.example", "other.example:27790"],
                                                  name="My server")
         announcement.start()                        # or run() in this thread
         announcement.update(players=5, max_players=16, map="castle")        # whenever it changes
-        announcement.stop()                         # signs off where the protocol has a way to
+        announcement.stop()                         # signs off if the protocol has a message for it
 
-    `game`: iceball, subspace, aio, hyperbol, or any other name that the masters list. `port`:
-    where players find the game server. `masters`: HOST or HOST:PORT, or several. Further fields:
-    name, players, max_players, playing, map, mode, version, description. `dialect`: for AIO, text
-    or framed; text if there is a name. `players_from`: a file whose last line is as for
-    read_players(), read again when it changes. A wrong argument raises ValueError.
+    game          iceball, subspace, aio, hyperbol, or another name that the masters list
+    port          the game server's port, where players find it
+    masters       HOST or HOST:PORT, or a list of such texts
+    dialect       for AIO, "text" or "framed"; by default "text" if there is a name
+    players_from  a file whose last line is as for read_players(); read again when it changes
+    give_up       True: run() ends when every master has refused from the beginning, and `failure`
+                  then says why
+    **fields      name, players, max_players, playing, map, mode, version, description
 
-    Where masters query the game server itself (SubSpace on port + 1, Hyperbol and framed AIO on
-    the port, by UDP), they are answered here if that port is free, and left to the game server if
-    not. `give_up`: run() ends when each master has refused from the beginning; `failure` then says
-    why. An instance runs once.
+    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's on
+    port + 1, Hyperbol's and AIO's (framed) on the port. They are answered here if that port is
+    free; otherwise the game server answers. An instance runs once.
     """
 
     failure = ""
-    stopping = False        # no Event: a signal's stop() may interrupt who has its lock
-    complained = False
+    # A plain attribute and no threading.Event: stop() may be called in a signal handler, which
+    # could interrupt a thread that holds the Event's lock
+    stopping = False
+    has_complained = False              # the players could not be read, and the log has said so
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
                  dialect: str = "", players_from: str = "", give_up: bool = False,
@@ -9944,35 +10040,54 @@ class Announcement:
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
-        make: Any = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
-        if dialect and make is HttpAnnouncer:
-            raise ValueError("%s has no dialect %s" % (game, dialect))
-        self.server = Server(read_game_id(game), "", read_number(1, 65534)(str(port)), "", 0.0,
-                             math.inf, "%s server" % GAME_TITLES.get(game, game))
+        self.server = Server(
+            read_game_id(game), address="", port=read_number(1, 65534)(str(port)), source="",
+            now=0.0, lifetime=math.inf, name="%s server" % GAME_TITLES.get(game, game))
         self.update(**fields)
-        self.announcers = []
-        for place in [masters] if isinstance(masters, str) else masters:
-            host, named_port = read_place(place)
-            host = host.encode("idna").decode("ascii")      # a ValueError if it can be no name
-            self.announcers.append(make(
-                self.server, host, (named_port or make.master_port) + make.port_offset))
+        announcer_class = self.announcer_class(game, dialect)
+        if isinstance(masters, str):
+            masters = [masters]
+        self.announcers = [self.announcer(announcer_class, master) for master in masters]
         if not self.announcers:
             raise ValueError("expected a master")
-        self.players_from, self.give_up = players_from, give_up
-        self.surplus = Limiter(SURPLUS_BYTES)
+        self.players_from = players_from
+        self.give_up = give_up
+        self.surplus_limiter = Limiter(SURPLUS_BYTES)
         self.thread = threading.Thread(target=self.run, daemon=True)
+
+    @staticmethod
+    def announcer_class(game, dialect) -> Any:
+        """Return the class that announces this game. Raise ValueError for an unknown dialect."""
+        announcer_class = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
+        if dialect and announcer_class is HttpAnnouncer:
+            raise ValueError("%s has no dialect %s" % (game, dialect))
+        return announcer_class
+
+    def announcer(self, announcer_class, master):
+        """Return an announcer for one master, given as HOST or HOST:PORT."""
+        host, named_port = read_place(master)
+        ascii_host = host.encode("idna").decode("ascii")    # a ValueError if it can be no name
+        port = named_port or announcer_class.master_port
+        return announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
 
     def update(self, **fields: Any) -> None:
         """Announce these values from now on; from any thread. Raises ValueError."""
         for name, value in fields.items():
-            if (type(value) is not ANNOUNCED.get(name)
-                    or type(value) is int and not 0 <= value <= PLAYERS_MAX):
+            if not self.may_be_announced(name, value):
                 raise ValueError("%s=%r cannot be announced" % (name, value))
             if name == "version" and value and self.server.game == "iceball":
                 read_iceball_version(str(value))
         for name, value in fields.items():
-            setattr(self.server, name,
-                    clean(value, TEXT_CHARACTERS) if isinstance(value, str) else value)
+            if isinstance(value, str):
+                value = clean(value, TEXT_CHARACTERS)
+            setattr(self.server, name, value)
+
+    @staticmethod
+    def may_be_announced(name, value):
+        """Is there a field of this name, and does it have values of this type and size?"""
+        if type(value) is not ANNOUNCEMENT_FIELDS.get(name):
+            return False
+        return type(value) is not int or 0 <= value <= PLAYERS_MAX
 
     def start(self):
         """Announce in threads of its own. A second call changes nothing."""
@@ -9980,7 +10095,8 @@ class Announcement:
             self.thread.start()
 
     def stop(self):
-        """Sign off and end; from any thread or a signal handler. A master that hangs takes 3 s."""
+        """Sign off and end; from any thread or a signal handler. A master that does not answer
+        delays this by 3 s."""
         self.stopping = True
         if self.thread.is_alive():
             self.thread.join()
@@ -9993,74 +10109,93 @@ class Announcement:
         self.stop()
 
     def run(self):
-        """Announce until stop(), or with give_up until no master is left."""
-        sock = self.query_socket()          # first: a master asks at once
-        threads = [threading.Thread(target=self.keep_announced, args=[announcer], daemon=True)
-                   for announcer in self.announcers]
-        for thread in threads:
+        """Announce until stop() is called, or, with give_up, until no master is left."""
+        # The socket is opened first, because a master may query the server at once
+        query_socket = self.open_query_socket()
+        threads = []
+        for announcer in self.announcers:
+            thread = threading.Thread(target=self.keep_announced, args=[announcer], daemon=True)
             thread.start()
+            threads.append(thread)
         while not self.stopping:
             if self.players_from:
-                self.take_players()
-            if self.give_up and all(announcer.taken is False for announcer in self.announcers):
-                self.failure = "; ".join("%s: %s" % (announcer.master, announcer.state)
-                                         for announcer in self.announcers)
-                self.stopping = True
-            if sock is None:
-                time.sleep(STEP_S)
+                self.update_players_from_file()
+            if self.give_up:
+                self.stop_if_refused()
+            if query_socket:
+                self.answer_query(query_socket)
             else:
-                self.answer_query(sock)
+                time.sleep(STEP_S)
         for thread in threads:
             thread.join(GOODBYE_S)
-        if sock:
-            sock.close()
+        if query_socket:
+            query_socket.close()
+
+    def stop_if_refused(self):
+        """Stop, and set `failure`, if every master has refused from the beginning."""
+        if any(announcer.was_accepted is not False for announcer in self.announcers):
+            return
+        reasons = ["%s: %s" % (announcer.master, announcer.state) for announcer in self.announcers]
+        self.failure = "; ".join(reasons)
+        self.stopping = True
 
     def keep_announced(self, announcer):
-        """To one master, in a thread of its own."""
+        """Announce to one master until stop(); runs in a thread of its own."""
         by_http = announcer.transport == "http"
         while not self.stopping:
             try:
                 if time.monotonic() < announcer.due:
                     time.sleep(STEP_S)
                 elif by_http:
-                    post(announcer)
+                    post_announcement(announcer)
                 else:
-                    self.converse(announcer)
+                    self.talk_to_master(announcer)
             except (OSError, OverflowError, Malformed, MasterRefused) as error:
-                announcer.failed(error, time.monotonic())
+                announcer.on_error(error, time.monotonic())
         if by_http:
             with contextlib.suppress(OSError, MasterRefused):
-                post(announcer, action="stop")
+                post_announcement(announcer, action="stop")
 
-    def converse(self, announcer):
-        """Send what is due and answer what comes: by TCP until the master hangs up, by UDP until
-        its name is to be looked up anew. Raises OSError, Malformed and MasterRefused."""
-        tcp = announcer.transport == "tcp"
+    def talk_to_master(self, announcer):
+        """Send what is due and answer the master: by TCP until it closes the connection, by UDP
+        until its name must be looked up again. Raise OSError, Malformed and MasterRefused."""
         announcer.address = resolved(announcer.host)
-        place = announcer.address, announcer.port
-        # By UDP a ConnectionError says that nobody has the port now
-        usual = (socket.timeout,) if tcp else (socket.timeout, ConnectionError)
-        with socket.create_connection(place, CONNECT_S) if tcp else udp_socket(*place) as sock:
-            sock.settimeout(STEP_S)
-            now = time.monotonic()
-            until = math.inf if tcp else now + RESOLVE_S
-            if tcp:
+        endpoint = announcer.address, announcer.port
+        now = time.monotonic()
+        if announcer.transport == "tcp":
+            with socket.create_connection(endpoint, CONNECT_S) as sock:
+                sock.settimeout(STEP_S)
                 sock.sendall(announcer.opened(now))
-            while now < until and not self.stopping:
-                with contextlib.suppress(*usual):
-                    if now >= announcer.due:
-                        sock.sendall(announcer.announce(now))
-                    data = sock.recv(RECV_BYTES)
-                    if tcp and not data:
-                        raise ConnectionError("the master has closed the connection")
-                    answer = announcer.receive(data, time.monotonic())
-                    if answer:
-                        sock.sendall(answer)
-                now = time.monotonic()
+                while not self.stopping:
+                    with contextlib.suppress(socket.timeout):
+                        self.send_and_receive(announcer, sock)
+        else:
+            with udp_socket(*endpoint) as sock:
+                sock.settimeout(STEP_S)
+                while time.monotonic() < now + RESOLVE_S and not self.stopping:
+                    # By UDP a ConnectionError says that nobody has the port just now
+                    with contextlib.suppress(socket.timeout, ConnectionError):
+                        self.send_and_receive(announcer, sock)
 
-    def query_socket(self):
-        """Where masters query the game server; None if they do not, or it listens there itself."""
-        offset = self.announcers[0].query_offset
+    @staticmethod
+    def send_and_receive(announcer, sock):
+        """Send an announcement if one is due, wait for data from the master, and answer them.
+        Raise socket.timeout if none have come within STEP_S."""
+        now = time.monotonic()
+        if now >= announcer.due:
+            sock.sendall(announcer.announce(now))
+        data = sock.recv(RECV_BYTES)
+        if announcer.transport == "tcp" and not data:
+            raise ConnectionError("the master has closed the connection")
+        answer = announcer.receive(data, time.monotonic())
+        if answer:
+            sock.sendall(answer)
+
+    def open_query_socket(self):
+        """Return the UDP socket on which masters query the game server. Return None if masters of
+        this game do not query, or if the game server itself has the port."""
+        first_announcer, *_ = self.announcers
+        offset = first_announcer.query_offset
         if offset is None:
             return None
         port = self.server.port + offset
@@ -10074,60 +10209,94 @@ class Announcement:
         return sock
 
     def answer_query(self, sock):
-        """One, or none within STEP_S."""
+        """Answer one query, if one comes within STEP_S."""
+        first_announcer, *_ = self.announcers
         with contextlib.suppress(OSError, Malformed):
-            data, (source, port) = sock.recvfrom(MAX_DATAGRAM_BYTES)
-            answer = self.announcers[0].answer(data)
-            # None as long as its query: after one forged query two ports would answer each other
-            # for ever. An AIO query of one byte gets a thousand times as much: all but the masters,
-            # whose addresses may be made up, share one bucket
-            surplus = len(answer) - len(data)
-            known = source in [announcer.address for announcer in self.announcers]
-            if surplus > 0 and self.surplus.allow(
-                    source if known else "", time.monotonic(), surplus):
-                sock.sendto(answer, (source, port))
+            data, peer = sock.recvfrom(MAX_DATAGRAM_BYTES)
+            answer = first_announcer.answer(data)
+            if self.may_answer(peer, len(answer) - len(data)):
+                sock.sendto(answer, peer)
 
-    def take_players(self, line=None):
-        """Announce what `line` says, or the last one of the file, as for read_players(); from any
-        thread. Trouble is logged once, as a script may fail each second."""
+    def may_answer(self, peer, surplus):
+        """May this peer get an answer with `surplus` bytes more than its query?
+
+        An answer as long as its query is never sent: after one forged query two ports could
+        answer each other for ever. An AIO query of one byte gets a thousand times as much, and its
+        source may be forged. So each master has a bucket of its own, and all others share one."""
+        if surplus <= 0:
+            return False
+        source, _ = peer
+        masters = [announcer.address for announcer in self.announcers]
+        bucket = source if source in masters else ""
+        return self.surplus_limiter.allow(bucket, time.monotonic(), surplus)
+
+    def update_players_from_file(self):
+        """Announce the players that the last line of the file says."""
         try:
-            if line is None:
-                with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
-                    line = file.read().strip().rpartition("\n")[2]
-            if line.strip():        # a file that is being written anew is empty for a moment
-                self.update(**read_players(line))
-                self.complained = False
+            with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
+                text = file.read().strip()
         except (OSError, ValueError) as error:
-            if not self.complained:
-                log.warning("the players are not known: %s", error)
-            self.complained = True
+            self.complain_once(error)
+            return
+        _, _, last_line = text.rpartition("\n")
+        self.update_players(last_line)
+
+    def update_players(self, line):
+        """Announce the players that a line says, as for read_players(). Call it from any thread."""
+        if not line.strip():        # a file that is being written is empty for a moment
+            return
+        try:
+            self.update(**read_players(line))
+            self.has_complained = False
+        except ValueError as error:
+            self.complain_once(error)
+
+    def complain_once(self, error):
+        """Log that the players are not known, once until they are known again: a script that
+        writes them may fail each second."""
+        if not self.has_complained:
+            log.warning("the players are not known: %s", error)
+        self.has_complained = True
+
+
+# Players, perhaps "/" and their maximum, perhaps a space and the map
+PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
-    """`5`, `5/16` or `5/16 map name`: players, their maximum, the map. Raises ValueError."""
-    match = re.fullmatch(r"\s*(?P<players>\d{1,5})(?:\s*/\s*(?P<max_players>\d{1,5}))?"
-                         r"(?:\s+(?P<map>\S.*?))?\s*", line)
+    """Return the fields that a line gives: `5`, `5/16` or `5/16 map name` has the players, their
+    maximum and the map. Raise ValueError for anything else."""
+    match = PLAYERS_LINE.fullmatch(line.strip())
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
-    return {name: text if name == "map" else int(text)
-            for name, text in match.groupdict().items() if text}
+    players, max_players, map = match.groups()
+    fields = {"players": int(players)}
+    if max_players:
+        fields["max_players"] = int(max_players)
+    if map:
+        fields["map"] = map
+    return fields
 
 
 def command_announce(arguments):
-    """announce: until a signal or the end of standard input."""
-    fields = {name: value for name, value in vars(arguments).items()
-              if name in ANNOUNCED and value is not None}
+    """Announce a game server until a signal or the end of standard input."""
+    fields = {}
+    for name in ANNOUNCEMENT_FIELDS:
+        value = getattr(arguments, name, None)
+        if value is not None:
+            fields[name] = value
     from_stdin = arguments.players_from == "-"
+    players_file = "" if from_stdin else arguments.players_from
     try:
         announcement = Announcement(
             arguments.game, arguments.port, arguments.masters, dialect=arguments.dialect,
-            give_up=True, players_from="" if from_stdin else arguments.players_from, **fields)
+            give_up=True, players_from=players_file, **fields)
     except ValueError as error:
         raise SettingsError("announce: %s" % error) from None
     start_log(Settings({"server.log_level": "debug" if arguments.verbose else "info"}))
     stop_on_signals(announcement.stop)
     if from_stdin or arguments.exit_with_stdin:
-        read_stdin(announcement.take_players, announcement.stop)
+        read_stdin(announcement.update_players, announcement.stop)
     announcement.run()
     if announcement.failure:
         raise StartError("announce: no master accepts this server: %s" % announcement.failure)

@@ -10670,10 +10670,10 @@ class AnnouncersInGeneral(unittest.TestCase):
         announcer = announcer_of(ms.HttpAnnouncer, "mygame", 4000)
         with self.assertLogs("masterserver") as logs:
             for pause in (1, 2, 4, 8, 16, 32, 60, 60):
-                announcer.failed(OSError("no \x1b[31mway"), 100.0)
+                announcer.on_error(OSError("no \x1b[31mway"), 100.0)
                 self.assertEqual(announcer.due, 100.0 + pause)
-            announcer.accepted("listed")
-            announcer.failed(OSError("no way"), 100.0)
+            announcer.on_accepted("listed")
+            announcer.on_error(OSError("no way"), 100.0)
             self.assertEqual(announcer.due, 101.0)
         self.assertEqual([line.partition(":")[2] for line in logs.output], [
             "masterserver:master.example:27790: " + state for state in (
@@ -10688,10 +10688,10 @@ class AnnouncersInGeneral(unittest.TestCase):
             for error, taken, due in ((OSError("lost"), None, 1.0), (refused, False, pause_s),
                                       (None, True, pause_s), (refused, True, pause_s)):
                 if error:
-                    announcer.failed(error, 0.0)
+                    announcer.on_error(error, 0.0)
                 else:
-                    announcer.accepted("listed")
-                self.assertEqual((announcer.taken, announcer.due), (taken, due))
+                    announcer.on_accepted("listed")
+                self.assertEqual((announcer.was_accepted, announcer.due), (taken, due))
 
     @mock.patch.object(ms, "log", mock.Mock())
     def test_only_malformed_escapes_from_garbage(self):
@@ -10708,7 +10708,7 @@ class AnnouncersInGeneral(unittest.TestCase):
             announcer = announcer_of(chance.choice(kinds), "x", 1000)
             with contextlib.suppress(ms.Malformed, ms.MasterRefused, OSError):
                 if isinstance(announcer, ms.HttpAnnouncer):
-                    announcer.answered(200 + turn % 300, bytes(data), 0.0)
+                    announcer.on_response(200 + turn % 300, bytes(data), 0.0)
                 if announcer.transport == "tcp":
                     announcer.opened(0.0)
                 announcer.receive(bytes(data), 0.0)
@@ -10744,7 +10744,7 @@ class IceballAnnouncing(unittest.TestCase):
     def test_every_cookie_comes_back(self):
         for cookie in (b"", hexa("8a850c03"), b"\0" * 4000):
             self.assertEqual(self.announcer.receive(b"MSOK" + cookie, 1.0), b"HSHK" + cookie)
-        self.assertEqual((self.announcer.state, self.announcer.taken), ("announced", True))
+        self.assertEqual((self.announcer.state, self.announcer.was_accepted), ("announced", True))
 
     def test_silence_for_thirty_minutes_after_a_refusal(self):
         for packet, words in ((b"BADF", "cannot read"), (b"BADV", "lists Iceball"),
@@ -10754,7 +10754,7 @@ class IceballAnnouncing(unittest.TestCase):
             self.assertEqual(self.announcer.receive(b"MSNO", 0.4), b"")
             with self.assertRaisesRegex(ms.MasterRefused, words) as refused:
                 self.announcer.receive(packet, 0.5)
-            self.announcer.failed(refused.exception, 0.5)
+            self.announcer.on_error(refused.exception, 0.5)
             self.assertEqual(times_sent(self.announcer, 0.5, 1802)[:2], [1800.5, 1801.5])
 
     def test_a_master_that_does_not_answer_is_mentioned(self):
@@ -10842,7 +10842,7 @@ class AioAnnouncing(unittest.TestCase):
                 self.assertEqual(announcer.due, now)
                 self.assertEqual(announcer.announce(now), alive + published)
                 self.assertIn(state, announcer.state)
-            self.assertTrue(announcer.taken)
+            self.assertTrue(announcer.was_accepted)
             self.assertLess(len(announcer.buffer), 20)          # nothing is kept for ever
             self.assertRaisesRegex(ConnectionError, "fallen silent", announcer.announce, 150.0)
 
@@ -10887,7 +10887,7 @@ class HttpAnnouncing(unittest.TestCase):
     def test_again_after_half_its_time(self):
         for ttl, due in (("120", 61.0), ("NaN", 6.0), ("-1", 6.0), ("1e999", 1801.0),
                          ("1" * 400, 6.0), ("null", 6.0), ('"soon"', 6.0)):
-            self.announcer.answered(200, b'{"listed":true,"ttl":%s}' % ttl.encode(), 1.0)
+            self.announcer.on_response(200, b'{"listed":true,"ttl":%s}' % ttl.encode(), 1.0)
             self.assertEqual((self.announcer.state, self.announcer.due), ("listed", due), ttl)
 
     def test_refusals_and_failures(self):
@@ -10900,7 +10900,7 @@ class HttpAnnouncing(unittest.TestCase):
                 (200, b'{"listed":1}', OSError, "not listed"), (200, b"[1]", OSError, "not listed"),
                 (200, b'{"reason":[[1]]}', OSError, "1"), (200, b"\xff", OSError, "not listed")):
             with self.assertRaisesRegex(error, words, msg=body):
-                self.announcer.answered(status, body, 0.0)
+                self.announcer.on_response(status, body, 0.0)
 
     def test_hyperbol_answers_by_the_offsets_of_the_document(self):
         announcer = announcer_of(
@@ -11045,9 +11045,9 @@ class Announcing(unittest.TestCase):
                 if data is not None:
                     with open(path, "wb") as file:
                         file.write(data)
-                announcement.take_players()
+                announcement.update_players_from_file()
                 self.assertEqual((announcement.server.players, len(logs.output)), (players, lines))
-            announcement.take_players("6\n")
+            announcement.update_players("6\n")
             self.assertEqual(announcement.server.players, 6)
 
     def test_a_master_that_is_silent_keeps_no_other_waiting(self):
