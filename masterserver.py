@@ -10056,7 +10056,7 @@ class Announcement:
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     @staticmethod
-    def announcer_class(game, dialect) -> Any:
+    def announcer_class(game: str, dialect: str) -> Any:
         """Return the class that announces this game. Raise ValueError for an unknown dialect."""
         announcer_class = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
         if dialect and announcer_class is HttpAnnouncer:
@@ -10270,7 +10270,7 @@ def read_players(line):
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
     players, max_players, map = match.groups()
-    fields = {"players": int(players)}
+    fields: Dict[str, Union[int, str]] = {"players": int(players)}
     if max_players:
         fields["max_players"] = int(max_players)
     if map:
