@@ -10056,7 +10056,7 @@ class Announcement:
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     @staticmethod
-    def announcer_class(game, dialect) -> Any:
+    def announcer_class(game: str, dialect: str) -> Any:
         """Return the class that announces this game. Raise ValueError for an unknown dialect."""
         announcer_class = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
         if dialect and announcer_class is HttpAnnouncer:
@@ -10270,7 +10270,7 @@ def read_players(line):
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
     players, max_players, map = match.groups()
-    fields = {"players": int(players)}
+    fields: Dict[str, Union[int, str]] = {"players": int(players)}
     if max_players:
         fields["max_players"] = int(max_players)
     if map:
@@ -10304,131 +10304,182 @@ def command_announce(arguments):
 
 
 # --- Asking game servers and masters -------------------------------------------------------------
+#
+# What the commands `ping` and `list` do. To add a game, write a function that takes host and port
+# and returns what it has learned, ready for JSON, and add it to PINGS or LISTS. If there is no
+# answer, the function raises an OSError or Malformed whose text says why.
 
-# What `ping` and `list` do. To add a game: a function that takes host and port and gives what it
-# learned, ready for JSON, and its row in PINGS or LISTS. An OSError or Malformed says in words why
-# there is nothing.
-
-ASK_TRIES, ASK_WAIT_S = 3, 2.0      # a lost datagram; a round trip around the world, several times
-ASK_TOTAL_S = OUTPUT_TOTAL_S        # for all of a list: our master gives no reader longer
-FETCH_S = 10.0                      # silence of a list server, after which it has gone
+ASK_TRIES = 3                       # datagrams get lost
+ASK_WAIT_S = 2.0                    # several round trips around the world
+# For a whole list: our own master does not serve a slow reader for longer
+ASK_TOTAL_S = OUTPUT_TOTAL_S
+FETCH_S = 10.0                      # a list server that is silent for so long does not answer
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
 LIST_SERVERS = 65536                # of one game; a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
-AIO_LIST_BYTES = 3 + 65535 * 258    # a framed list at its longest
+AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits so long for the master
+HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
+AIO_LIST_REQUEST = b"\2"            # and the type of the answer
+AIO_TEXT_LIST_REQUEST = b"12#%\n"
+SUBSPACE_CONNECT = b"\0\1"          # followed by a key and the version of the link
+SUBSPACE_LINK_VERSION = b"\1\0"
+SUBSPACE_LIST_REQUEST = b"\1" + bytes(4)        # zones with at least 0 players
+SUBSPACE_DISCONNECT = b"\0\7"
+SUBSPACE_CHUNK = b"\0\x0a"          # a piece of the list, preceded by the list's whole size
 QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
                      b"\xff\xff\xff\xffgetserversResponse")
-QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}        # by what a server in a list begins with
+# The size of a server's address in a list, by the byte that precedes it
+QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}
+PORT_BYTES = 2
 
 
 @contextlib.contextmanager
 def udp_socket(host, port):
-    """A socket that hears this place alone. Raises OSError."""
+    """Yield a UDP socket that sends to this endpoint and receives only from it. Raise OSError."""
     address = resolved(host)
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET,
-                       socket.SOCK_DGRAM) as sock:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((address, port))
         yield sock
 
 
-def udp_ask(sock, question, answer, tries=ASK_TRIES):
-    """Send `question` until `answer(data)` takes what comes: its result, and the milliseconds.
+def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
+    """Send a question, several times if needed, until an answer comes.
 
-    Raises OSError."""
-    wrong = ""
+    `read_answer(data)` is given each datagram and raises Malformed if it is no answer. Return its
+    result, and the round trip in milliseconds. Raise TimeoutError if no answer has come."""
+    trouble = ""
     sock.settimeout(ASK_WAIT_S)
     for _ in range(tries):
         asked_at = time.monotonic()
         try:
             sock.send(question)
-            data = sock.recv(POLL_ANSWER_BYTES)
-            return answer(data), round((time.monotonic() - asked_at) * 1000, 1)
+            result = read_answer(sock.recv(POLL_ANSWER_BYTES))
         except Malformed as error:
-            wrong = "; what came is not an answer: %s" % error
+            trouble = "; what came is not an answer: %s" % error
         except socket.timeout:
             pass
-    raise TimeoutError("no answer from UDP port %d%s" % (sock.getpeername()[1], wrong))
+        else:
+            ping_ms = (time.monotonic() - asked_at) * 1000
+            return result, round(ping_ms, 1)
+    _, port, *_ = sock.getpeername()
+    raise TimeoutError("no answer from UDP port %d%s" % (port, trouble))
 
 
-def tcp_ask(sock, question, answer=None, entry_bytes=0):
-    """Send `question`: what `answer(data)` makes of what has come, as soon as that is not None;
-    without `answer` all that comes until the other side closes.
+def tcp_ask(sock, question, read_answer):
+    """Send a question, and return what `read_answer(data)` returns for the data that have come so
+    far, as soon as that is not None.
 
-    The socket's own timeout bounds each piece, ASK_TOTAL_S bounds all; `entry_bytes`, of a list of
-    nothing but entries of so many bytes, bounds it to LIST_SERVERS. Raises OSError, Malformed."""
-    most, words = FETCH_BYTES, "%d bytes" % FETCH_BYTES
+    The socket's own timeout bounds the wait for each piece, ASK_TOTAL_S the whole exchange. Raise
+    OSError, or Malformed if the other side closes before the answer is complete."""
+    for data in received_so_far(sock, question, FETCH_BYTES, "%d bytes" % FETCH_BYTES):
+        result = read_answer(data)
+        if result is not None:
+            return result
+    raise Malformed("no list came before the end")
+
+
+def tcp_read_all(sock, question, entry_bytes=0):
+    """Send a question, and return all that comes until the other side closes.
+
+    `entry_bytes`: for a list of entries that each have so many bytes and no head; then there may
+    be LIST_SERVERS entries. Errors and deadlines are as in tcp_ask()."""
+    max_bytes, limit_text = FETCH_BYTES, "%d bytes" % FETCH_BYTES
     if entry_bytes:
-        most, words = entry_bytes * LIST_SERVERS, "%d servers" % LIST_SERVERS
-    sock.sendall(question)
-    data, until = bytearray(), time.monotonic() + ASK_TOTAL_S
-    for more in iter(lambda: sock.recv(RECV_BYTES), b""):
-        data += more
-        found = answer(data) if answer else None
-        if found is not None:
-            return found
-        if len(data) > most:
-            raise Malformed("more than " + words)
-        check_total_time(until)
-    if answer:
-        raise Malformed("no list came before the end")
+        max_bytes, limit_text = entry_bytes * LIST_SERVERS, "%d servers" % LIST_SERVERS
+    data = bytearray()
+    for data in received_so_far(sock, question, max_bytes, limit_text):
+        pass
     return data
 
 
-def check_total_time(until):
-    """Raise TimeoutError if what is not complete yet has taken ASK_TOTAL_S, until `until`."""
-    if time.monotonic() > until:
+def received_so_far(sock, question, max_bytes, limit_text):
+    """Send a question. Yield all data received so far, each time that more have come, until the
+    other side closes. Raise Malformed, with `limit_text`, for more than `max_bytes`."""
+    sock.sendall(question)
+    data = bytearray()
+    deadline = time.monotonic() + ASK_TOTAL_S
+    while True:
+        piece = sock.recv(RECV_BYTES)
+        if not piece:
+            return
+        data += piece
+        yield data
+        if len(data) > max_bytes:
+            raise Malformed("more than " + limit_text)
+        check_deadline(deadline)
+
+
+def check_deadline(deadline):
+    """Raise TimeoutError if an exchange that began ASK_TOTAL_S before the deadline is late."""
+    if time.monotonic() > deadline:
         raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
 
 
 def ping_subspace(host, port):
-    poll, complete = ZonePoll(), False
+    """Return the players of a zone, in all and playing, its arenas and its ping."""
+    poll = ZonePoll()
+    is_complete = False
     with udp_socket(host, port + 1) as sock:
-        while not complete:
+        while not is_complete:
             nonce = ping_nonce()
+            read_answer = functools.partial(poll.answer, nonce=nonce)
             try:
-                complete, ping_ms = udp_ask(sock, poll.question(nonce),
-                                            functools.partial(poll.answer, nonce=nonce))
-            except TimeoutError:        # some zones know only some of the forms
+                is_complete, ping_ms = udp_ask(sock, poll.question(nonce), read_answer)
+            except TimeoutError:
                 if not poll.step:
                     raise
-                break
+                break                   # some zones do not know the later forms of the question
     return {"players": poll.players, "playing": poll.playing, "arenas": poll.arenas,
             "ping_ms": ping_ms}
 
 
-def udp_ping(host, port, question, answer, tries=ASK_TRIES):
-    """What `answer(data)` learns from a game server, and how long that took."""
+def udp_ping(host, port, question, read_answer, tries=ASK_TRIES):
+    """Return the fields that `read_answer(data)` reads from a game server's answer, with its
+    ping."""
     with udp_socket(host, port) as sock:
-        found, ping_ms = udp_ask(sock, question, answer, tries)
-    return dict(found, ping_ms=ping_ms)
+        fields, ping_ms = udp_ask(sock, question, read_answer, tries)
+    return {**fields, "ping_ms": ping_ms}
 
 
 def ping_hyperbol(host, port, tries=ASK_TRIES):
-    nonce = RANDOM.getrandbits(32)
-    return udp_ping(host, port, struct.pack("<BI", 2, nonce),
-                    functools.partial(hyperbol_info, timestamp=nonce), tries)
+    """Return the fields of a Hyperbol server's answer, with its ping."""
+    timestamp = RANDOM.getrandbits(32)
+    question = HYPERBOL_QUERY + struct.pack("<I", timestamp)
+    read_answer = functools.partial(hyperbol_info, timestamp=timestamp)
+    return udp_ping(host, port, question, read_answer, tries)
 
 
 def ping_aio(host, port):
-    names = "name", "description", "players", "max_players", "version"
-    return udp_ping(host, port, b"\0", lambda data: zip(names, aio_info(data)))
+    """Return the fields of a framed AIO server's answer, with its ping."""
+    return udp_ping(host, port, AIO_FRAMED_QUERY, read_aio_info)
 
 
-def quake3_ping_answer(data):
-    """What an infoResponse tells, for `ping`. Raises Malformed."""
-    answer = quake3_info(quake3_pairs(data))
-    # So it was called for servers that tell no game, and scripts may read it
-    gamename = answer.gamename or QUAKE3_GAME_OF_PROTOCOL.get(answer.protocol, "Quake3Arena")
-    return quake3_fields(answer, gamename)
+def read_aio_info(data):
+    """Return the fields of a framed AIO server's answer. Raise Malformed."""
+    name, description, players, max_players, version = aio_info(data)
+    return {"name": name, "description": description, "players": players,
+            "max_players": max_players, "version": version}
 
 
 def ping_quake3(host, port):
-    return udp_ping(host, port, QUAKE3_GETINFO + b"challenge",
-                    quake3_ping_answer)
+    """Return the fields of a Quake III server's answer, with its ping."""
+    return udp_ping(host, port, QUAKE3_GETINFO + b"challenge", read_quake3_info)
+
+
+def read_quake3_info(data):
+    """Return the fields of an infoResponse. Raise Malformed."""
+    info = quake3_info(quake3_pairs(data))
+    gamename = info.gamename
+    if not gamename:
+        # Scripts may rely on this name for servers that do not say their game
+        gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol, "Quake3Arena")
+    return quake3_fields(info, gamename)
 
 
 def ping_luanti(host, port):
+    """Return the ping of a Luanti server; its answer says nothing else."""
     with udp_socket(host, port) as sock:
         goodbye, ping_ms = udp_ask(sock, LUANTI_ID + b"\0\0\0\1", luanti_goodbye)
         sock.send(goodbye)
@@ -10436,51 +10487,70 @@ def ping_luanti(host, port):
 
 
 class ZoneListLink(SubSpaceLink):
-    """The player's end of SubSpaceList's exchange: the list in `zones`, of `total` bytes."""
+    """The player's end of SubSpaceList's exchange.
+
+    `zones` are the bytes of the list that have come, `total` the size of the whole list."""
 
     zones = b""
     total = FETCH_BYTES
 
     def packet(self, data, now):
-        if data[:2] == b"\0\x0a":
-            self.total = min(self.total, int.from_bytes(data[2:6], "little"))
-            self.zones += data[6:]
+        if data[:2] == SUBSPACE_CHUNK:
+            size, chunk = data[2:6], data[6:]
+            self.total = min(self.total, int.from_bytes(size, "little"))
+            self.zones += chunk
 
 
 def list_subspace(host, port):
+    """Return the zones that a SubSpace master lists."""
     with udp_socket(host, port) as sock:
-        udp_ask(sock, b"\0\1" + os.urandom(3) + b"\0\1\0", bytes)     # any answer means yes
-        sock.settimeout(LINK_RESEND_S / 2)
-        until = time.monotonic() + ASK_TOTAL_S
-        # Zones with at least 0 players
-        link = ZoneListLink(time.monotonic(), [b"\1" + bytes(4)])
-        out = link.tick(time.monotonic())
-        while len(link.zones) < link.total and not link.closed and time.monotonic() < until:
-            for packet in out:
-                sock.send(packet)
-            try:
-                out = link.receive(sock.recv(LINK_PACKET_BYTES), time.monotonic())
-            except (socket.timeout, Malformed):
-                out = link.tick(time.monotonic())
-        with contextlib.suppress(OSError):      # it may have gone
-            sock.send(b"\0\7")
+        connect = SUBSPACE_CONNECT + os.urandom(3) + b"\0" + SUBSPACE_LINK_VERSION
+        udp_ask(sock, connect, bytes)           # any answer means that the master agrees
+        link = fetch_zones(sock)
+        with contextlib.suppress(OSError):      # the master may have stopped
+            sock.send(SUBSPACE_DISCONNECT)
     if len(link.zones) != link.total:
         raise TimeoutError("no list from UDP port %d" % port)
     return zone_entries(link.zones)
 
 
+def fetch_zones(sock):
+    """Ask for the list on a connection that the master has accepted. Return the ZoneListLink once
+    the list is complete, the master has disconnected, or the time is over."""
+    sock.settimeout(LINK_RESEND_S / 2)
+    deadline = time.monotonic() + ASK_TOTAL_S
+    link = ZoneListLink(time.monotonic(), [SUBSPACE_LIST_REQUEST])
+    packets = link.tick(time.monotonic())
+    while len(link.zones) < link.total and not link.closed:
+        if time.monotonic() >= deadline:
+            break
+        for packet in packets:
+            sock.send(packet)
+        try:
+            packets = link.receive(sock.recv(LINK_PACKET_BYTES), time.monotonic())
+        except (socket.timeout, Malformed):
+            packets = link.tick(time.monotonic())
+    return link
+
+
 def list_hyperbol(host, port):
+    """Return the servers that a Hyperbol master lists."""
     with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
-        key, _ = hyperbol_greeting(sock.recv(HYPERBOL_GREETING.size))   # it is one segment
-        # The document: always 255, for all
-        entries = hyperbol_entries(tcp_ask(
-            sock, struct.pack("<IB3x", key, 255), entry_bytes=HYPERBOL_ENTRY.size))
-    return [dict(zip(("address", "port", "flavor"), entry)) for entry in entries]
+        greeting = sock.recv(HYPERBOL_GREETING.size)        # it comes in one segment
+        key, _ = hyperbol_greeting(greeting)
+        request = struct.pack("<IB3x", key, HYPERBOL_ALL_SERVERS)
+        data = tcp_read_all(sock, request, entry_bytes=HYPERBOL_ENTRY.size)
+    servers = []
+    for address, port, flavor in hyperbol_entries(data):
+        servers.append({"address": address, "port": port, "flavor": flavor})
+    return servers
 
 
 def list_aio(host, port):
-    """The text form, as it has names; the framed form from a master without that dialect, which
-    waits for more or hangs up, and from one whose text cannot be read."""
+    """Return the servers that an AIO master lists.
+
+    The text dialect is tried first, because its list has names. A master without it waits for more
+    or closes the connection; then, or if its text cannot be read, the framed dialect is tried."""
     try:
         return list_aio_text(host, port)
     except (socket.timeout, ConnectionResetError, Malformed) as error:
@@ -10493,14 +10563,14 @@ def list_aio(host, port):
 
 
 def list_aio_text(host, port):
+    """Return the servers that an AIO master lists in its text dialect."""
     with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        return aio_text_entries(tcp_ask(sock, b"12#%\n", aio_text_fields))
+        return aio_text_entries(tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields))
 
 
 def aio_text_fields(data):
-    """What stands between `12#` and `#%` at the end; None: it is not whole yet.
-
-    Greetings may come before it, with any number."""
+    """Return the bytes between `12#` and the `#%` at the end of a text list; None if the list is
+    not complete yet. Greetings, with any number, may precede it."""
     start = re.search(rb"(?:^|[%\0\r\n])12#", data)
     if not start or not data.endswith(b"#%"):
         return None
@@ -10508,127 +10578,179 @@ def aio_text_fields(data):
 
 
 def aio_text_entries(data):
-    """The servers of a text list, by its fields `name#description#address#port#` and so on.
-
-    Raises Malformed."""
+    """Return the servers of a text list, whose fields are `name#description#address#port#` for
+    each. Raise Malformed."""
     if data.count(b"#") >= 4 * LIST_SERVERS:
         raise Malformed("more than %d servers" % LIST_SERVERS)
-    fields = [aio_unescape(field) for field in data.decode("utf-8", "replace").split("#")]
+    fields = data.decode("utf-8", "replace").split("#")
+    texts = [aio_unescape(field) for field in fields]
     servers = []
-    for name, description, address, port in zip(*(fields[at::4] for at in range(4))):
+    for name, description, address, port in zip(
+            texts[0::4], texts[1::4], texts[2::4], texts[3::4]):
         if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
             raise Malformed("port: %a" % port)
-        # The document's entry for an empty list is no server
-        if not name.startswith("No servers currently online"):
-            servers.append({"name": name, "description": description, "address": address,
-                            "port": int(port)})
+        # In the document, an empty list has this as its one entry
+        if name.startswith("No servers currently online"):
+            continue
+        servers.append({"name": name, "description": description, "address": address,
+                        "port": int(port)})
     return servers
 
 
 def aio_unescape(field):
-    return clean(field.replace("<num>", "#").replace("<percent>", "%"), TEXT_CHARACTERS)
+    """Return a field of a text list with its escaped characters restored, cleaned."""
+    text = field.replace("<num>", "#").replace("<percent>", "%")
+    return clean(text, TEXT_CHARACTERS)
 
 
 def list_aio_framed(host, port):
-    def payload(data):
-        """What is in the frame that follows the greeting; None: it is not whole yet."""
-        unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
-        return unframed and unframed[0]
-
+    """Return the servers that an AIO master lists in its framed dialect."""
     with socket.create_connection((host, port), FETCH_S) as sock:
-        return aio_framed_entries(tcp_ask(sock, aio_frame(b"\2"), payload))
+        payload = tcp_ask(sock, aio_frame(AIO_LIST_REQUEST), payload_after_greeting)
+    return aio_framed_entries(payload)
+
+
+def payload_after_greeting(data):
+    """Return the payload of the frame that follows a framed master's greeting; None if it is not
+    complete yet."""
+    unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
+    if unframed is None:
+        return None
+    payload, _ = unframed
+    return payload
 
 
 def aio_framed_entries(payload):
-    """The servers of a framed list; raises Malformed.
+    """Return the servers of a framed list. Raise Malformed.
 
         02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
-    if payload[:1] != b"\2":
+    if payload[:1] != AIO_LIST_REQUEST:
         raise Malformed("type: not a list")
-    servers, at = [], 3
-    while at < len(payload):
-        begin = at + 1
-        end = begin + payload[at]
-        at = end + 2
-        if len(payload) < at:
+    servers = []
+    offset = len(AIO_LIST_REQUEST) + 2          # the count is redundant
+    while offset < len(payload):
+        address_start = offset + 1
+        address_end = address_start + payload[offset]
+        offset = address_end + PORT_BYTES
+        if len(payload) < offset:
             raise Malformed("a list that is cut off")
-        address = clean(payload[begin:end].decode("ascii", "replace"))
-        servers.append({"address": address, "port": int.from_bytes(payload[end:at], "little")})
+        address = payload[address_start:address_end].decode("ascii", "replace")
+        port = int.from_bytes(payload[address_end:offset], "little")
+        servers.append({"address": clean(address), "port": port})
     return servers
 
 
 def list_quake3(host, port, gamename, protocol):
+    """Return the servers that a Quake III master lists for a game and protocol number."""
     question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
-    until = time.monotonic() + ASK_TOTAL_S
+    deadline = time.monotonic() + ASK_TOTAL_S
     with udp_socket(host, port) as sock:
-        (servers, complete), _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
-        while not complete:
-            check_total_time(until)
+        (servers, is_complete), _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        while not is_complete:
+            check_deadline(deadline)
             try:
-                more, complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
+                part, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
             except socket.timeout:
                 raise TimeoutError("timed out: the end of the list did not come") from None
-            servers += more
+            servers += part
             if len(servers) > LIST_SERVERS:
                 raise Malformed("more than %d servers" % LIST_SERVERS)
     return servers
 
 
 def quake3_list_part(data):
-    r"""The servers in one datagram of a list, and whether it is the last. Raises Malformed.
+    r"""Return the servers in one datagram of a list, and whether it is the last datagram. Raise
+    Malformed.
 
         ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
         \ "EOT" 000000                                  this only at the end of the last one
 
-    All is in network order; to `getservers` the answer is "getserversResponse", without IPv6."""
-    heads = [head for head in QUAKE3_LIST_HEADS if data.startswith(head)]
-    if not heads:
-        raise Malformed("a list begins with getserversResponse or getserversExtResponse")
-    servers, at = [], len(heads[0])
-    while at < len(data) and data[at:] != QUAKE3_END:
-        size = QUAKE3_ADDRESS_BYTES.get(data[at:at + 1])
-        if size is None:
-            raise Malformed("a server begins with \\ or /, not with %a" % data[at:at + 1])
-        begin = at + 1
-        end = begin + size
-        at = end + 2
-        if len(data) < at:
+    All numbers are in network order. The answer to `getservers` is "getserversResponse", without
+    IPv6."""
+    servers = []
+    offset = quake3_list_start(data)
+    while offset < len(data) and data[offset:] != QUAKE3_END:
+        separator = data[offset:offset + 1]
+        address_bytes = QUAKE3_ADDRESS_BYTES.get(separator)
+        if address_bytes is None:
+            raise Malformed("a server begins with \\ or /, not with %a" % separator)
+        address_start = offset + 1
+        address_end = address_start + address_bytes
+        offset = address_end + PORT_BYTES
+        if len(data) < offset:
             raise Malformed("a list that is cut off")
-        servers.append({"address": str(ipaddress.ip_address(data[begin:end])),
-                        "port": int.from_bytes(data[end:at], "big")})
-    return servers, at < len(data)
+        address = ipaddress.ip_address(data[address_start:address_end])
+        port = int.from_bytes(data[address_end:offset], "big")
+        servers.append({"address": str(address), "port": port})
+    is_last = offset < len(data)
+    return servers, is_last
 
 
-def list_from_json(host, port, path, read):
-    """`read(found)` of the JSON at http://host:port/path."""
-    # HTTP/1.0: the answer comes in one piece, and ends with the connection
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (path, endpoint_text(host, port))
+def quake3_list_start(data):
+    """Return the offset of the first server in a datagram of a list. Raise Malformed."""
+    for head in QUAKE3_LIST_HEADS:
+        if data.startswith(head):
+            return len(head)
+    raise Malformed("a list begins with getserversResponse or getserversExtResponse")
+
+
+class JsonList(NamedTuple):
+    """Where a game's list is on its master, and how the fields are called in it."""
+
+    path: str
+    servers: str                        # the list of servers
+    players: str
+    max_players: str
+
+
+ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_max")
+LUANTI_LIST = JsonList("/list", "list", "clients", "clients_max")
+
+
+def list_iceball(host, port):
+    """Return the servers that an Iceball master lists."""
+    return list_json(host, port, ICEBALL_LIST)
+
+
+def list_luanti(host, port):
+    """Return the servers that a Luanti server list has."""
+    return list_json(host, port, LUANTI_LIST)
+
+
+def list_json(host, port, form):
+    """Return the servers of a list in JSON; `form` is its JsonList."""
+    # HTTP/1.0, because then the body comes in one piece and ends with the connection
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (form.path, endpoint_text(host, port))
     with socket.create_connection((host, port), FETCH_S) as sock:
-        body = tcp_ask(sock, request.encode()).partition(b"\r\n\r\n")[2]
+        response = tcp_read_all(sock, request.encode())
+    _, _, body = response.partition(b"\r\n\r\n")
     try:
-        return read(json.loads(body))
+        return [json_entry(entry, form) for entry in json.loads(body)[form.servers]]
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
             ValueError) as error:
-        raise Malformed("%s: %r" % (path, error)) from None
+        raise Malformed("%s: %r" % (form.path, error)) from None
 
 
-def list_json(path, key, players, max_players, host, port):
-    """A list of Iceball's or of Luanti's, and what those three fields are called in it."""
-    def rows(found):
-        return [dict({name: clean(str(entry.get(name, "")))
-                      for name in ("address", "name", "mode", "map", "version")},
-                     port=int(entry["port"]), players=int(entry[players]),
-                     max_players=int(entry[max_players]))
-                for entry in found[key]]
-    return list_from_json(host, port, path, rows)
+def json_entry(entry, form):
+    """Return one server of a list in JSON, with the names that all our lists have."""
+    server = {}
+    for name in ("address", "name", "mode", "map", "version"):
+        server[name] = clean(str(entry.get(name, "")))
+    server["port"] = int(entry["port"])
+    server["players"] = int(entry[form.players])
+    server["max_players"] = int(entry[form.max_players])
+    return server
 
 
-list_iceball = functools.partial(list_json, "/master.json", "servers", "players_current",
-                                 "players_max")
-list_luanti = functools.partial(list_json, "/list", "list", "clients", "clients_max")
-PINGS = {"subspace": ping_subspace, "hyperbol": ping_hyperbol, "aio": ping_aio,
-         "quake3": ping_quake3, "luanti": ping_luanti}
-LISTS: Any = {                          # with the default port
+PINGS = {
+    "subspace": ping_subspace,
+    "hyperbol": ping_hyperbol,
+    "aio": ping_aio,
+    "quake3": ping_quake3,
+    "luanti": ping_luanti,
+}
+# With the default port of each game's masters
+LISTS: Any = {
     "iceball": (list_iceball, 27790),
     "subspace": (list_subspace, 4990),
     "hyperbol": (list_hyperbol, 20203),
@@ -10638,17 +10760,20 @@ LISTS: Any = {                          # with the default port
 }
 
 
-# --- Command line -------------------------------------------------------------------------------
+# --- What all commands use -----------------------------------------------------------------------
 
 def read_place(text):
-    """HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT."""
+    """Return host and port of HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
+    None if the text names none. Raise ValueError."""
     with contextlib.suppress(ValueError):
         return read_address(text), None
-    return (text, None) if text and ":" not in text else read_endpoint(text)
+    if text and ":" not in text:
+        return text, None
+    return read_endpoint(text)
 
 
 def argument(read):
-    """A type for argparse that keeps the reader's words."""
+    """Return a type for argparse that reads a text by `read` and keeps its error's words."""
     def read_argument(text):
         try:
             return read(text)
@@ -10658,61 +10783,79 @@ def argument(read):
 
 
 class ToolError(Exception):
-    """A tool's end, with two arguments: its exit status and a message."""
+    """Ends a command with an exit status and a message for the user."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
 
 
 @contextlib.contextmanager
-def failing_with(status, words, *errors):
-    """Such an error ends the command with this exit status; it is told after these words."""
+def failing_with(status, subject, *errors):
+    """Turn these errors into a ToolError with this exit status. Its message is `subject`, a colon
+    and the error's own text."""
     try:
         yield
     except errors as error:
-        text = clean(error_text(error), TEXT_CHARACTERS)        # it may be another machine's
-        raise ToolError(status, "%s: %s" % (words, text)) from None
+        # The text may come from another machine
+        text = clean(error_text(error), TEXT_CHARACTERS)
+        raise ToolError(status, "%s: %s" % (subject, text)) from None
 
 
 def say(text):
+    """Print a line to standard output; raise ToolError if that fails."""
     with failing_with(EXIT_FAILED, "standard output", OSError):
         print(text, flush=True)
 
 
 def complain(text):
-    with contextlib.suppress(OSError):          # whatever standard error is, the status tells
+    """Print a line to standard error. If that fails, the exit status still says that something is
+    wrong."""
+    with contextlib.suppress(OSError):
         print("masterserver.py:", text, file=sys.stderr, flush=True)
 
 
 def write_file(path, data):
-    """Readers find the old file or the new one, whole. A pipe or device is written to directly.
-
-    Raises OSError."""
-    path = os.path.realpath(path)               # where a link leads; the link stays
-    new = path if is_special(path) else path + ".new"
-    with open(new, "wb") as file:
+    """Write a file so that its readers find the old content or the new one, never a part. A pipe
+    or device is written to directly. Raise OSError."""
+    path = os.path.realpath(path)               # the file that a link leads to; the link stays
+    if is_special(path):
+        with open(path, "wb") as file:
+            file.write(data)
+        return
+    new_path = path + ".new"
+    with open(new_path, "wb") as file:
         file.write(data)
-    if new != path:
-        os.replace(new, path)
+    os.replace(new_path, path)
 
 
-def read_stdin(line, end):
-    """In a thread of its own: each line of standard input, then `end`."""
-    def read():
-        # None there, or taken away, is the same as its end
-        with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
-            for text in file:
-                line(text.decode("utf-8-sig", "replace"))
-        log.info("standard input has ended")
-        end()
-    threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
+def read_stdin(on_line, on_end):
+    """Read standard input in a thread of its own: call on_line(text) for each line, and on_end()
+    at the end."""
+    threading.Thread(target=read_stdin_lines, args=[on_line, on_end],
+                     name="masterserver stdin", daemon=True).start()
+
+
+def read_stdin_lines(on_line, on_end):
+    """Read standard input as in read_stdin(), in the calling thread."""
+    # A standard input that does not exist, or is taken away, has ended
+    with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
+        for line in file:
+            on_line(line.decode("utf-8-sig", "replace"))
+    log.info("standard input has ended")
+    on_end()
 
 
 def on_signals(call, *names):
+    """Have `call()` called on these signals, as far as this system has them: Windows has no
+    SIGHUP, and other systems have no SIGBREAK."""
     for name in names:
-        if hasattr(signal, name):           # Windows has no SIGHUP, and SIGBREAK alone
+        if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: call())
 
 
 def stop_on_signals(stop):
-    """SIGINT, SIGTERM and Ctrl+Break end the program cleanly."""
+    """Have `stop()` called on SIGINT, SIGTERM and Ctrl+Break."""
     on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
 
 
@@ -10777,190 +10920,245 @@ def end_log():
 
 # --- Serving ------------------------------------------------------------------------------------
 
-def load_settings(arguments):
-    # PyInstaller and the like unpack this file into a folder that is gone with the process
-    program = sys.executable if getattr(sys, "frozen", False) else __file__
-    beside = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
-    return Settings.load(arguments.config or beside,
-                         arguments.set + ["server.log_level=debug"] * arguments.verbose,
-                         missing_ok=not arguments.config)
-
-
-def first_contact(server):
-    """For people: what listens where, what to put into game servers' settings, and where players
-    look."""
-    host = server.settings["server.public_address"] or own_address() or "localhost"
-    places = ["%s on %s %d" % (protocol, transport.upper(), port)
-              for protocol, transport, _, port in server.listeners]
-    contacts = contact_lines(server.listeners, host, server.settings)
-    pages = [listener.port for listener in server.listeners if listener.protocol == "http"]
-    # Each place once, however many addresses it has
-    return ["; ".join(dict.fromkeys(places)), *("%s: %s" % line[1:] for line in contacts),
-            *("Players and browsers: http://%s/" % endpoint_text(host, page) for page in pages[:1])]
-
-
-def write_ready_file(path, server):
-    """Tell programs what listens where, but for the port that nobody contacts first."""
-    listeners = [listener._asdict() for listener in server.listeners if listener.protocol != "poll"]
-    ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
-    with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
-        write_file(path, ready.encode())
-
-
 def command_serve(arguments):
-    """Open everything, tell everybody, serve. Raises StartError."""
+    """Open all listeners, say where they are, and serve until a signal. Raise StartError."""
     if arguments.print_config:
-        say(config_text()[:-1])
+        say(config_text()[:-len("\n")])
         return EXIT_OK
     settings = load_settings(arguments)
     if arguments.check:
-        return check(settings)
-    writer = start_log(settings)
+        return check_settings(settings)
+    log_writer = start_log(settings)
 
     def reload():
-        # In a thread: a disk that hangs would keep the loop waiting
-        threading.Thread(target=writer.close, daemon=True).start()
+        # The log file is closed in a thread: a disk that hangs must not keep the loop waiting
+        threading.Thread(target=log_writer.close, daemon=True).start()
         return load_settings(arguments)
 
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
-    server = MasterServer(settings, reload=reload)
-    on_signals(lambda: server.post(server.reload), "SIGHUP")
-    stop_on_signals(server.stop)
+    master_server = MasterServer(settings, reload=reload)
+    on_signals(lambda: master_server.post(master_server.reload), "SIGHUP")
+    stop_on_signals(master_server.stop)
     try:
-        if hasattr(gc, "set_threshold"):    # not PyPy's collector
-            gc.set_threshold(*GC_THRESHOLDS)
-        server.bind()
-        if arguments.ready_file:
-            write_ready_file(arguments.ready_file, server)
-        for line in first_contact(server):
-            log.info("%s", line)
-        for line in settings.warnings:
-            log.warning("%s", line)
-        if arguments.exit_with_stdin:
-            read_stdin(lambda line: None, server.stop)
-        server.run()
+        serve(master_server, arguments)
     except StartError as error:
         if settings["server.log_file"]:         # a scheduled task has no standard error
             log.error("%s", error)
         raise
     finally:
-        server.close()
+        master_server.close()
     log.info("stopped")
     return EXIT_OK
 
 
+def load_settings(arguments):
+    """Return the Settings of the ini and the command line."""
+    program = __file__
+    if getattr(sys, "frozen", False):
+        # PyInstaller and similar programs unpack this file into a folder that ends with the process
+        program = sys.executable
+    default_path = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
+    overrides = list(arguments.set)
+    if arguments.verbose:
+        overrides.append("server.log_level=debug")
+    return Settings.load(arguments.config or default_path, overrides,
+                         missing_ok=not arguments.config)
+
+
+def serve(master_server, arguments):
+    """Bind, log where the master listens, and run until it is stopped."""
+    if hasattr(gc, "set_threshold"):            # PyPy's collector has none
+        gc.set_threshold(*GC_THRESHOLDS)
+    master_server.bind()
+    if arguments.ready_file:
+        write_ready_file(arguments.ready_file, master_server)
+    for line in first_contact(master_server):
+        log.info("%s", line)
+    for line in master_server.settings.warnings:
+        log.warning("%s", line)
+    if arguments.exit_with_stdin:
+        read_stdin(lambda line: None, master_server.stop)
+    master_server.run()
+
+
+def first_contact(master_server):
+    """Return lines for people: what listens where, what to put into game servers' settings, and
+    the address of the page."""
+    settings = master_server.settings
+    host = settings["server.public_address"] or own_address() or "localhost"
+    listeners = []
+    pages = []
+    for protocol, transport, _, port in master_server.listeners:
+        listener = "%s on %s %d" % (protocol, transport.upper(), port)
+        if listener not in listeners:           # it may listen at several addresses
+            listeners.append(listener)
+        if protocol == "http":
+            pages.append("Players and browsers: http://%s/" % endpoint_text(host, port))
+    lines = ["; ".join(listeners)]
+    for _, reader, contact in contact_lines(master_server.listeners, host, settings):
+        lines.append("%s: %s" % (reader, contact))
+    return lines + pages[:1]
+
+
+def write_ready_file(path, master_server):
+    """Write a file that tells other programs what listens where. The poller's port is left out,
+    because nobody sends to it first. Raise ToolError."""
+    listeners = []
+    for listener in master_server.listeners:
+        if listener.protocol != "poll":
+            listeners.append(listener._asdict())
+    ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
+    with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
+        write_file(path, ready.encode())
+
+
 # --- Checking the settings ----------------------------------------------------------------------
 
-def reach_warnings(settings):
-    """Settings with which players do not find, or do not reach, what is listed."""
-    public, bound = settings["server.public_address"], settings["server.bind"]
-    rows = (
-        (not public, "[server] public_address is empty: game servers on this machine that announce "
-         "to localhost are listed as 127.0.0.1, where no other machine finds them. Set it to the "
-         "address that players use."),
-        (public and public in LOCAL_NETWORKS,
-         "[server] public_address: %s is private; players outside "
-         "cannot reach what is listed there." % public),
-        (all(map(is_loopback, bound)), "[server] bind: %s can be reached from this machine only."
-         % ", ".join(bound)),
-        (settings["iceball.port"] is not None and not {27790, 27795} & set(settings["http.ports"]),
-         "[http] ports: Iceball's players ask for the list on port 27790 or 27795."))
-    return [text for wrong, text in rows if wrong]
-
-
-def check_engine(engine):
-    """Say what is wrong with Redis or Valkey, if masters are to meet there. Raises ToolError."""
-    with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
-                      AttributeError):                  # Windows has no Unix sockets
-        if engine:
-            with contextlib.closing(EngineLink(engine)) as link:
-                told = link.ask("INFO")
-            if not re.search(rb"redis_version:([6-9]|\d\d)", told):
-                raise Malformed("it is too old; masters need Redis 6 or Valkey")
-            if b"policy:noeviction" not in told:
-                say("warning: [cluster] redis: its maxmemory-policy may drop what the masters have"
-                    " written; set noeviction.")
-
-
-def check(settings):
-    """Say what is probably wrong, and try to listen everywhere. Raises StartError."""
+def check_settings(settings):
+    """Print what is probably wrong with the settings, and try to listen at all ports. Raise
+    StartError or ToolError if the server cannot start."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
     check_engine(settings["cluster.redis"])
-    # The trial leaves both alone
+    # The trial must not touch the database, nor take part in the cluster
     settings.values.update({"server.database": "", "cluster.redis": None})
-    server = MasterServer(settings)
+    master_server = MasterServer(settings)
     try:
-        server.bind()
+        master_server.bind()
     finally:
-        server.close()
+        master_server.close()
     say("The server can start with these settings.")
     return EXIT_OK
+
+
+def reach_warnings(settings):
+    """Return warnings about settings that keep players from finding or reaching listed servers."""
+    warnings = []
+    public_address = settings["server.public_address"]
+    if not public_address:
+        warnings.append(
+            "[server] public_address is empty: game servers on this machine that announce "
+            "to localhost are listed as 127.0.0.1, where no other machine finds them. Set it to "
+            "the address that players use.")
+    elif public_address in LOCAL_NETWORKS:
+        warnings.append("[server] public_address: %s is private; players outside "
+                        "cannot reach what is listed there." % public_address)
+    bind_addresses = settings["server.bind"]
+    if all(map(is_loopback, bind_addresses)):
+        warnings.append("[server] bind: %s can be reached from this machine only."
+                        % ", ".join(bind_addresses))
+    iceball_list_ports = {27790, 27795}
+    if settings["iceball.port"] is not None and iceball_list_ports.isdisjoint(
+            settings["http.ports"]):
+        warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")
+    return warnings
+
+
+def check_engine(engine):
+    """Try the connection to Redis or Valkey; raise ToolError if it does not work. `engine` is an
+    EngineAddress, or None without a cluster."""
+    if not engine:
+        return
+    # AttributeError: Windows has no Unix sockets
+    with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
+                      AttributeError):
+        with contextlib.closing(EngineLink(engine)) as link:
+            info = link.ask("INFO")
+        if not re.search(rb"redis_version:([6-9]|\d\d)", info):
+            raise Malformed("it is too old; masters need Redis 6 or Valkey")
+        if b"policy:noeviction" not in info:
+            say("warning: [cluster] redis: its maxmemory-policy may drop what the masters have"
+                " written; set noeviction.")
 
 
 # --- A test of the webhooks ----------------------------------------------------------------------
 
 def command_notify(arguments):
-    """Tell of a server that does not exist, and say what each webhook answered."""
-    settings, good = load_settings(arguments), True
-    server = Server("iceball", "203.0.113.7", 20737, "", 0.0, 0.0, "A test of the news")
-    shown = with_times(server_json(server), server, time.time(), "")
+    """Post news of a server that does not exist, and print what each webhook answered. Return
+    EXIT_OK if all of them accepted the message."""
+    settings = load_settings(arguments)
     webhooks = settings["webhooks"]
+    server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
+                    name="A test of the news")
+    entry = with_times(server_json(server), server, time.time(), "")
+    status = EXIT_OK
     for name in arguments.name or webhooks or [""]:
         if name not in webhooks:
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
         format, url = webhooks[name].split()
-        status, _ = post_url(url, *NEWS_FORMATS[format](server, settings, shown))
-        say("%s: %s" % (name, status))
-        good &= status.startswith("2")
-    return EXIT_OK if good else EXIT_FAILED
+        http_status, _ = post_url(url, *NEWS_FORMATS[format](server, settings, entry))
+        say("%s: %s" % (name, http_status))
+        if not http_status.startswith("2"):
+            status = EXIT_FAILED
+    return status
 
 
 # --- list and ping ------------------------------------------------------------------------------
 
-def show(arguments, ask, port):
-    """Print what `ask(host, port)` learns, as JSON or in words; the exit status."""
-    host = arguments.place[0]
-    with failing_with(EXIT_FAILED, endpoint_text(host, port),
-                      Malformed, OSError, OverflowError, ValueError):
-        found = {"game": arguments.game, "address": host, "port": port, **ask(host, port)}
-    found.update(found.pop("details", {}))
-    if arguments.json:
-        say(json.dumps(found, indent=2))
-    elif "servers" in found:
-        say("\n".join(map(list_line, found["servers"])) or "no servers")
-    else:
-        say("\n".join("%-12s %s" % fact for fact in found.items() if fact[1] not in (None, "")))
+def command_ping(arguments):
+    """Query a game server and print its answer."""
+    host, port = arguments.endpoint
+    with failing_query(host, port):
+        result = PINGS[arguments.game](host, port)
+    result.update(result.pop("details", {}))
+    print_result(arguments, host, port, result)
     return EXIT_OK
 
 
-def command_ping(arguments):
-    return show(arguments, PINGS[arguments.game], arguments.place[1])
-
-
 def command_list(arguments):
-    fetch, port = LISTS[arguments.game]
-    more = (arguments.gamename, arguments.protocol) if arguments.game == "quake3" else ()
-    return show(arguments, lambda *place: {"servers": fetch(*place, *more)},
-                arguments.place[1] or port)
+    """Fetch the list of a master and print it."""
+    fetch, default_port = LISTS[arguments.game]
+    host, port = arguments.endpoint
+    port = port or default_port
+    with failing_query(host, port):
+        if arguments.game == "quake3":
+            servers = fetch(host, port, arguments.gamename, arguments.protocol)
+        else:
+            servers = fetch(host, port)
+    print_result(arguments, host, port, {"servers": servers})
+    return EXIT_OK
 
 
-def list_line(row):
-    players = str(row.get("players", "-"))
-    if row.get("max_players"):
-        players += "/%d" % row["max_players"]
-    place = endpoint_text(row["address"], row["port"])
-    return "%7s  %-21s  %s" % (players, place, row.get("name", ""))
+def failing_query(host, port):
+    """Turn the errors of a query to this host and port into a ToolError."""
+    return failing_with(EXIT_FAILED, endpoint_text(host, port),
+                        Malformed, OSError, OverflowError, ValueError)
+
+
+def print_result(arguments, host, port, result):
+    """Print the result of a query, as JSON if the arguments say so, else as text."""
+    result = {"game": arguments.game, "address": host, "port": port, **result}
+    if arguments.json:
+        say(json.dumps(result, indent=2))
+        return
+    if "servers" in result:
+        lines = [list_line(server) for server in result["servers"]]
+        say("\n".join(lines) or "no servers")
+        return
+    lines = []
+    for name, value in result.items():
+        if value not in (None, ""):
+            lines.append("%-12s %s" % (name, value))
+    say("\n".join(lines))
+
+
+def list_line(server):
+    """Return one line of `list` for a server: players, endpoint and name."""
+    players = str(server.get("players", "-"))
+    if server.get("max_players"):
+        players += "/%d" % server["max_players"]
+    endpoint = endpoint_text(server["address"], server["port"])
+    return "%7s  %-21s  %s" % (players, endpoint, server.get("name", ""))
 
 
 # --- Export -------------------------------------------------------------------------------------
 
-EXPORT_TRIES = 2                    # queries to each server: together 4 s, the script's are 3 s
-EXPORT_AT_ONCE = 200                # as many sockets; macOS grants a program 256
-EXPORT_TOTAL_S = 60.0               # then no more are queried: 3,000 silent ones until then
-EXPORT_FTP_S = 30.0                 # for each answer of the FTP server: a disk may have to wake
+EXPORT_TRIES = 2                    # queries to each server: 4 s together; the script takes 3 s
+EXPORT_AT_ONCE = 200                # queries, with a socket each; macOS allows a program 256 files
+EXPORT_TOTAL_S = 60.0               # for all queries: 3,000 servers that do not answer take so long
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may be asleep
 
-# The script's own numbers
+# The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 EXPORT_HELP = """\
 Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, as the
@@ -10977,85 +11175,113 @@ with 0."""
 
 
 def command_export(arguments):
+    """Export once, or, with --every, again and again until a signal."""
     if not arguments.every:
         say(export_once(arguments))
         return EXIT_OK
-    # Each of them raises KeyboardInterrupt, in the middle of a query as well
+    # Each of these signals raises KeyboardInterrupt, also in the middle of a query
     stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             try:
                 say(export_once(arguments))
-            except ToolError as error:          # the next round may succeed
-                complain(error.args[1])
+            except ToolError as error:          # the next export may succeed
+                complain(str(error))
             time.sleep(arguments.every)
     return EXIT_OK
 
 
 def export_once(arguments):
-    """Fetch, query, write, upload; what was done, in words. Raises ToolError."""
-    host, port = arguments.master[0], arguments.master[1] or LISTS["hyperbol"][1]
-    place, path = endpoint_text(host, port), arguments.output
-    with failing_with(EXIT_CONNECTION, "No list from " + place, OSError, ValueError), \
-            failing_with(EXIT_IDENTIFIER, place + " is not a Hyperbol master", Malformed):
-        rows = list_hyperbol(host, port)
-    if not rows:
-        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is." % (place, path))
-    until = time.monotonic() + EXPORT_TOTAL_S
-    with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
-        servers = list(pool.map(functools.partial(queried_server, until), rows))
-    data = servers_xml(map(server_xml, servers), time.time())
+    """Fetch the list, query its servers, write the file and upload it. Return a sentence that says
+    what was done. Raise ToolError."""
+    entries = fetch_export_list(arguments)
+    servers = query_servers(entries)
+    path = arguments.output
+    xml = servers_xml(map(server_xml, servers), time.time())
     with failing_with(EXIT_FILE, path + " cannot be written", OSError):
-        write_file(path, data)
+        write_file(path, xml)
     if arguments.ftp:
-        upload(arguments.ftp, os.path.basename(path), data)
+        upload(arguments.ftp, os.path.basename(path), xml)
+    responding = sum(server.responding for server in servers)
+    players = sum(server.players for server in servers)
     return "%d servers, %d of them responding, %d players: %s written." % (
-        len(servers), sum(server.responding for server in servers),
-        sum(server.players for server in servers), path)
+        len(servers), responding, players, path)
 
 
-def queried_server(until, row):
-    """A listed server with what it answers; not responding if it does not, or not `until` then."""
-    address, port = row["address"], row["port"]
-    found: Dict[str, Any] = {"responding": False}
-    if time.monotonic() < until:
-        with contextlib.suppress(Malformed, OSError, OverflowError):    # the last is of its port
-            found = ping_hyperbol(address, port, EXPORT_TRIES)
-    return Server("hyperbol", address, port, address, 0.0, 0.0, flavor=row["flavor"], **found)
+def fetch_export_list(arguments):
+    """Return the entries of the master's list. Raise ToolError if there are none."""
+    _, default_port = LISTS["hyperbol"]
+    host, port = arguments.master
+    port = port or default_port
+    master = endpoint_text(host, port)
+    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError), \
+            failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
+        entries = list_hyperbol(host, port)
+    if not entries:
+        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
+                        % (master, arguments.output))
+    return entries
+
+
+def query_servers(entries):
+    """Query the servers of a list, many at once, for EXPORT_TOTAL_S at most. Return a Server for
+    each."""
+    deadline = time.monotonic() + EXPORT_TOTAL_S
+    query = functools.partial(queried_server, deadline=deadline)
+    with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
+        return list(pool.map(query, entries))
+
+
+def queried_server(entry, deadline):
+    """Return the server of a list's entry with what it answers. It is not responding if it does
+    not answer, or if the deadline is over."""
+    address, port = entry["address"], entry["port"]
+    fields: Dict[str, Any] = {"responding": False}
+    if time.monotonic() < deadline:
+        with contextlib.suppress(Malformed, OSError, OverflowError):    # port 65536 overflows
+            fields = ping_hyperbol(address, port, EXPORT_TRIES)
+    return Server("hyperbol", address, port, source=address, now=0.0, lifetime=0.0,
+                  flavor=entry["flavor"], **fields)
 
 
 def read_ftp_url(text):
-    """ftp://USER@HOST[:PORT]/PATH/"""
-    place = urllib.parse.urlsplit(text)
-    if place.scheme != "ftp" or not place.hostname or place.port == 0 or place.password:
+    """Return the parts of ftp://USER@HOST[:PORT]/PATH/ as urlsplit() does. Raise ValueError."""
+    url = urllib.parse.urlsplit(text)
+    is_complete = url.scheme == "ftp" and url.hostname and url.port != 0
+    if not is_complete or url.password:
         raise ValueError("expected ftp://USER@HOST/PATH/; the password is read from the environment"
                          " variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc")
-    return place
+    return url
 
 
-def ftp_login(place):
-    """User and password; both empty stands for the anonymous one."""
-    user = urllib.parse.unquote(place.username or "")
+def ftp_login(url):
+    """Return user and password for an FTP URL; both are empty for an anonymous login."""
+    user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
-    if not password:
-        with contextlib.suppress(FileNotFoundError):
-            known = netrc.netrc().authenticators(place.hostname)
-            if known:
-                return user or known[0], known[2]
-    return user, password
+    if password:
+        return user, password
+    login = None
+    with contextlib.suppress(FileNotFoundError):
+        login = netrc.netrc().authenticators(url.hostname)
+    if not login:
+        return user, password
+    netrc_user, _, netrc_password = login
+    return user or netrc_user, netrc_password
 
 
-def upload(place, name, data):
-    """Store `data` there, under `name` if the URL has none. Raises ToolError."""
-    # One byte a character: no answer is unreadable, and %C3%BC in the URL goes out as it is
-    path = urllib.parse.unquote(place.path[1:], "latin-1")
+def upload(url, file_name, data):
+    """Store data at an FTP URL, under `file_name` if the URL names no file. Raise ToolError."""
+    # With one byte per character every answer can be decoded, and %C3%BC in the URL goes out as it
+    # stands there
+    encoding = "latin-1"
+    path = urllib.parse.unquote(url.path[len("/"):], encoding)
     if not path or path.endswith("/"):
-        path += name
-    with failing_with(EXIT_FTP, "The upload to %s failed" % place.hostname, *ftplib.all_errors,
+        path += file_name
+    with failing_with(EXIT_FTP, "The upload to %s failed" % url.hostname, *ftplib.all_errors,
                       ValueError, netrc.NetrcParseError), ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
-        ftp.encoding = "latin-1"
-        ftp.connect(place.hostname, place.port or ftplib.FTP_PORT)
-        ftp.login(*ftp_login(place))
+        ftp.encoding = encoding
+        ftp.connect(url.hostname, url.port or ftplib.FTP_PORT)
+        ftp.login(*ftp_login(url))
         ftp.storbinary("STOR " + path, io.BytesIO(data))
 
 
@@ -11077,6 +11303,7 @@ AIO), they are answered here if that UDP port is free."""
 
 
 def settings_arguments(parser):
+    """Add the arguments that choose the settings."""
     parser.epilog = EXIT_STATUSES
     add = parser.add_argument
     add("--config", metavar="FILE",
@@ -11084,15 +11311,18 @@ def settings_arguments(parser):
     add("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
         help="set this, whatever the ini says; repeatable")
     add("-v", "--verbose", action="store_true", help="log at debug level")
-    return add
 
 
 def notify_arguments(parser):
-    settings_arguments(parser)("name", metavar="NAME", nargs="*", help="of a webhook; none: all")
+    """Add the arguments of `notify`."""
+    settings_arguments(parser)
+    parser.add_argument("name", metavar="NAME", nargs="*", help="of a webhook; none: all")
 
 
 def serve_arguments(parser):
-    add = settings_arguments(parser)
+    """Add the arguments of the program without a command."""
+    settings_arguments(parser)
+    add = parser.add_argument
     add("--check", action="store_true",
         help="say what is wrong with the settings, or probably wrong on this machine, and exit")
     add("--print-config", action="store_true",
@@ -11105,18 +11335,21 @@ def serve_arguments(parser):
 
 
 def game_arguments(parser, games):
+    """Add the arguments that `ping` and `list` share."""
     parser.add_argument("--game", choices=sorted(games), required=True)
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def ping_arguments(parser):
-    parser.add_argument("place", metavar="HOST:PORT", type=argument(read_endpoint),
+    """Add the arguments of `ping`."""
+    parser.add_argument("endpoint", metavar="HOST:PORT", type=argument(read_endpoint),
                         help="the game port, even where another one is queried")
     game_arguments(parser, PINGS)
 
 
 def list_arguments(parser):
-    parser.add_argument("place", metavar="HOST[:PORT]", type=argument(read_place),
+    """Add the arguments of `list`."""
+    parser.add_argument("endpoint", metavar="HOST[:PORT]", type=argument(read_place),
                         help="the master; without a port on its game's default")
     game_arguments(parser, LISTS)
     parser.add_argument("--protocol", type=int, default=68,
@@ -11125,10 +11358,12 @@ def list_arguments(parser):
 
 
 def export_arguments(parser):
+    """Add the arguments of `export`."""
     add = parser.add_argument
+    _, default_port = LISTS["hyperbol"]
     add("--game", choices=["hyperbol"], default="hyperbol", help="the master's game (hyperbol)")
     add("master", metavar="HOST[:PORT]", type=argument(read_place),
-        help="the master; on port %d if none is given" % LISTS["hyperbol"][1])
+        help="the master; on port %d if none is given" % default_port)
     add("--output", metavar="FILE", default="servers.xml", help="the file to write (servers.xml)")
     add("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),
         help="upload it there; see above for the password")
@@ -11137,6 +11372,7 @@ def export_arguments(parser):
 
 
 def announce_arguments(parser):
+    """Add the arguments of `announce`."""
     parser.epilog = EXIT_STATUSES
     add = parser.add_argument
     add("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
@@ -11144,11 +11380,11 @@ def announce_arguments(parser):
     add("--port", required=True, type=int, help="where players find the game server")
     add("--players", type=int, help="how many there are now")
     add("--max-players", type=int, help="how many there may be")
-    for name, help in (
-            ("name", "as players see it"), ("map", "the map being played"),
-            ("mode", "the game mode"), ("description", "a sentence or two (SubSpace, AIO, HTTP)"),
-            ("version", "of the game; if left out, Iceball's is the default of [iceball] version")):
-        add("--" + name, help=help)
+    add("--name", help="as players see it")
+    add("--map", help="the map being played")
+    add("--mode", help="the game mode")
+    add("--description", help="a sentence or two (SubSpace, AIO, HTTP)")
+    add("--version", help="of the game; if left out, Iceball's is the default of [iceball] version")
     add("--dialect", choices=["text", "framed"], default="",
         help="of AIO; text if there is a name, which framed does not carry")
     add("--players-from", metavar="FILE|-", default="",
@@ -11161,44 +11397,61 @@ def announce_arguments(parser):
              "aio 27011, others 27790")
 
 
-# To add a command: a function command_NAME(arguments) that gives the exit status, one that adds its
-# arguments to its parser, and their row here
+class Command(NamedTuple):
+    """A command of the command line."""
+
+    run: Callable[[argparse.Namespace], int]            # returns the exit status
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    help: str
+
+
+# To add a command, write a function command_NAME(arguments) and one that adds its arguments to a
+# parser, and name both here. The empty name stands for the program without a command.
 COMMANDS = {
-    "": (command_serve, serve_arguments, SERVE_HELP),
-    "announce": (command_announce, announce_arguments, ANNOUNCE_HELP),
-    "ping": (command_ping, ping_arguments, "Query a game server."),
-    "list": (command_list, list_arguments, "Show a master's list."),
-    "export": (command_export, export_arguments, EXPORT_HELP),
-    "notify": (command_notify, notify_arguments, "Tell the webhooks of a server, as a test."),
+    "": Command(command_serve, serve_arguments, SERVE_HELP),
+    "announce": Command(command_announce, announce_arguments, ANNOUNCE_HELP),
+    "ping": Command(command_ping, ping_arguments, "Query a game server."),
+    "list": Command(command_list, list_arguments, "Show a master's list."),
+    "export": Command(command_export, export_arguments, EXPORT_HELP),
+    "notify": Command(command_notify, notify_arguments,
+                      "Tell the webhooks of a server, as a test."),
 }
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Its errors repeat the words of the command line; there may be a URL among them."""
+    """A parser whose errors show no secrets: they repeat the command line, which may have a
+    webhook's URL."""
 
     def error(self, message):
-        super().error(" ".join(map(without_secrets, message.split(" "))))
+        words = [without_secrets(word) for word in message.split(" ")]
+        super().error(" ".join(words))
 
 
 def main(argv=None):
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else ""
-    command, add_arguments, help = COMMANDS[name]
+    """Run the command that the command line names; return the exit status. `argv`: the arguments
+    after the program's name, by default those of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = ""
+    if arguments and arguments[0] in COMMANDS:
+        name = arguments.pop(0)
+    command = COMMANDS[name]
     parser = ArgumentParser(
-        prog=("masterserver.py " + name).strip(), description=help,
+        prog=("masterserver.py " + name).strip(), description=command.help,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    command.add_arguments(parser)
     try:
-        return command(parser.parse_args(words))
+        return command.run(parser.parse_args(arguments))
     except KeyboardInterrupt:
         return EXIT_FAILED
     except ToolError as error:
-        status, text = error.args
-    except (SettingsError, StartError) as error:
-        status, text = EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED, str(error)
+        status, message = error.status, str(error)
+    except SettingsError as error:
+        status, message = EXIT_USAGE, str(error)
+    except StartError as error:
+        status, message = EXIT_FAILED, str(error)
     finally:
         end_log()
-    complain(text)
+    complain(message)
     return status
 
 
@@ -11206,6 +11459,6 @@ if __name__ == "__main__":
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr,unused-ignore]
     exit_status = main()
-    # At once: the interpreter's end would wait for a terminal in which somebody selects text, and
-    # one more signal in it would give another status
+    # The program ends at once. The interpreter's own end would wait for a terminal in which
+    # somebody selects text, and a further signal during that time would change the status.
     os._exit(exit_status)
