@@ -7602,22 +7602,22 @@ PROTOCOLS = (
 # ================================================================================================
 # 11  Event loop
 #
-# Sockets, threads and the clock; what carries settings and list between files, registry and other
-# masters; and news to webhooks. One thread serves every listener and connection, with one time for
-# all that a wake-up brings; everything is made there, so nothing needs a lock. One more thread has
-# the disk, one looks up host names if there are any, one talks to other masters if there are some,
-# and each webhook that was told something has one; the log's stands in section 12.
+# Sockets, threads and the clock. One thread, the event loop, serves every listener and connection,
+# and changes everything that is shared, so nothing needs a lock. All events of one wake-up get one
+# time. What may block has a thread of its own: the disk and the log always, host names, other
+# masters and each webhook only where they are used.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
-# What connections inherit: writes go out at once, and a dead peer is found after two minutes, by
-# the last (in ms) also while sent data is unacknowledged. macOS has other names, Windows none.
+# Options that accepted connections inherit. Writes are sent at once. A dead peer is found after two
+# minutes, also while sent data is unacknowledged (TCP_USER_TIMEOUT, in milliseconds). macOS has
+# other names for some, and Windows lacks them.
 TCP_OPTIONS = (("TCP_NODELAY", 1), ("SO_KEEPALIVE", 1), ("SO_SNDBUF", SEND_BUFFER_BYTES),
                ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4),
                ("TCP_USER_TIMEOUT", 120_000))
-# As much room for datagrams as the system grants. Sizes grow: the last one granted stays
-UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halved) for halved in (5, 3, 2, 1, 0)]
-DESCRIPTORS_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+# Ever larger receive buffers are requested; the largest that the system grants stays in force.
+UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halvings) for halvings in (5, 3, 2, 1, 0)]
+OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class StartError(Exception):
@@ -7625,7 +7625,7 @@ class StartError(Exception):
 
 
 class Listener(NamedTuple):
-    """One bound socket, as in the ready file."""
+    """One bound socket, as the ready file has it."""
 
     protocol: str
     transport: str
@@ -7636,21 +7636,29 @@ class Listener(NamedTuple):
 # --- Datagrams -----------------------------------------------------------------------------------
 
 class MessageVector:
-    """Many datagrams in one system call each way: recvmmsg(2) and sendmmsg(2) of 64-bit Linux, by
-    ctypes, with buffers made once.
+    """Reads or sends many datagrams of an IPv4 socket in one system call: recvmmsg(2) and
+    sendmmsg(2) of 64-bit Linux, by ctypes, with buffers that are made once.
 
-    For IPv4 sockets. An announcement of a listed server costs a tenth to a fifth less than by
-    recvfrom() and sendto(). send() takes peers as their `struct sockaddr_in`, 16 bytes, as it came.
-    """
+    An announcement of a listed server costs a tenth to a fifth less than with recvfrom() and
+    sendto(). Each datagram has three structs, which stand in three arrays:
 
-    # struct mmsghdr: name, its length, vector, its length, control, its length, flags, bytes
-    HEADER = struct.Struct("@PI4xPNPNi4xI4x")
-    PIECE = struct.Struct("@PN")                # struct iovec: base, length
-    NAME_BYTES = 16                             # struct sockaddr_in: family, port, address, zeros
+        struct mmsghdr      one datagram: where its address and its iovec are, and its length
+        struct iovec        where its data are, and how much room there is
+        struct sockaddr_in  its peer's address: family, port, IPv4 address, eight zeros
+
+    send() takes peers in this last form, 16 bytes, as receive() has given them."""
+
+    # struct mmsghdr: pointer to the address, its length, pointer to the iovec, number of iovecs,
+    # pointer to control data, its length, flags, length of the datagram
+    MMSGHDR = struct.Struct("@PI4xPNPNi4xI4x")
+    IOVEC = struct.Struct("@PN")                # pointer to the data, length
+    SOCKADDR_BYTES = 16
+    IOVECS_EACH, NO_CONTROL, NO_FLAGS = 1, (0, 0), 0
 
     @classmethod
-    def make(cls):
-        """None where there is no such thing, or where the system refuses it; PyPy's is slower."""
+    def create(cls):
+        """Return a MessageVector. Return None on a system without these calls, where the system
+        refuses them, and under PyPy, where this is slower."""
         system = sys.platform, sys.implementation.name, struct.calcsize("P")
         with contextlib.suppress(NameError, AttributeError, OSError):
             if system == ("linux", "cpython", 8):
@@ -7658,91 +7666,118 @@ class MessageVector:
         return None
 
     def __init__(self, library):
-        """`library`: a ctypes.CDLL. Raises AttributeError if it has no such calls, OSError if the
-        system refuses them."""
+        """`library`: a ctypes.CDLL. Raise AttributeError if it lacks the calls, and OSError if
+        the system refuses them."""
         self.receive_call, self.send_call = library.recvmmsg, library.sendmmsg
-        self.receive_call(-1, None, 0, 0, None)
+        self.check_calls()
+        buffer_bytes = DRAIN_DATAGRAMS * MAX_DATAGRAM_BYTES
+        # The one buffer has the data of what was received, and later of what is sent
+        self.data = ctypes.create_string_buffer(buffer_bytes)
+        self.data_starts = range(0, buffer_bytes, MAX_DATAGRAM_BYTES)
+        self.headers, self.iovecs, self.sockaddrs = self.make_arrays()
+        self.lengths = self.length_column(self.headers)
+        self.out_headers, self.out_iovecs, self.out_sockaddrs = self.make_arrays()
+        self.out_data_bytes = memoryview(self.data).cast("B")
+        self.out_sockaddr_bytes = memoryview(self.out_sockaddrs).cast("B")
+        iovec_numbers = memoryview(self.out_iovecs).cast("B").cast("Q")
+        self.out_pointers, self.out_lengths = iovec_numbers[::2], iovec_numbers[1::2]
+        # Making an address's text takes five times as long as looking it up
+        self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
+
+    def check_calls(self):
+        """Raise OSError if the system refuses the calls."""
+        no_socket = -1
+        self.receive_call(no_socket, None, 0, 0, None)
         if ctypes.get_errno() != errno.EBADF:
             raise OSError
-        count, size = DRAIN_DATAGRAMS, MAX_DATAGRAM_BYTES
-        # of what came, and then of what goes
-        self.data = ctypes.create_string_buffer(count * size)
-        self.begins = range(0, count * size, size)
-        self.headers, self.pieces, self.names = self.vector()
-        self.out_headers, self.out_pieces, self.out_names = self.vector()
-        words = self.HEADER.size // 4
-        self.lengths = memoryview(self.headers).cast("B").cast("I")[words - 2::words]
-        self.out_data = memoryview(self.data).cast("B")
-        self.out_named = memoryview(self.out_names).cast("B")
-        out_pieces = memoryview(self.out_pieces).cast("B").cast("Q")
-        self.out_begins, self.out_lengths = out_pieces[::2], out_pieces[1::2]
-        # The text of an address takes five times as long to make as to look up
-        self.peer = functools.lru_cache(LIMITER_SOURCES)(
-            lambda name: (socket.inet_ntoa(name[4:8]), name[2] << 8 | name[3]))
 
-    def vector(self):
-        """Headers, pieces and names, each piece a part of `data`."""
-        headers, pieces, names = (ctypes.create_string_buffer(DRAIN_DATAGRAMS * size) for size in (
-            self.HEADER.size, self.PIECE.size, self.NAME_BYTES))
-        for number, begin in enumerate(self.begins):
-            self.PIECE.pack_into(pieces, number * self.PIECE.size,
-                                 ctypes.addressof(self.data) + begin, MAX_DATAGRAM_BYTES)
-            self.HEADER.pack_into(
-                headers, number * self.HEADER.size,
-                ctypes.addressof(names) + number * self.NAME_BYTES, self.NAME_BYTES,
-                ctypes.addressof(pieces) + number * self.PIECE.size, 1, 0, 0, 0, 0)
-        return headers, pieces, names
+    def make_arrays(self):
+        """Return arrays of DRAIN_DATAGRAMS mmsghdr, iovec and sockaddr_in structs that point to
+        each other and to `data`."""
+        headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
+        iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
+        sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
+        for number, data_start in enumerate(self.data_starts):
+            self.IOVEC.pack_into(
+                iovecs, number * self.IOVEC.size,
+                ctypes.addressof(self.data) + data_start, MAX_DATAGRAM_BYTES)
+            sockaddr = ctypes.addressof(sockaddrs) + number * self.SOCKADDR_BYTES
+            iovec = ctypes.addressof(iovecs) + number * self.IOVEC.size
+            received_bytes = 0
+            self.MMSGHDR.pack_into(
+                headers, number * self.MMSGHDR.size, sockaddr, self.SOCKADDR_BYTES,
+                iovec, self.IOVECS_EACH, *self.NO_CONTROL, self.NO_FLAGS, received_bytes)
+        return headers, iovecs, sockaddrs
+
+    def length_column(self, headers):
+        """Return a view of the datagrams' lengths: in each header the last 32-bit number but for
+        the padding."""
+        numbers = memoryview(headers).cast("B").cast("I")
+        numbers_each = self.MMSGHDR.size // 4
+        return numbers[numbers_each - 2::numbers_each]
+
+    @staticmethod
+    def read_sockaddr(sockaddr):
+        """Return address and port of a struct sockaddr_in."""
+        port, address = sockaddr[2:4], sockaddr[4:8]
+        return socket.inet_ntoa(address), int.from_bytes(port, "big")
 
     def receive(self, sock):
-        """Up to DRAIN_DATAGRAMS of those that wait: data, peers, and these as send() takes them."""
+        """Read up to DRAIN_DATAGRAMS datagrams. Return their data, their peers, and their peers
+        as send() takes them."""
         count = self.receive_call(sock.fileno(), self.headers, DRAIN_DATAGRAMS,
                                   socket.MSG_DONTWAIT, None)
         if count <= 0:
             return [], [], []
         data = self.data
-        size = self.NAME_BYTES
-        named = self.names[:count * size]
-        names = [named[at:at + size] for at in range(0, count * size, size)]
+        size = self.SOCKADDR_BYTES
+        received = self.sockaddrs[:count * size]
+        sockaddrs = [received[start:start + size] for start in range(0, count * size, size)]
         lengths = self.lengths[:count].tolist()
-        packets = [data[begin:begin + length] for begin, length in zip(self.begins, lengths)]
-        return packets, list(map(self.peer, names)), names
+        packets = [data[start:start + length] for start, length in zip(self.data_starts, lengths)]
+        return packets, list(map(self.peer_of, sockaddrs)), sockaddrs
 
     def send(self, sock, answers, tally):
+        """Send `answers`, a list of (data, sockaddr), and count them in the tally."""
         lengths = [len(data) for data, _ in answers]
-        size, count = sum(lengths), len(answers)
-        if count > DRAIN_DATAGRAMS or size > len(self.out_data):
+        total_bytes, count = sum(lengths), len(answers)
+        if count > DRAIN_DATAGRAMS or total_bytes > len(self.out_data_bytes):
             half = count // 2
             self.send(sock, answers[:half], tally)
             self.send(sock, answers[half:], tally)
             return
-        self.out_data[:size] = b"".join([data for data, _ in answers])
-        self.out_named[:count * self.NAME_BYTES] = b"".join([name for _, name in answers])
-        begins = itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1])
-        self.out_begins[:count] = array.array("Q", begins)
+        self.out_data_bytes[:total_bytes] = b"".join([data for data, _ in answers])
+        sockaddrs = b"".join([sockaddr for _, sockaddr in answers])
+        self.out_sockaddr_bytes[:len(sockaddrs)] = sockaddrs
+        pointers = itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1])
+        self.out_pointers[:count] = array.array("Q", pointers)
         self.out_lengths[:count] = array.array("Q", lengths)
         done = 0
         while done < count:
-            rest = ctypes.byref(self.out_headers, done * self.HEADER.size)
-            taken = self.send_call(sock.fileno(), rest, count - done, 0)
-            # this one: no room, no route, no such port; the peer asks again
-            if taken <= 0:
+            remaining = ctypes.byref(self.out_headers, done * self.MMSGHDR.size)
+            sent = self.send_call(sock.fileno(), remaining, count - done, 0)
+            if sent <= 0:
+                # The next datagram cannot be sent: no buffer, no route, or its port is closed. Its
+                # peer will ask again
                 tally.unsent += 1
-                size -= lengths[done]
+                total_bytes -= lengths[done]
                 done += 1
             else:
-                tally.sent += taken
-                done += taken
-        tally.bytes_out += size
+                tally.sent += sent
+                done += sent
+        tally.bytes_out += total_bytes
 
 
-def failed(error, tally, peer, name, data):
-    """A packet or a connection that could not be read, or that the protocol failed on: a fault."""
+def log_failure(error, tally, peer, protocol_name, data):
+    """Count and log an error that a packet or a connection has caused: bad input at debug level,
+    anything else as a fault of the program."""
     if isinstance(error, Malformed):
         tally.malformed += 1
-        log.debug("%s %s malformed: %s: %a", peer, name, error, data[:48])
+        log.debug("%s %s malformed: %s: %a", peer, protocol_name, error, data[:48])
     else:
         tally.errors += 1
-        log.error("%s %s: a fault of the program: %a", peer, name, data[:600], exc_info=error)
+        log.error("%s %s: a fault of the program: %a", peer, protocol_name, data[:600],
+                  exc_info=error)
 
 
 def report(health, where, trouble):
@@ -7753,103 +7788,129 @@ def report(health, where, trouble):
 
 
 class UdpSocket:
-    """A UDP socket and its protocol: reads and answers by the vector, or one call each."""
+    """A UDP socket and its protocol. It reads and answers by a MessageVector if there is one, or
+    else with one call for each datagram."""
 
     def __init__(self, name, sock, protocol, tally, limiter, vector=None):
-        self.name, self.sock, self.protocol, self.tally = name, sock, protocol, tally
+        """`name`: the protocol's, for the log; `vector`: a MessageVector or None."""
+        self.name = name
+        self.sock = sock
+        self.protocol = protocol
+        self.tally = tally
         self.limiter = limiter
-        fits = sock.family == socket.AF_INET and protocol.datagram_bytes == MAX_DATAGRAM_BYTES
-        self.vector = vector if fits else None
+        self.vector = None
+        if sock.family == socket.AF_INET and protocol.datagram_bytes == MAX_DATAGRAM_BYTES:
+            self.vector = vector
 
-    def ready(self, now):
-        """Read what waits, up to a bound, and answer it."""
-        allow, handle = self.limiter.allow, self.protocol.datagram
+    def on_readable(self, now):
+        """Read the datagrams that have come, up to a bound, and answer them."""
         vector, tally = self.vector, self.tally
-        data, peers, names = vector.receive(self.sock) if vector else self.receive()
-        tally.received += len(data)
-        tally.bytes_in += sum(map(len, data))
-        # Before the limit: a flood in a server's name does not keep out what it repeats
-        repeated = self.protocol.answer_repeats(data, peers, now)
+        # A reply address is a peer in the form that sending takes
+        packets, peers, reply_addresses = vector.receive(self.sock) if vector else self.receive()
+        tally.received += len(packets)
+        tally.bytes_in += sum(map(len, packets))
+        # Repetitions are answered before the limit counts, so that a flood with a server's forged
+        # address does not keep out what that server repeats
+        repeat_answers = self.protocol.answer_repeats(packets, peers, now)
+        allow = self.limiter.allow
         allowed = [allow(peer[0], now) for peer in peers]
         if not all(allowed):
             tally.limited += allowed.count(False)
-            data, peers, names, repeated = (list(itertools.compress(column, allowed))
-                                            for column in (data, peers, names, repeated))
+            packets, peers, reply_addresses, repeat_answers = (
+                list(itertools.compress(column, allowed))
+                for column in (packets, peers, reply_addresses, repeat_answers))
         answers = []
-        for packet, peer, name, answer in zip(data, peers, names, repeated):
+        for packet, peer, reply_address, answer in zip(
+                packets, peers, reply_addresses, repeat_answers):
             if answer is not None:
-                answers.append((answer, name))
-                continue
-            try:
-                for reply, to in handle(packet, peer, now):
-                    if to is peer:              # in the form that the socket has it
-                        answers.append((reply, name))
-                    else:
-                        self.send([(reply, to)])
-            except Limited:
-                tally.limited += 1
-            except Exception as error:
-                failed(error, tally, endpoint_text(*peer[:2]), self.name, packet)
+                answers.append((answer, reply_address))
+            else:
+                self.handle(packet, peer, reply_address, answers, now)
         if answers and vector:
             vector.send(self.sock, answers, tally)
         else:
             self.send(answers)
 
+    def handle(self, packet, peer, reply_address, answers, now):
+        """Have the protocol read one datagram. Add its replies to this peer to `answers`, and send
+        the others."""
+        try:
+            for reply, to in self.protocol.datagram(packet, peer, now):
+                if to is peer:
+                    answers.append((reply, reply_address))
+                else:
+                    self.send([(reply, to)])
+        except Limited:
+            self.tally.limited += 1
+        except Exception as error:
+            log_failure(error, self.tally, endpoint_text(*peer[:2]), self.name, packet)
+
     def receive(self):
-        """As in MessageVector, for any socket; send() takes peers as they are."""
-        data, peers, size = [], [], self.protocol.datagram_bytes
+        """Read datagrams as MessageVector.receive() does, on any system. Peers and reply addresses
+        are the same here."""
+        packets, peers = [], []
+        max_bytes = self.protocol.datagram_bytes
         for _ in range(DRAIN_DATAGRAMS):
             try:
-                packet, peer = self.sock.recvfrom(1 << 16)     # Windows loses a longer one
+                packet, peer = self.sock.recvfrom(1 << 16)      # Windows drops a longer datagram
             except (BlockingIOError, InterruptedError):
                 break
-            # Windows: an earlier answer met a closed port (ConnectionResetError)
             except OSError:
-                continue
-            data.append(packet[:size])
+                continue        # on Windows: an earlier answer of ours has met a closed port
+            packets.append(packet[:max_bytes])
             peers.append(peer)
-        return data, peers, peers
+        return packets, peers, peers
 
     def send(self, answers):
+        """Send `answers`, a list of (data, peer). A peer that gets none asks again."""
         for data, peer in answers:
             try:
                 self.tally.bytes_out += self.sock.sendto(data, peer)
                 self.tally.sent += 1
-            except (OSError, OverflowError):        # no room, no route, no such port: it asks again
+            except (OSError, OverflowError):        # no buffer, no route, or a closed port
                 self.tally.unsent += 1
 
 
 # --- Connections ---------------------------------------------------------------------------------
 
 class TcpConnection:
-    """A TCP connection and its session: bounded in what it may hold, how long it may stall, and
-    never ended by a reset.
+    """A TCP connection and its session. What it may hold and how long it may stall is bounded, and
+    it is never ended by a reset.
 
-    It waits for one thing at a time: input, room for `out`, or the session's job in the disk
-    thread. Nothing is read while output waits or is being made: that bounds both. Once a session
-    is done and its output is written, our side has ended, and what still comes is read away, as
-    closing with unread input sends a reset."""
+    It waits for one thing at a time: for input, for room to write `unsent`, or for the session's
+    job in the disk thread. It reads nothing while output waits or is being made, so both stay
+    bounded. When a session is done and its output is written, we close our side and read away what
+    the peer still sends, because closing a socket with unread input sends a reset."""
 
     def __init__(self, listener, sock, address, session):
-        self.listener, self.server, self.tally = listener, listener.server, listener.tally
-        self.sock, self.address, self.session = sock, address, session
-        self.out: Any = b""                 # what waits for room
-        self.deadline = math.inf            # for a reader to take it, or for what is read away
-        self.linger_bytes = LINGER_BYTES
-        self.events = 0                     # what the selector watches for; 0: a job is under way
+        self.listener = listener
+        self.master_server = listener.master_server
+        self.tally = listener.tally
+        self.sock = sock
+        self.address = address
+        self.session = session
+        self.unsent: Any = b""              # output that waits for room
+        # When a slow reader, or a peer that does not close its side, is disconnected
+        self.deadline = math.inf
+        self.linger_bytes = LINGER_BYTES    # how much of a peer's further input is read away
+        self.events = 0                     # the selector waits for them; 0 during a job
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
+        """Have the selector wait for EVENT_READ, EVENT_WRITE or 0 (nothing) from now on."""
         if events == self.events:
             return
+        selector = self.master_server.selector
         if self.events:
-            self.server.selector.unregister(self.sock)
-        if events:
-            call = self.writable if events == selectors.EVENT_WRITE else self.read
-            self.server.selector.register(self.sock, events, call)
+            selector.unregister(self.sock)
+        if events == selectors.EVENT_WRITE:
+            selector.register(self.sock, events, self.on_writable)
+        elif events == selectors.EVENT_READ:
+            selector.register(self.sock, events, self.on_readable)
         self.events = events
 
-    def read(self, now):
+    def on_readable(self, now):
+        """Read what has come, and have the session answer it."""
         try:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -7864,29 +7925,31 @@ class TcpConnection:
         elif data:
             self.tally.received += 1
             self.tally.bytes_in += len(data)
-            self.server.connections.move_to_end(self)
-            self.answer(self.session.receive, data, now)
+            self.master_server.connections.move_to_end(self)
+            self.answer(now, self.session.receive, data)
         else:
-            self.answer(self.session.ended, now)
-            if not self.out:                # else it is read once more
+            self.answer(now, self.session.ended)
+            if not self.unsent:             # otherwise this end is read again after the output
                 self.close(now)
 
-    def answer(self, method, *arguments):
-        """Write what the session gives, and then what it gives for the rest of what came.
+    def answer(self, now, method, *arguments):
+        """Write what a session's method returns for these arguments and the time. Then write what
+        the session returns for the input that it has kept in its buffer.
 
-        The last argument is the time. Bad input ends the connection just as a fault does."""
-        session, now = self.session, arguments[-1]
+        Bad input and faults of the program end the connection."""
+        session = self.session
         try:
-            data = method(*arguments)
+            data = method(*arguments, now)
             while data and self.write(data, now) and session.buffer and not session.done:
                 data = session.receive(b"", now)
         except Exception as error:
-            failed(error, self.tally, self.address, self.listener.name, session.buffer)
+            log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
-        self.settle(now)
+        self.wait_for_next(now)
 
     def write(self, data, now):
-        """True: all of it went out. What did not waits, and nothing is read until it has gone."""
+        """Write data. Return True if all of them were written; otherwise the remainder waits, and
+        nothing is read until it is written."""
         try:
             sent = self.sock.send(data)
         except (BlockingIOError, InterruptedError):
@@ -7897,34 +7960,37 @@ class TcpConnection:
         self.tally.bytes_out += sent
         if sent == len(data):
             self.tally.sent += 1
-            self.out, self.deadline = b"", math.inf
+            self.unsent, self.deadline = b"", math.inf
             return True
-        if not self.out:
+        if not self.unsent:
             self.deadline = now + OUTPUT_TOTAL_S
-        elif sent:                          # who reads slowly is not idle
-            self.server.connections.move_to_end(self)
-        self.out = memoryview(data)[sent:]
+        elif sent:                          # a peer that reads slowly is not idle
+            self.master_server.connections.move_to_end(self)
+        self.unsent = memoryview(data)[sent:]
         return False
 
-    def writable(self, now):
-        if self.write(self.out, now) and not self.session.done:
-            self.answer(self.session.receive, b"", now)
+    def on_writable(self, now):
+        """Write more of the waiting output; once all is written, go on with the session's
+        buffer."""
+        if self.write(self.unsent, now) and not self.session.done:
+            self.answer(now, self.session.receive, b"")
         else:
-            self.settle(now)
+            self.wait_for_next(now)
 
-    def settle(self, now):
-        """Wait for what comes next; end once everything is written."""
+    def wait_for_next(self, now):
+        """Choose what to wait for next. If the session is done and everything is written, close
+        our side."""
         session = self.session
-        if self.sock.fileno() < 0:
+        if self.is_closed():
             return
-        if self.out:
+        if self.unsent:
             self.wait_for(selectors.EVENT_WRITE)
         elif session.job is None or session.done:
             self.wait_for(selectors.EVENT_READ)
         elif self.events:
             self.wait_for(0)
-            self.server.disk.submit(session.job, self.resume)
-        if session.done and not self.out:
+            self.master_server.disk.submit(session.job, self.resume)
+        if session.done and not self.unsent:
             self.deadline = now + LINGER_S
             try:
                 self.sock.shutdown(socket.SHUT_WR)
@@ -7932,39 +7998,48 @@ class TcpConnection:
                 self.close(now)
 
     def resume(self, result, now):
-        """The session's job is done."""
-        if not self.events and self.sock.fileno() >= 0:     # else it has answered without it (503)
+        """Give the session the result of its job. If the session has stopped waiting for it (and
+        answered 503), do nothing."""
+        if not self.events and not self.is_closed():
             self.wait_for(selectors.EVENT_READ)
-            self.answer(self.session.resume, result, now)
+            self.answer(now, self.session.resume, result)
 
     def tick(self, now):
+        """A few times a second: end a connection whose deadline is over; let the session speak."""
         if now >= self.deadline:
             self.close(now)
-        elif not self.out and not self.session.done:
-            self.answer(self.session.tick, now)
+        elif not self.unsent and not self.session.done:
+            self.answer(now, self.session.tick)
+
+    def is_closed(self):
+        """Has close() been called?"""
+        return self.sock.fileno() < 0
 
     def close(self, now):
-        if self.sock.fileno() < 0:
+        """Close the connection at once and tell the session. A second call does nothing."""
+        if self.is_closed():
             return
         self.wait_for(0)
         self.sock.close()
-        del self.server.connections[self]
+        del self.master_server.connections[self]
         for key in source_keys(self.address):
-            decrement(self.server.by_source, key)
-        self.server.guarded(self.session.closed, now)
+            decrement(self.master_server.connections_by_source, key)
+        self.master_server.guarded(self.session.closed, now)
 
 
 def bound_output(connections, now):
-    """What waits for slow readers is bounded in all: the longest wait is closed first."""
-    waiting = [connection for connection in connections if connection.out]
+    """Bound the output that waits for slow readers, in sum, by OUTPUT_BYTES: close the connections
+    that have waited for longest."""
+    waiting = [connection for connection in connections if connection.unsent]
     waiting.sort(key=lambda connection: -connection.deadline)
-    total, seen = 0, set()              # many may wait for the same answer
+    total_bytes = 0
+    counted = set()                     # many connections may wait for the same answer
     for connection in waiting:
-        answer = connection.out.obj
-        if id(answer) not in seen:
-            seen.add(id(answer))
-            total += len(answer)
-        if total > OUTPUT_BYTES:
+        answer = connection.unsent.obj
+        if id(answer) not in counted:
+            counted.add(id(answer))
+            total_bytes += len(answer)
+        if total_bytes > OUTPUT_BYTES:
             connection.tally.limited += 1
             connection.close(now)
 
@@ -7972,90 +8047,126 @@ def bound_output(connections, now):
 class TcpListener:
     """A listening socket and its protocol."""
 
-    def __init__(self, server, name, sock, protocol, tally):
-        self.server, self.name, self.sock, self.protocol = server, name, sock, protocol
+    def __init__(self, master_server, name, sock, protocol, tally):
+        """`name`: the protocol's, for the log."""
+        self.master_server = master_server
+        self.name = name
+        self.sock = sock
+        self.protocol = protocol
         self.tally = tally
-        self.paused = False
+        self.is_paused = False          # until the next tick, as there are no descriptors
 
-    def ready(self, now):
-        """Take those who have connected, up to a bound."""
+    def on_readable(self, now):
+        """Accept the connections that wait, up to a bound."""
+        health = self.master_server.health
         for _ in range(ACCEPT_CONNECTIONS):
             try:
                 sock, peer = self.sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in DESCRIPTORS_SHORT:
-                    # What waits stays in the backlog until the next tick; it would spin the loop
-                    report(self.server.health, "descriptors", error.strerror)
-                    self.server.selector.unregister(self.sock)
-                    self.paused = True
+                if error.errno in OUT_OF_DESCRIPTORS:
+                    report(health, "descriptors", error.strerror)
+                    self.pause()
                     return
-                continue                # the peer has gone already …
-            if peer:
-                self.server.health.pop("descriptors", None)
-                self.accept(sock, canonical_address(peer[0]), now)
-            else:                       # … as macOS tells it
+                continue                # the peer has closed the connection already
+            if not peer:                # macOS reports such a closed connection in this way
                 sock.close()
+                continue
+            health.pop("descriptors", None)
+            address, *_ = peer
+            self.accept(sock, canonical_address(address), now)
+
+    def pause(self):
+        """Leave waiting connections in the backlog until the next tick. The selector would report
+        them without end."""
+        self.master_server.selector.unregister(self.sock)
+        self.is_paused = True
 
     def tick(self, now):
-        if self.paused:
-            self.server.selector.register(self.sock, selectors.EVENT_READ, self.ready)
-            self.paused = False
+        """Once a second: accept connections again after a pause."""
+        if self.is_paused:
+            self.master_server.selector.register(self.sock, selectors.EVENT_READ, self.on_readable)
+            self.is_paused = False
 
     def accept(self, sock, address, now):
-        server, protocol = self.server, self.protocol
-        rules, settings = server.rules, server.settings
+        """Begin a session on a new connection, or one that says that a limit refuses it. A blocked
+        address gets no answer at all."""
+        master_server, protocol = self.master_server, self.protocol
+        rules = master_server.rules
         if rules.blocked and address in rules.blocked:
             self.tally.limited += 1
             sock.close()
             return
-        crowded = any(server.by_source[key] >= limit for key, limit in source_limits(
-            address, settings["limits.connections_open"]))
-        refused = (crowded and not rules.exempts(address)
-                   or not rules.connection_limiter.allow(address, now))
+        refused = self.is_over_limit(address, now)
         if refused:
             self.tally.limited += 1
+            session = protocol.refusal(address, now)
         else:
             self.tally.connections += 1
-        most = min(settings["limits.connections_total"], server.descriptors - DESCRIPTORS_KEPT)
-        while server.connections and len(server.connections) >= most:
-            self.make_room(now)
+            session = protocol.session(address, now)
+        self.make_room(now)
         sock.setblocking(False)
-        session = (protocol.refusal if refused else protocol.session)(address, now)
         connection = TcpConnection(self, sock, address, session)
-        server.connections[connection] = None
+        master_server.connections[connection] = None
         for key in source_keys(address):
-            server.by_source[key] += 1
+            master_server.connections_by_source[key] += 1
         if refused or protocol.speaks_first:
-            connection.answer(session.opened, now)
-        else:                           # its request is usually here already
-            connection.read(now)
+            connection.answer(now, session.opened)
+        else:
+            connection.on_readable(now)     # the client's request is usually here already
+
+    def is_over_limit(self, address, now):
+        """Has this source too many connections, or does it open them too fast? The attempt
+        counts."""
+        master_server = self.master_server
+        rules = master_server.rules
+        max_open = master_server.settings["limits.connections_open"]
+        for key, limit in source_limits(address, max_open):
+            has_many = master_server.connections_by_source[key] >= limit
+            if has_many and not rules.exempts(address):
+                return True
+        return not rules.connection_limiter.allow(address, now)
 
     def make_room(self, now):
-        """Close a connection that has had its answer, as those over a limit, or the one idle for
-        longest, publishing game servers last."""
-        everybody = self.server.connections
-        idle = next((one for one in everybody if one.session.done and not one.out), None)
-        idle = idle or next((one for one in everybody if not one.session.kept), None)
-        idle = idle or next(iter(everybody))
-        idle.tally.limited += 1
-        idle.close(now)
+        """Close connections until there is room for another one."""
+        master_server = self.master_server
+        connections = master_server.connections
+        max_connections = min(master_server.settings["limits.connections_total"],
+                              master_server.max_descriptors - DESCRIPTORS_KEPT)
+        while connections and len(connections) >= max_connections:
+            connection = self.least_needed_connection()
+            connection.tally.limited += 1
+            connection.close(now)
+
+    def least_needed_connection(self):
+        """Return a connection that has had its answer, such as one over a limit; else the one that
+        has been idle for longest, publishing game servers last."""
+        connections = self.master_server.connections
+        for connection in connections:
+            if connection.session.done and not connection.unsent:
+                return connection
+        for connection in connections:
+            if not connection.session.kept:
+                return connection
+        return next(iter(connections))
 
 
 # --- Threads -------------------------------------------------------------------------------------
 
 class WorkerThread:
-    """A thread for what can block, started with its first job.
-
-    `done(result, now)` is called in the event loop; the result may be an exception."""
+    """A thread for calls that may block. It starts with its first job."""
 
     def __init__(self, name, post):
+        """`name`: for the log; `post`: MasterServer.post, which has a function called in the event
+        loop."""
         self.name, self.post = name, post
         self.jobs = queue.SimpleQueue()
         self.thread: Optional[threading.Thread] = None
 
     def submit(self, job, done):
+        """Have `job()` called in this thread, and then `done(result, now)` in the event loop. The
+        result is what the job returns, or the exception that it raises."""
         if self.jobs.qsize() >= WORKER_JOBS:
             self.post(done, RuntimeError("too many others are waiting"))
             return
@@ -8066,6 +8177,7 @@ class WorkerThread:
         self.jobs.put((job, done))
 
     def work(self):
+        """Do one job after another, until a job is None."""
         for job, done in iter(self.jobs.get, None):
             try:
                 result = job()
@@ -8074,12 +8186,79 @@ class WorkerThread:
             self.post(done, result)
 
     def stop(self, timeout):
-        """True: it has ended. False: it is still at something."""
+        """End the thread after the jobs that wait. Return False if it has not ended within
+        `timeout` seconds."""
         if self.thread is None:
             return True
         self.jobs.put(None)
         self.thread.join(timeout)
         return not self.thread.is_alive()
+
+
+# --- The log ------------------------------------------------------------------------------------
+
+LOG_FILE_BYTES = 10 << 20           # of each log file
+LOG_FILES = 3                       # older files that are kept: 40 MB in all
+LOG_LINES = 1000                    # that may wait for the thread that writes them
+LOG_END_S = 1.0                     # for the lines that wait when the program ends
+
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    """The log file. After it was closed, the next line opens it again, as logrotate expects."""
+
+    def rotate(self, source, dest):
+        # If the folder cannot be written, or Windows has the file open, the file just grows
+        with contextlib.suppress(OSError):
+            super().rotate(source, dest)
+
+
+class LogQueue(logging.handlers.QueueHandler):
+    """Hands lines to the thread of `listener`, which writes them. So a terminal in which somebody
+    selects text, or a disk that hangs, does not stop the event loop."""
+
+    listener: logging.handlers.QueueListener
+
+
+def start_log(settings):
+    """Log to the file or terminal that the settings name. Return the handler that writes the
+    lines. Raise StartError if the file cannot be opened."""
+    path = settings.file("server.log_file")
+    writer: logging.Handler = logging.StreamHandler()
+    if path:
+        try:
+            writer = LogFile(path, "a", LOG_FILE_BYTES, LOG_FILES, "utf-8")
+        except OSError as error:
+            raise StartError("the log cannot be written; change [server] log_file: %s"
+                             % clean(error_text(error), TEXT_CHARACTERS)) from None
+    writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    traceback_limiter = Limiter(FAULT_RATE)
+
+    def has_room(record):
+        """May this line wait? A line for which there is no room is lost, and so is a traceback
+        beyond FAULT_RATE."""
+        if lines.qsize() >= LOG_LINES:
+            return False
+        return not record.exc_info or traceback_limiter.allow("", time.monotonic())
+
+    handler = LogQueue(lines)                       # type: ignore[arg-type,unused-ignore]
+    handler.addFilter(has_room)
+    handler.listener = logging.handlers.QueueListener(handler.queue, writer)
+    handler.listener.start()
+    log.addHandler(handler)
+    log.setLevel(settings["server.log_level"].upper())
+    log.propagate = False
+    return writer
+
+
+def end_log():
+    """Write the lines that wait, unless that takes longer than LOG_END_S."""
+    for handler in log.handlers[:]:
+        if isinstance(handler, LogQueue):
+            log.removeHandler(handler)
+            ending = threading.Thread(target=handler.listener.stop, daemon=True)
+            ending.start()
+            ending.join(LOG_END_S)
 
 
 # --- Host names ----------------------------------------------------------------------------------
@@ -8088,9 +8267,9 @@ class Lookup(NamedTuple):
     """A host name to be looked up; see Core.resolve."""
 
     host: str
-    source: str                         # the address of the stranger who named it, "" for the ini
-    like: str
-    waiters: List[Callable[[str, float], None]]         # each `done` that waits for the address
+    source: str                         # the address that has named the host; "" for the ini
+    like: str                           # the address that is preferred
+    waiters: List[Callable[[str, float], None]]         # called with the address found and the time
 
     @property
     def key(self) -> Tuple[str, str, str]:
@@ -8098,98 +8277,106 @@ class Lookup(NamedTuple):
 
 
 class HostNames:
-    """Looks host names up in a thread, one after another: each can take half a minute.
+    """Looks host names up in a thread, one after another, because each can take half a minute.
 
-    Those that the ini names go first, so that no stranger delays them by more than the one that is
-    under way. A stranger has few at a time, and strangers take turns, so that there is room for
-    others. The game servers
-    of one machine, which have the same name and start together, wait for the same look-up. All of
-    this happens in the event loop, but for the look-up itself."""
+    Names from the ini come first, so a stranger delays them by one look-up at most. A source has a
+    few look-ups at a time, and sources take turns, so that there is room for others. Game servers
+    on one machine that have the same name and start together share one look-up. Everything but the
+    look-up itself happens in the event loop."""
 
     def __init__(self, post):
+        """`post`: as in WorkerThread."""
         self.worker = WorkerThread("names", post)
-        self.of_ini, self.of_strangers = collections.deque(), collections.deque()
-        self.is_busy = False                            # one is under way
-        self.sources = collections.defaultdict(int)     # look-ups of strangers, by source_keys()
-        # The sources whose look-ups were begun last, the latest at the end
-        self.served = collections.OrderedDict()
+        self.ini_lookups = collections.deque()          # that wait, of names in the ini
+        self.stranger_lookups = collections.deque()     # that wait, of names that a source has sent
+        self.is_busy = False                            # a look-up is under way
+        # How many look-ups of strangers wait or are under way, by source_keys()
+        self.counts = collections.defaultdict(int)
+        # The sources whose look-ups began last, the latest at the end
+        self.recent_sources = collections.OrderedDict()
         # The latest Lookup by its key; once it has no room for more waiters another one follows
-        self.open: Dict[Tuple[str, str, str], Lookup] = {}
+        self.latest: Dict[Tuple[str, str, str], Lookup] = {}
 
     def resolve(self, host, done, source, like=""):
-        """As Core.resolve."""
+        """Look a name up, as Core.resolve describes. Raise Refused if there are too many."""
         lookup = Lookup(host, source, like, [done])
-        latest = self.open.get(lookup.key)
-        if latest is not None and (not source or len(latest.waiters) < LOOKUP_WAITERS):
-            latest.waiters.append(done)
+        same = self.latest.get(lookup.key)
+        if same is not None and (not source or len(same.waiters) < LOOKUP_WAITERS):
+            same.waiters.append(done)
             return
         if source:
-            self.admit(source)
+            self.check_limits(source)
             for key in source_keys(source):
-                self.sources[key] += 1
-            self.of_strangers.append(lookup)
+                self.counts[key] += 1
+            self.stranger_lookups.append(lookup)
         else:
-            self.of_ini.append(lookup)
-        self.open[lookup.key] = lookup
-        self.begin_next()
+            self.ini_lookups.append(lookup)
+        self.latest[lookup.key] = lookup
+        self.start_next()
 
-    def admit(self, source):
-        for key, limit in source_limits(source, LOOKUPS_PER_SOURCE):
-            limit = min(limit, LOOKUPS_PER_NETWORK)
-            if self.sources.get(key, 0) >= limit:
+    def check_limits(self, source):
+        """Raise Refused if this source, or all strangers together, have too many look-ups."""
+        for key, source_limit in source_limits(source, LOOKUPS_PER_SOURCE):
+            limit = min(source_limit, LOOKUPS_PER_NETWORK)
+            if self.counts.get(key, 0) >= limit:
                 raise Refused("busy", "%d host names that this source has named are being looked "
                                       "up; try again in a minute" % limit)
-        if len(self.of_strangers) >= LOOKUPS:
+        if len(self.stranger_lookups) >= LOOKUPS:
             raise Refused("busy", "too many host names are being looked up; try again in a minute")
 
-    def begin_next(self):
+    def start_next(self):
+        """Start the next look-up, unless one is under way or none waits."""
         if self.is_busy:
             return
-        if self.of_ini:
-            lookup = self.of_ini.popleft()
-        elif self.of_strangers:
+        if self.ini_lookups:
+            lookup = self.ini_lookups.popleft()
+        elif self.stranger_lookups:
             lookup = self.next_of_strangers()
         else:
             return
         self.is_busy = True
         self.worker.submit(functools.partial(resolved, lookup.host, lookup.like),
-                           functools.partial(self.looked_up, lookup))
+                           functools.partial(self.on_result, lookup))
 
     def next_of_strangers(self):
-        """Take the look-up of the source that was served longest ago; a new source comes first."""
-        turns = {source: turn for turn, source in enumerate(self.served, 1)}
-        lookup = min(self.of_strangers, key=lambda one: turns.get(source_key(one.source), 0))
-        self.of_strangers.remove(lookup)
-        keep_latest(self.served, source_key(lookup.source), None, LOOKUP_TURNS)
+        """Take a look-up of the source whose last look-up began longest ago; a source that had none
+        comes first."""
+        turns = {source: turn for turn, source in enumerate(self.recent_sources, 1)}
+        lookup = min(self.stranger_lookups,
+                     key=lambda waiting: turns.get(source_key(waiting.source), 0))
+        self.stranger_lookups.remove(lookup)
+        keep_latest(self.recent_sources, source_key(lookup.source), None, LOOKUP_TURNS)
         return lookup
 
-    def looked_up(self, lookup: Lookup, result: Any, now: float) -> None:
+    def on_result(self, lookup: Lookup, result: Any, now: float) -> None:
+        """Tell those who wait for a look-up; start the next one."""
         self.is_busy = False
         if lookup.source:
             for key in source_keys(lookup.source):
-                decrement(self.sources, key)
-        latest = self.open.get(lookup.key)
-        if latest is lookup:
-            del self.open[lookup.key]
-        self.begin_next()
+                decrement(self.counts, key)
+        if self.latest.get(lookup.key) is lookup:
+            del self.latest[lookup.key]
+        self.start_next()
+        address = result if isinstance(result, str) else ""         # else an exception
         for done in lookup.waiters:
-            done(result if isinstance(result, str) else "", now)
+            done(address, now)
 
 
 # --- Webhooks ------------------------------------------------------------------------------------
 
-WEBHOOK_S = 10.0                    # for each try
-WEBHOOK_TRIES = 3                   # of one message
-WEBHOOK_RETRY_S = 5.0               # later, unless the answer names a time
-WEBHOOK_WITHIN_S = 2 * MINUTE       # later it is no news: the players may have left again
-NEWS_PER_MINUTE = 10                # more is no news, and receivers have limits
-# … of which one source has so few within `again_after`: it can list 32 servers, and say anything
+WEBHOOK_S = 10.0                    # for each attempt
+WEBHOOK_TRIES = 3                   # for each message
+WEBHOOK_RETRY_S = 5.0               # until the next attempt, unless the answer names a time
+# A later message would be no news: the players may have left again
+WEBHOOK_WITHIN_S = 2 * MINUTE
+NEWS_PER_MINUTE = 10                # nobody reads more, and receivers have limits
+# Within `again_after`. A source can list 32 servers, and say of them what it likes
 NEWS_PER_SOURCE = 2
 
 
 class AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Gives back every answer, whatever its status: urllib would follow redirects, and news must
-    go nowhere else."""
+    """Returns every response, whatever its status. Without it urllib would follow redirects, but
+    news must go to no other host."""
 
     def http_response(self, request, response):
         return response
@@ -8198,286 +8385,364 @@ class AnyStatus(urllib.request.HTTPErrorProcessor):
 
 
 def post_url(url, type, body):
-    """POST once: the status, or what kept it from coming; and its Retry-After.
+    """POST a body of this media type once. Return the status as text, or, without a response, the
+    name of the error; and the response's Retry-After, "" for none.
 
-    The text of an exception may have the URL in it, which is a secret; its type has not."""
+    The text of the error is not returned, because it may have the URL in it, which is a secret."""
+    headers = {"Content-Type": type, "User-Agent": "masterserver/" + __version__}
     try:
-        request = urllib.request.Request(url, body, {
-            "Content-Type": type, "User-Agent": "masterserver/" + __version__})
-        with urllib.request.build_opener(AnyStatus).open(request, timeout=WEBHOOK_S) as answer:
-            return str(answer.status), answer.headers.get("Retry-After", "")
+        request = urllib.request.Request(url, body, headers)
+        opener = urllib.request.build_opener(AnyStatus)
+        with opener.open(request, timeout=WEBHOOK_S) as response:
+            return str(response.status), response.headers.get("Retry-After", "")
     except Exception as error:
-        return getattr(error, "reason", error).__class__.__name__, ""
+        cause = getattr(error, "reason", error)
+        return type_name(cause), ""
+
+
+def type_name(value):
+    """Return the name of a value's type."""
+    return value.__class__.__name__
 
 
 class Webhook(WorkerThread):
-    """A receiver of news, told in a thread of its own: one that hangs keeps nobody else waiting."""
+    """A receiver of news. It has a thread of its own, so one that hangs delays no other."""
 
-    failing, dismissed = False, False
+    is_failing = False
+    is_dismissed = False
 
     def __init__(self, name, line):
         """`line`: FORMAT URL, as the ini has it."""
-        super().__init__("webhook " + name, lambda *result: None)
+        super().__init__("webhook " + name, post=lambda *result: None)
         self.line = line
         self.format, self.url = line.split()
 
     def dismiss(self):
-        """Send nothing more, and nothing of what waits."""
-        self.dismissed = True
+        """Send nothing more, not even the messages that wait."""
+        self.is_dismissed = True
         self.stop(0.0)
 
-    def tell(self, until, type, body):
-        """Tell it one message, which is no news any more after `until`; a 429 is no try."""
-        tries = 0
-        while not self.dismissed and tries < WEBHOOK_TRIES and time.monotonic() < until:
-            status, pause = post_url(self.url, type, body)
-            good = status.startswith("2")
-            if good == self.failing:        # once, and when it works again
-                self.failing = not good
-                log.warning("%s answers: %s", self.name, status)
-            if good:
+    def deliver(self, until, type, body):
+        """Send one message, with several attempts, until it is accepted or the time `until` is
+        over. A 429 counts as no attempt."""
+        attempts = 0
+        while not self.is_dismissed and time.monotonic() < until:
+            status, retry_after = post_url(self.url, type, body)
+            is_accepted = status.startswith("2")
+            self.log_change(is_accepted, status)
+            if is_accepted:
                 return
-            tries += status != "429"
-            pause_s = int(pause) if re.fullmatch("[1-9][0-9]{0,3}", pause) else WEBHOOK_RETRY_S
-            if tries == WEBHOOK_TRIES or time.monotonic() + pause_s > until:
-                return                      # so that what waits is not old when its turn comes
+            if status != "429":
+                attempts += 1
+            pause_s = WEBHOOK_RETRY_S
+            if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
+                pause_s = int(retry_after)
+            # The thread is free for the next message rather than waiting in vain
+            if attempts >= WEBHOOK_TRIES or time.monotonic() + pause_s > until:
+                return
             time.sleep(pause_s)
+
+    def log_change(self, is_accepted, status):
+        """Log when this webhook begins to fail, and when it works again."""
+        if is_accepted == self.is_failing:
+            self.is_failing = not is_accepted
+            log.warning("%s answers: %s", self.name, status)
 
 
 class News:
-    """Tells webhooks when a listed server's players become as many as the ini says.
+    """Sends a message to webhooks when a server's players become as many as the ini says.
 
-    It watches the servers of all masters and keeps, by their identity, which of them had fewer
-    players: a server goes on where it was when another master has heard it. Every master follows
-    all servers in this way and keeps the same account of messages, and one of them sends: a
-    Cluster says which, see `sends` and `follows`.
+    It follows the servers of all masters. It remembers by their identity which of them had fewer
+    players, so nothing is lost when a server is heard by another master. Every master follows all
+    servers in this way and keeps the same account of messages, but only one master sends them: the
+    Cluster, if there is one, replaces `sends` and `follows`.
 
-    Used as a protocol is: told the time, the settings, and `epoch` as Web."""
+    It is called like a protocol: it gets the settings, the time and `epoch`, as Web does."""
 
-    now = epoch = 0.0                               # now: of the last tick
+    now = 0.0                                       # the time of the last tick
+    epoch = 0.0                                     # wall clock minus monotonic clock
     # Does this master send the messages?
     sends = staticmethod(lambda now: True)
-    # Was the master that has heard this server heard without a break?
+    # Has this master heard the server without a break, itself or through another master?
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        self.gauges, self.registry, self.hooks = gauges, registry, {}
-        self.had_few = set()                        # servers that told of fewer players, by key
-        self.departed = []                          # those of them that left since the last tick
-        # When there was a message about each server, and those about each source
-        self.sent_at = collections.OrderedDict()
-        self.sent_by_source = collections.OrderedDict()
-        self.sent_last = collections.deque([-math.inf] * NEWS_PER_MINUTE, NEWS_PER_MINUTE)
+        self.gauges = gauges
+        self.registry = registry
+        self.hooks = {}                             # Webhooks by name
+        self.below_threshold = set()                # keys of servers that had fewer players
+        self.departed = []                          # keys of those that left since the last tick
+        self.sent_at = collections.OrderedDict()            # the last message about each server
+        self.sent_by_source = collections.OrderedDict()     # the last messages about each source
+        self.recent_messages = collections.deque(maxlen=NEWS_PER_MINUTE)    # when they were sent
         gauges["news_dropped_total"] = 0
         registry.subscribe(self.on_registry_event, every_master=True)
         self.read(settings)
 
     def read(self, settings):
-        """Take new settings over. A webhook whose line is the same goes on with what it sends."""
-        self.settings, before = settings, self.hooks
+        """Apply new settings. A webhook whose line has not changed goes on with what it sends."""
+        self.settings = settings
+        old_hooks = self.hooks
         self.hooks = {}
         for name, line in settings["webhooks"].items():
-            hook = before.get(name)
-            self.hooks[name] = hook if hook and hook.line == line else Webhook(name, line)
-        for name, hook in before.items():
-            if self.hooks.get(name) is not hook:
-                hook.dismiss()
+            old_hook = old_hooks.get(name)
+            if old_hook and old_hook.line == line:
+                self.hooks[name] = old_hook
+            else:
+                self.hooks[name] = Webhook(name, line)
+        for name, old_hook in old_hooks.items():
+            if self.hooks.get(name) is not old_hook:
+                old_hook.dismiss()
 
     def stop(self):
+        """Send nothing more."""
         for hook in self.hooks.values():
             hook.dismiss()
 
     def tick(self, now):
+        """Once a second: forget servers that have left. (A server that left may have been listed
+        again at once, as another master knows it.)"""
         self.now = now
-        # A server that left here may have been listed again at once, as another master has it
         for key in self.departed:
             if self.registry.get(*key) is None:
-                self.had_few.discard(key)
+                self.below_threshold.discard(key)
         self.departed.clear()
 
     def on_registry_event(self, event, server):
+        """Follow a server; send a message when it comes to have enough players."""
         key = server.key
         if event == "gone":
-            if key in self.had_few:
+            if key in self.below_threshold:
                 self.departed.append(key)
         elif not server.confirmed or not server.responding:
-            self.had_few.discard(key)               # what it tells when it is heard is no news
-        elif not self.tells_players(server):
+            # The players that it has when it is heard again are no news
+            self.below_threshold.discard(key)
+        elif not self.knows_players(server):
             return
         elif server.players < self.settings["notify.players"]:
-            self.had_few.add(key)
-        elif key in self.had_few:
-            self.had_few.remove(key)
+            self.below_threshold.add(key)
+        elif key in self.below_threshold:
+            self.below_threshold.remove(key)
             if self.is_news(server):
                 self.publish(server)
 
     @staticmethod
-    def tells_players(server):
-        """AIO's framed servers are listed before they are asked for anything."""
-        return bool(server.game != "aio" or server.aio_published_name or server.version
-                    or server.max_players)
+    def knows_players(server):
+        """Is the number of players known? A framed AIO server is listed before it has answered a
+        query."""
+        if server.game != "aio":
+            return True
+        return bool(server.aio_published_name or server.version or server.max_players)
 
     def is_news(self, server):
-        """Is there to be a message about this server, which had few players and has many?"""
-        games, again_after = self.settings["notify.games"], self.settings["notify.again_after"]
+        """Is there to be a message about this server, which had few players and now has many?"""
+        games = self.settings["notify.games"]
+        again_after = self.settings["notify.again_after"]
         if not self.hooks:
             return False
         if games and server.game not in games:
             return False
         if self.settings["notify.official_only"] and not server.official:
             return False
-        # While its master could not be heard here, that master sent the message itself
+        # While a master could not be heard here, it has sent the messages about its servers itself
         if not self.follows(server, self.now):
             return False
         if self.now - self.sent_at.get(server.key, -math.inf) < again_after:
             return False
-        # A stranger can list many servers and say of each what he likes
-        return not self.source_had_its_share(server, again_after)
+        return not self.is_source_at_limit(server, again_after)
 
-    def source_had_its_share(self, server, again_after):
+    def is_source_at_limit(self, server, again_after):
+        """Were there enough messages about servers of this source? A stranger can list many
+        servers, and say of each what he likes."""
         for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            times = self.sent_by_source.get(key, ())
-            if len(times) >= limit and self.now - times[-limit] < again_after:
+            message_times = self.sent_by_source.get(key, ())
+            if len(message_times) >= limit and self.now - message_times[-limit] < again_after:
                 return not self.registry.rules.exempts(server.source)
         return False
 
     def publish(self, server):
-        """Enter a message in the account; send it if no other master does."""
-        if self.now - self.sent_last[0] < MINUTE:
-            self.gauges["news_dropped_total"] += self.sends(self.now)
+        """Enter a message about this server in the account, and send it if that is for this master
+        to do. A message beyond NEWS_PER_MINUTE is dropped."""
+        if self.is_minute_full():
+            if self.sends(self.now):
+                self.gauges["news_dropped_total"] += 1
             return
-        self.sent_last.append(self.now)
+        self.recent_messages.append(self.now)
         keep_latest(self.sent_at, server.key, self.now, KNOWN_SERVERS)
         for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            times = self.sent_by_source.get(key, ())
-            keep_latest(self.sent_by_source, key, (*times, self.now)[-limit:], KNOWN_SERVERS)
+            message_times = (*self.sent_by_source.get(key, ()), self.now)
+            keep_latest(self.sent_by_source, key, message_times[-limit:], KNOWN_SERVERS)
         if self.sends(self.now):
-            until = time.monotonic() + WEBHOOK_WITHIN_S
-            shown = with_times(server_json(server), server, self.epoch, self.registry.master)
-            for hook in self.hooks.values():
-                message = NEWS_FORMATS[hook.format](server, self.settings, shown)
-                hook.submit(functools.partial(hook.tell, until, *message), None)
+            self.send(server)
+
+    def is_minute_full(self):
+        """Were there NEWS_PER_MINUTE messages in the last minute?"""
+        if len(self.recent_messages) < NEWS_PER_MINUTE:
+            return False
+        oldest, *_ = self.recent_messages
+        return self.now - oldest < MINUTE
+
+    def send(self, server):
+        """Give each webhook the message about a server, in its own format."""
+        until = time.monotonic() + WEBHOOK_WITHIN_S
+        entry = with_times(server_json(server), server, self.epoch, self.registry.master)
+        for hook in self.hooks.values():
+            type, body = NEWS_FORMATS[hook.format](server, self.settings, entry)
+            hook.submit(functools.partial(hook.deliver, until, type, body), None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
 
 def file_stamps(settings):
-    """Of the ini and the text files that it names: a value that changes when one of them does."""
+    """Return a value that changes when the ini changes or a text file that it names."""
     stamps = []
     for path in (settings.path, *map(settings.file, TEXT_FILES)):
         with contextlib.suppress(OSError):
-            found = os.stat(path)
-            stamps.append((path, found.st_mtime_ns, found.st_size))
+            status = os.stat(path)
+            stamps.append((path, status.st_mtime_ns, status.st_size))
     return stamps
 
 
-def is_special(path):
-    """There, and no plain file: a pipe, a terminal, a folder."""
-    return os.path.exists(path) and not os.path.isfile(path)
+def read_text_files(settings):
+    """Read the text files that the settings name into `settings.texts`. Raise SettingsError."""
+    for name in TEXT_FILES:
+        path = settings.file(name)
+        try:
+            text = read_text_file(path) if path else ""
+            if name == "http.template":
+                list_template(text)             # raises ValueError for a wrong template
+        except (OSError, ValueError) as error:
+            section, key = name.split(".")
+            raise SettingsError("[%s] %s = %s: %s" % (section, key, path, error)) from None
+        settings.texts[name] = text
+
+
+def read_text_file(path):
+    """Return the text of a file. Raise OSError or ValueError."""
+    check_is_file(path)
+    with open(path, encoding="utf-8-sig") as file:
+        return file.read()
 
 
 def check_is_file(path):
-    """Raise ValueError where reading may wait for ever."""
+    """Raise ValueError for a path from which reading may wait for ever."""
     if is_special(path) and path != os.devnull:
         raise ValueError("%s: not a plain file; reading from a pipe may take for ever" % path)
 
 
-def read_text_files(settings):
-    """Put the files that the settings name into `settings.texts`; raises SettingsError."""
-    for name in TEXT_FILES:
-        path, text = settings.file(name), ""
-        try:
-            if path:
-                check_is_file(path)
-                with open(path, encoding="utf-8-sig") as file:
-                    text = file.read()
-            if name == "http.template":
-                list_template(text)
-        except (OSError, ValueError) as error:
-            raise SettingsError("[%s] %s = %s: %s" % (*name.split("."), path, error)) from None
-        settings.texts[name] = text
+def is_special(path):
+    """Does the path exist, and is it no plain file but a pipe, a terminal or a folder?"""
+    return os.path.exists(path) and not os.path.isfile(path)
 
 
-def take_over(settings, new):
-    """Copy the live settings that have changed; gives their names, and warns of those that need a
-    restart."""
+def adopt_settings(settings, new_settings):
+    """Copy the values of new settings that have changed and may change while the program runs.
+    Return their names. Log a warning for those that need a restart."""
     changed = []
-    for row in SETTINGS:
-        was, now = ((some[row.name], some.texts.get(row.name)) for some in (settings, new))
-        if was != now and row.live:
-            changed.append(row.name)
-            settings.values[row.name] = new[row.name]
-        elif was != now:
-            log.warning("[%s] %s has changed; that needs a restart", row.section, row.key)
-    settings.texts, settings.found = new.texts, new.found
+    for setting in SETTINGS:
+        name = setting.name
+        old_value = settings[name], settings.texts.get(name)
+        new_value = new_settings[name], new_settings.texts.get(name)
+        if old_value == new_value:
+            continue
+        if setting.live:
+            changed.append(name)
+            settings.values[name] = new_settings[name]
+        else:
+            log.warning("[%s] %s has changed; that needs a restart", setting.section, setting.key)
+    settings.texts = new_settings.texts
+    settings.found = new_settings.found
     return changed
 
 
 def descriptor_limit(raise_to=0):
-    """How many files and sockets this process may have open, raised to `raise_to` if it may."""
+    """Return how many files and sockets this process may have open, after raising the limit to
+    `raise_to` if that is allowed."""
     if WINDOWS:
-        return 512                          # what its select() serves
+        return 512                          # its select() serves no more
     limit = DESCRIPTORS_UNTOLD
     with contextlib.suppress(OSError, ValueError):          # a sandbox may forbid either call
-        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = min(raise_to, hard)
-        if limit < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            limit = wanted
+        limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        new_limit = min(raise_to, hard_limit)
+        if limit < new_limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
+            limit = new_limit
     return limit
 
 
-def own_address(far="192.0.2.1"):
-    """This machine's address on the way to `far`, as the machine knows it; "" where no way leads.
+def own_address(destination="192.0.2.1"):
+    """Return the address from which this machine sends to a destination; "" if there is no route.
 
-    Nothing is sent. The default stands for the internet: an address for documentation."""
-    family = socket.AF_INET6 if ":" in far else socket.AF_INET
+    Nothing is sent. The default destination, an address reserved for documentation, stands for
+    the internet."""
+    family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect((far, 9))
-            return sock.getsockname()[0]
+            sock.connect((destination, 9))
+            address, *_ = sock.getsockname()
+            return address
     except OSError:
         return ""
 
 
-def addresses(host):
-    """The addresses of a host, IPv4 first; those with a route to them, if any. Raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    known = list(dict.fromkeys(canonical_address(str(entry[4][0])) for entry in found))
-    return list(filter(own_address, known)) or known
-
-
 def resolved(host, like=""):
-    """Of its addresses() `like`, or the first of its family, or the first."""
-    return min(addresses(host), key=lambda address: (
-        address != like, (":" in address) != (":" in like)))
+    """Return an address of a host: `like` if it is among them, else the first of the same family,
+    else the first. Raise OSError if there is none."""
+    host_addresses = addresses(host)
+    if like in host_addresses:
+        return like
+    first, *_ = host_addresses
+    like_is_ipv6 = ":" in like
+    for address in host_addresses:
+        is_ipv6 = ":" in address
+        if is_ipv6 == like_is_ipv6:
+            return address
+    return first
+
+
+def addresses(host):
+    """Return the addresses of a host, IPv4 first. If there is a route to some of them, return
+    only those. Raise OSError."""
+    ipv4, ipv6 = [], []
+    for family, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
+        address, *_ = sockaddr
+        same_family = ipv4 if family == socket.AF_INET else ipv6
+        same_family.append(canonical_address(str(address)))
+    every = list(dict.fromkeys(ipv4 + ipv6))            # each once
+    reachable = [address for address in every if own_address(address)]
+    return reachable or every
 
 
 def bound_socket(family, transport, address, port):
-    """A non-blocking socket on this address; port 0 takes a free one. Raises OSError."""
-    tcp = transport == "tcp"
-    sock = socket.socket(family, socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM)
+    """Return a non-blocking socket that is bound to this address. `transport`: "udp" or "tcp";
+    a TCP socket listens; `port`: 0 for a free one. Raise OSError."""
+    is_tcp = transport == "tcp"
+    sock = socket.socket(family, socket.SOCK_STREAM if is_tcp else socket.SOCK_DGRAM)
     try:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if WINDOWS:                     # there SO_REUSEADDR would let another program take the port
             exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE")  # noqa: B009
             sock.setsockopt(socket.SOL_SOCKET, exclusive, 1)
-        elif tcp:
+        elif is_tcp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
-        for name, value in TCP_OPTIONS if tcp else UDP_OPTIONS:
-            level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
-            with contextlib.suppress(AttributeError, OSError):
-                sock.setsockopt(level, getattr(socket, name), value)
-        if tcp:
+        set_options(sock, TCP_OPTIONS if is_tcp else UDP_OPTIONS)
+        if is_tcp:
             sock.listen(BACKLOG)
         sock.setblocking(False)
         return sock
     except BaseException:
         sock.close()
         raise
+
+
+def set_options(sock, options):
+    """Set socket options, given as (name, value), as far as this system has and grants them."""
+    for name, value in options:
+        level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
+        with contextlib.suppress(AttributeError, OSError):
+            sock.setsockopt(level, getattr(socket, name), value)
 
 
 # --- The list on disk ----------------------------------------------------------------------------
@@ -8943,7 +9208,7 @@ class MasterLogs:
             row = self.checked_row(ListedRow(*values[:columns]))
             server = restored_server(row, time.monotonic(), time.time())
         except (ValueError, TypeError, RecursionError, Refused) as error:
-            failed(Malformed(error), self.tally, master, "cluster", record)
+            log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
         if server:
             server.master = master
@@ -9269,58 +9534,70 @@ class Cluster:
 # --- The running program -------------------------------------------------------------------------
 
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
-LOOP_DELAY_FADES = 0.99             # a second: the longest delay is remembered for some minutes
+LOOP_DELAY_FADES = 0.99             # each second; so the longest delay is remembered for minutes
 
 
 class MasterServer:
-    """The running program, to be embedded as well:
+    """The running program. Another program can embed it:
 
-        with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as server:
-            print(server.listeners, [s.name for s in server.registry.servers()])
+        with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as master:
+            print(master.listeners, [s.name for s in master.registry.servers()])
 
-    `settings`: a Settings, or texts by name as for --set; raises SettingsError. `run()` serves in
-    this thread, `start()` in one of its own, both until `stop()`; it runs once. `listeners` says
-    what is bound where. `on_event(event, server)` is called in the serving thread with "listed",
-    "changed" or "gone"; it must be quick, must change nothing and may call stop(); what it raises
-    is logged. Several can run in one process.
-    """
+    settings   a Settings, or texts by name as for --set; a wrong one raises SettingsError
+    on_event   called as on_event(event, server), in the serving thread; the event is "listed",
+               "changed" or "gone". It must be quick, must change nothing, and may call stop(). An
+               exception that it raises is logged.
+    reload     returns the settings, read again, or raises SettingsError; None: they never change
 
-    thread: Optional[threading.Thread] = None       # of start()
-    selector: Any = None                            # made by bind(), as the wake pair
+    run() serves in the calling thread, start() in a thread of its own, both until stop(). An
+    instance runs once. `listeners` says what is bound where. One process can have several
+    instances."""
+
+    thread: Optional[threading.Thread] = None       # the thread of start()
+    # bind() creates these three; a byte sent to `wake_out` wakes the selector
+    selector: Any = None
     wake_in: Any = None
     wake_out: Any = None
     link: Optional[Cluster] = None
-    next_look = next_tick = 0.0
+    next_connection_tick = next_tick = 0.0
     busy_s = 0.0                                    # the longest that one round took, fading
-    logged = 0                                      # servers that came or went in this second
+    events_this_second = 0                          # servers that came or left
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
-        """`reload` reads the settings anew, or raises SettingsError; None: they never change."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
         self.read_settings: Any = reload
-        self.files_seen = file_stamps(self.settings)
+        self.file_stamps = file_stamps(self.settings)
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        self.health, self.gauges, self.tallies, self.cluster = {}, {}, {}, {}   # as in Core
+        # These four are described in Core
+        self.health, self.gauges = {}, {}
+        self.tallies, self.cluster = {}, {}
         self.listeners: List[Listener] = []
         self.news = News(self.settings, self.registry, self.gauges)
-        self.protocols, self.udp, self.tcp = [self.news], [], []
-        self.ways = {}              # the first socket of a protocol and a family (True: IPv6)
-        self.connections = collections.OrderedDict()        # the one idle for longest first
-        self.by_source = collections.defaultdict(int)       # how many they are
-        self.stopping = False       # no Event: a signal's stop() may interrupt who has its lock
-        self.posted = collections.deque()
-        self.disk, self.names = WorkerThread("disk", self.post), HostNames(self.post)
+        self.protocols = [self.news]
+        self.udp_sockets, self.tcp_listeners = [], []
+        # The UdpSocket from which a protocol's tick() sends, by protocol and whether it is IPv6
+        self.tick_sockets = {}
+        self.connections = collections.OrderedDict()        # the one idle for longest comes first
+        self.connections_by_source = collections.defaultdict(int)
+        # A plain attribute and no threading.Event: stop() may be called in a signal handler, which
+        # could interrupt a thread that holds the Event's lock
+        self.stopping = False
+        self.posted_calls = collections.deque()
+        self.disk = WorkerThread("disk", self.post)
+        self.host_names = HostNames(self.post)
         path = self.settings.file("server.database")
         self.database = Database(path) if path else None
-        self.saved = None if self.database is None else SavedList(
-            self.database, self.registry, self.disk, self.health)
+        self.saved_list = None
+        if self.database is not None:
+            self.saved_list = SavedList(self.database, self.registry, self.disk, self.health)
         if on_event:
-            self.registry.subscribe(functools.partial(self.guarded, on_event), every_master=True)
+            guarded_event = functools.partial(self.guarded, on_event)
+            self.registry.subscribe(guarded_event, every_master=True)
 
     def __enter__(self) -> MasterServer:
         self.start()
@@ -9332,17 +9609,19 @@ class MasterServer:
     # Start and stop
 
     def bind(self):
-        """Open everything, once; raises StartError. run() closes it at its end; who does not run
-        it, calls close()."""
+        """Open all sockets and restore the list; a second call does nothing. Raise StartError.
+
+        run() closes everything at its end. A caller that does not call run() calls close()."""
         if self.selector is not None:
             return
         self.selector = selectors.DefaultSelector()
         self.wake_in, self.wake_out = socket.socketpair()
         self.wake_out.setblocking(False)
-        self.selector.register(self.wake_in, selectors.EVENT_READ, self.woken)
-        self.vector, self.descriptors = MessageVector.make(), descriptor_limit()
+        self.selector.register(self.wake_in, selectors.EVENT_READ, self.on_wake)
+        self.vector = MessageVector.create()
+        self.max_descriptors = descriptor_limit()
         try:
-            self.open()
+            self.open_protocols()
             self.registry.subscribe(self.log_event, events=("listed", "gone"), every_master=True)
             if self.settings["cluster.redis"]:
                 self.link = Cluster(self)
@@ -9351,70 +9630,80 @@ class MasterServer:
             raise
 
     def run(self):
-        """Serve until stop(), in this thread; raises StartError."""
+        """Serve until stop(), in this thread. Raise StartError."""
         if self.thread not in (None, threading.current_thread()):
-            raise StartError("It runs in a thread, and only once; make a new one.")
+            raise StartError("This MasterServer already runs in a thread. Create a new one for a "
+                             "second run.")
         self.bind()
         try:
             while not self.stopping:
-                self.round()
-            self.leave()
+                self.handle_events()
+            self.finish_requests()
         finally:
             self.close()
 
     def start(self):
-        """Serve in a thread; returns once everything is bound. Raises StartError."""
+        """Serve in a thread; return once everything is bound. Raise StartError."""
         if self.stopping:
-            raise StartError("It has been stopped; make a new one.")
+            raise StartError("This MasterServer has been stopped. Create a new one.")
         self.bind()
         if self.thread is None:
             self.thread = threading.Thread(target=self.run, name="masterserver", daemon=True)
             self.thread.start()
 
     def stop(self):
-        """End run(), from any thread, a callback or a signal handler, and wait for the thread of
-        start(): answers on their way and work for the disk may take some seconds."""
+        """End run(), and wait for the thread of start(). Call it from any thread, a callback or a
+        signal handler. Answers on their way and work for the disk may take some seconds."""
         self.stopping = True
         self.wake()
         if self.thread not in (None, threading.current_thread()):
             self.thread.join()
 
-    def leave(self):
-        """Accept nobody more; what was asked is answered for a moment, as there are clients that
-        die of an answer cut off by a reset."""
+    def finish_requests(self):
+        """Accept no more connections, and answer for a moment what was asked already: some clients
+        die of an answer that a reset cuts off."""
         now = time.monotonic()
         until = now + STOP_S
-        for listener in self.tcp:
-            self.guarded(listener.ready, now)       # closing the listener would reset them
-            if not listener.paused:
+        for listener in self.tcp_listeners:
+            # Connections in the backlog are accepted: closing the listener would reset them
+            self.guarded(listener.on_readable, now)
+            if not listener.is_paused:
                 self.selector.unregister(listener.sock)
             listener.sock.close()
-        self.tcp.clear()
+        self.tcp_listeners.clear()
         if self.connections:
-            self.round(now)
-        while now < until and any(one.out or not one.events for one in self.connections):
-            self.round(until)
+            self.handle_events(now)
+        while now < until and self.has_unfinished_answers():
+            self.handle_events(until)
             now = time.monotonic()
+
+    def has_unfinished_answers(self):
+        """Does a connection have an answer that is not written or not made yet?"""
+        return any(connection.unsent or not connection.events for connection in self.connections)
 
     def close(self):
         """Save the list once more and close everything. Servers whose connections end with the
         program stay in the saved list: they have time to come back."""
         self.stopping = True
         now = time.monotonic()
-        if self.saved and self.registry.altered:
-            self.saved.save(now, time.time(), [])
+        if self.saved_list and self.registry.altered:
+            self.saved_list.save(now, time.time(), [])
         if not self.disk.stop(STOP_DISK_S):
             log.error("the list could not be saved at the end: the disk takes too long")
         elif self.database:
             self.database.close()
-        self.names.worker.stop(0.0)
+        self.host_names.worker.stop(0.0)
         self.news.stop()
         if self.link:
             self.link.close()
-        self.deliver(now)
-        for place in (*self.udp, *self.tcp, *self.connections):
-            place.sock.close()
-        self.tcp.clear()
+        self.run_posted_calls(now)
+        self.close_sockets()
+
+    def close_sockets(self):
+        """Close all sockets and the selector."""
+        for owner in (*self.udp_sockets, *self.tcp_listeners, *self.connections):
+            owner.sock.close()
+        self.tcp_listeners.clear()
         self.connections.clear()
         if self.selector is not None:
             self.selector.close()
@@ -9423,173 +9712,221 @@ class MasterServer:
 
     # The loop
 
-    def wake(self):
-        """Make select() return; from any thread or a signal handler."""
-        if self.wake_out is not None:
-            with contextlib.suppress(OSError):      # it is full, or closed
-                self.wake_out.send(b"\0")
-
-    def post(self, call, *arguments):
-        """Have `call(*arguments, now)` called in the loop; from any thread or a signal handler."""
-        self.posted.append((call, *arguments))
-        self.wake()
-
-    def woken(self, now):
-        self.wake_in.recv(4096)
-        self.deliver(now)
-
-    def deliver(self, now):
-        for _ in range(len(self.posted)):
-            self.guarded(*self.posted.popleft(), now)
-
-    def guarded(self, call, *arguments):
-        """No fault of the program in one place ends it in the others."""
-        try:
-            call(*arguments)
-        except Exception:
-            # An argument may be another thread's error, with a URL in it
-            log.exception("a fault of the program in %s",
-                          without_secrets("%s%s" % (call, arguments)))
-
-    def round(self, until=math.inf):
-        """Handle what comes next, waiting for it no longer than `until`, and do what is due."""
-        due = min(until, self.next_look, self.next_tick)
+    def handle_events(self, until=math.inf):
+        """Wait for the next event, no longer than `until`; handle it and do what is due."""
+        due = min(until, self.next_connection_tick, self.next_tick)
         events = self.selector.select(max(0.0, due - time.monotonic()))
         now = time.monotonic()
         for key, _ in events:
-            self.guarded(key.data, now)
-        if now >= self.next_look:
-            self.next_look = now + LOOK_S
+            on_event = key.data
+            self.guarded(on_event, now)
+        if now >= self.next_connection_tick:
+            self.next_connection_tick = now + LOOK_S
             for connection in list(self.connections):
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
             if now - self.next_tick >= HELD_UP_S:
-                self.registry.silence_counts_from = now      # silence before it proves nothing
+                # Nothing could be heard, so the silence of servers before now proves nothing
+                self.registry.silence_counts_from = now
             self.next_tick = now + TICK_S
             self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def tick(self, now):
-        self.tell_epoch()
+        """Do what is due once a second."""
+        self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= LOOP_DELAY_FADES
         self.guarded(self.registry.expire, now)
-        for listener in self.tcp:
+        for listener in self.tcp_listeners:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
             self.guarded(self.tick_protocol, protocol, now)
         self.guarded(bound_output, self.connections, now)
-        if self.saved:
-            self.guarded(self.saved.tick, now, time.time())
+        if self.saved_list:
+            self.guarded(self.saved_list.tick, now, time.time())
         else:
             self.registry.altered.clear()
-        if self.logged > LOGGED_EVENTS:
-            log.info("and %d more listed or gone in this second", self.logged - LOGGED_EVENTS)
-        self.logged = 0
-        if self.read_settings and file_stamps(self.settings) != self.files_seen:
+        if self.events_this_second > LOGGED_EVENTS:
+            log.info("%d more servers listed or removed in the last second",
+                     self.events_this_second - LOGGED_EVENTS)
+        self.events_this_second = 0
+        if self.read_settings and file_stamps(self.settings) != self.file_stamps:
             self.guarded(self.reload, now)
 
     def tick_protocol(self, protocol, now):
-        """By the protocol's first socket of each peer's family; who binds several addresses of a
-        family names the one that can reach everybody first."""
+        """Send what a protocol's tick() returns. It goes out by the protocol's first socket of the
+        peer's family; an operator who binds several addresses names the one that reaches everybody
+        first."""
         for data, peer in protocol.tick(now) or ():
-            way = self.ways.get((protocol, ":" in peer[0]))
-            if way:
-                way.send([(data, peer)])
+            address, *_ = peer
+            udp_socket = self.tick_sockets.get((protocol, ":" in address))
+            if udp_socket:
+                udp_socket.send([(data, peer)])
+
+    def set_epoch(self):
+        """Tell the pages and the news the difference between the wall clock and the monotonic
+        clock."""
+        epoch = time.time() - time.monotonic()
+        for protocol in self.protocols:
+            protocol.epoch = epoch
 
     def log_event(self, event, server):
-        """Who comes and goes, one by one unless they are many."""
-        self.logged += 1
-        if self.logged <= LOGGED_EVENTS:
+        """Log a server that was listed or has left, unless there were many in this second."""
+        self.events_this_second += 1
+        if self.events_this_second <= LOGGED_EVENTS:
             log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
                      server.name)
 
-    def tell_epoch(self):
-        """Tell the pages and the news what the wall clock says."""
-        for protocol in self.protocols:
-            protocol.epoch = time.time() - time.monotonic()
+    def guarded(self, call, *arguments):
+        """Call a function, and log an exception as a fault of the program, so that it ends nothing
+        else."""
+        try:
+            call(*arguments)
+        except Exception:
+            # An argument may be another thread's error, with a URL in it
+            description = without_secrets("%s%s" % (call, arguments))
+            log.exception("a fault of the program in %s", description)
+
+    def post(self, call, *arguments):
+        """Have `call(*arguments, now)` called in the loop. Call this from any thread or a signal
+        handler."""
+        self.posted_calls.append((call, *arguments))
+        self.wake()
+
+    def wake(self):
+        """Make the selector return. Call this from any thread or a signal handler."""
+        if self.wake_out is not None:
+            with contextlib.suppress(OSError):      # the socket is full, or closed
+                self.wake_out.send(b"\0")
+
+    def on_wake(self, now):
+        """Read the bytes of wake(), and make the calls that were posted."""
+        self.wake_in.recv(4096)
+        self.run_posted_calls(now)
+
+    def run_posted_calls(self, now):
+        """Make the calls that were posted so far."""
+        for _ in range(len(self.posted_calls)):
+            self.guarded(*self.posted_calls.popleft(), now)
 
     # Sockets
 
-    def open(self):
-        core = Core(self.settings, self.registry, self.poller, self.names.resolve, {},
-                    self.database, self.tallies, self.health, self.listeners, self.gauges,
-                    functools.partial(getattr, self.saved, "hourly_players", {}), self.cluster)
-        problems = []               # all of them, as another program often holds several ports
-        hosts = self.settings["server.bind"]
-        for row in PROTOCOLS:
-            ports = self.settings[row.setting] if row.setting else 0
+    def open_protocols(self):
+        """Create the protocols that the settings switch on, bind their sockets and restore the
+        list. Raise StartError with all ports that cannot be bound, because another program often
+        holds several of them."""
+        core = self.core()
+        problems = []
+        for entry in PROTOCOLS:
+            ports = self.settings[entry.setting] if entry.setting else 0
             if ports in (None, ()):
                 continue
-            protocol = row.make(core)
+            protocol = entry.make(core)
             self.protocols.append(protocol)
-            several = ports if isinstance(ports, tuple) else (ports,)
-            for port, host in itertools.product(several, hosts if row.transport else ()):
-                port = port and port + row.offset
-                if protocol.ipv4_only and ":" in host:
-                    continue
-                try:
-                    self.serve(row, protocol, host, port)
-                except OSError as error:
-                    if host == "::" and len(hosts) > 1 and error.errno != errno.EADDRINUSE:
-                        log.info("%s: no IPv6 on this machine: %s", row.name, error)
-                        continue
-                    section, key = (row.setting or "server.bind").split(".")
-                    problems.append("%s cannot listen on %s %s: %s. Change [%s] %s or [server]"
-                                    " bind." % (row.name, row.transport.upper(), endpoint_text(
-                                        host, port), error.strerror or error, section, key))
+            if entry.transport:
+                if not isinstance(ports, tuple):
+                    ports = (ports,)
+                problems += self.open_sockets(entry, protocol, ports)
         if problems:
             raise StartError("\n".join(problems))
-        self.tell_epoch()
-        if self.saved:
+        self.set_epoch()
+        if self.saved_list:
             serving = [protocol for protocol in self.protocols if protocol is not self.news]
-            self.saved.restore(time.monotonic(), time.time(), serving)
+            self.saved_list.restore(time.monotonic(), time.time(), serving)
 
-    def serve(self, row, protocol, host, port):
-        """Serve a protocol on a socket of its own. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = bound_socket(family, row.transport, host, port)
-        self.listeners.append(Listener(row.name, row.transport, *sock.getsockname()[:2]))
-        tally = self.tallies.setdefault(row.name, Tally())
-        if row.transport == "tcp":
-            place: Any = TcpListener(self, row.name, sock, protocol, tally)
-            self.tcp.append(place)
+    def core(self):
+        """Return the Core that every protocol gets."""
+        return Core(
+            settings=self.settings, registry=self.registry, poller=self.poller,
+            resolve=self.host_names.resolve, http_announcers={}, database=self.database,
+            tallies=self.tallies, health=self.health, listeners=self.listeners,
+            gauges=self.gauges, hourly_players=self.hourly_players, cluster=self.cluster)
+
+    def hourly_players(self):
+        """Return the last day's hourly player counts by server; {} without a database."""
+        if self.saved_list is None:
+            return {}
+        return self.saved_list.hourly_players
+
+    def open_sockets(self, entry, protocol, ports):
+        """Bind a protocol's sockets at each of our addresses. Return a text for each that cannot
+        be bound."""
+        problems = []
+        hosts = self.settings["server.bind"]
+        for named_port, host in itertools.product(ports, hosts):
+            if protocol.ipv4_only and ":" in host:
+                continue
+            port = named_port + entry.offset if named_port else 0
+            try:
+                self.open_socket(entry, protocol, host, port)
+            except OSError as error:
+                is_default_ipv6 = host == "::" and len(hosts) > 1
+                if is_default_ipv6 and error.errno != errno.EADDRINUSE:
+                    log.info("%s: no IPv6 on this machine: %s", entry.name, error)
+                else:
+                    problems.append(self.bind_problem(entry, host, port, error))
+        return problems
+
+    @staticmethod
+    def bind_problem(entry, host, port, error):
+        """Return a text that says what cannot be bound, why, and which settings to change."""
+        section, key = (entry.setting or "server.bind").split(".")
+        return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
+            entry.name, entry.transport.upper(), endpoint_text(host, port),
+            error.strerror or error, section, key)
+
+    def open_socket(self, entry, protocol, host, port):
+        """Bind one socket and serve a protocol there. Raise OSError."""
+        is_ipv6 = ":" in host
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        sock = bound_socket(family, entry.transport, host, port)
+        bound_host, bound_port, *_ = sock.getsockname()
+        self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
+        tally = self.tallies.setdefault(entry.name, Tally())
+        if entry.transport == "tcp":
+            listener = TcpListener(self, entry.name, sock, protocol, tally)
+            self.tcp_listeners.append(listener)
+            on_readable = listener.on_readable
         else:
-            is_poller = protocol is self.poller
-            limiter = self.rules.answer_limiter if is_poller else self.rules.datagram_limiter
-            place = UdpSocket(row.name, sock, protocol, tally, limiter, self.vector)
-            self.udp.append(place)
-            self.ways.setdefault((protocol, ":" in host), place)
-        self.selector.register(sock, selectors.EVENT_READ, place.ready)
+            limiter = self.rules.datagram_limiter
+            if protocol is self.poller:
+                limiter = self.rules.answer_limiter
+            udp_socket = UdpSocket(entry.name, sock, protocol, tally, limiter, self.vector)
+            self.udp_sockets.append(udp_socket)
+            self.tick_sockets.setdefault((protocol, is_ipv6), udp_socket)
+            on_readable = udp_socket.on_readable
+        self.selector.register(sock, selectors.EVENT_READ, on_readable)
 
     # Settings
 
     def reload(self, now):
-        """Read the settings again. With any error the old ones stay in force, whole."""
-        self.files_seen = file_stamps(self.settings)
+        """Read the settings again. If they have any error, all the old ones stay in force."""
+        self.file_stamps = file_stamps(self.settings)
         try:
-            new = self.read_settings()
-            if self.settings.found and not new.found:
-                raise SettingsError("%s: it is gone or empty" % new.path)
-            read_text_files(new)
+            new_settings = self.read_settings()
+            if self.settings.found and not new_settings.found:
+                raise SettingsError("%s: it is gone or empty" % new_settings.path)
+            read_text_files(new_settings)
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
             return
-        # What changes from now on is read at the next tick, and so is a file that the ini names now
-        changed = take_over(self.settings, new)
+        # The stamps are of the old text files. If the ini names another one now, the next tick
+        # sees a difference and reads again; so does a change from now on
+        changed = adopt_settings(self.settings, new_settings)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
-            self.apply(now)
+            self.apply_settings(now)
 
-    def apply(self, now):
-        """Let the live settings take effect."""
+    def apply_settings(self, now):
+        """Let changed settings take effect."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections):
             if connection.address in self.rules.blocked:
                 connection.close(now)
-        for protocol in self.protocols:         # the poller among them
+        for protocol in self.protocols:         # the poller is among them
             protocol.read(self.settings)
-        if log.handlers:            # a log of ours; a program around this one has its own
+        if log.handlers:            # not for a program that embeds this one and has its own log
             log.setLevel(self.settings["server.log_level"].upper())
 
 
@@ -10857,65 +11194,6 @@ def on_signals(call, *names):
 def stop_on_signals(stop):
     """Have `stop()` called on SIGINT, SIGTERM and Ctrl+Break."""
     on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
-
-
-# --- The log ------------------------------------------------------------------------------------
-
-
-LOG_FILE_BYTES, LOG_FILES = 10 << 20, 3         # of each, and how many older ones: 40 MB at most
-LOG_LINES = 1000                    # wait for the thread that writes them
-LOG_END_S = 1.0                     # for what waits when the program ends
-
-
-class LogFile(logging.handlers.RotatingFileHandler):
-    """The log file. Once it is closed the next line opens it anew, as logrotate wants."""
-
-    def rotate(self, source, dest):
-        # In a folder that cannot be written, or while Windows has it open, the file grows
-        with contextlib.suppress(OSError):
-            super().rotate(source, dest)
-
-
-class LogQueue(logging.handlers.QueueHandler):
-    """Lines for the thread of `listener`, which writes them: a terminal in which somebody selects
-    text, or a disk that hangs, keeps nobody else waiting."""
-
-    listener: logging.handlers.QueueListener
-
-
-def start_log(settings):
-    """Log to where the settings say: what writes it. Raises ToolError."""
-    path = settings.file("server.log_file")
-    with failing_with(EXIT_FAILED, "the log cannot be written; change [server] log_file", OSError):
-        writer = (LogFile(path, "a", LOG_FILE_BYTES, LOG_FILES, "utf-8") if path
-                  else logging.StreamHandler())
-    writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    faults = Limiter(FAULT_RATE)
-
-    def takes(record):
-        """Lines for which there is no room are lost, and tracebacks beyond their rate."""
-        return lines.qsize() < LOG_LINES and (
-            not record.exc_info or faults.allow("", time.monotonic()))
-
-    handler = LogQueue(lines)                       # type: ignore[arg-type,unused-ignore]
-    handler.addFilter(takes)
-    handler.listener = logging.handlers.QueueListener(handler.queue, writer)
-    handler.listener.start()
-    log.addHandler(handler)
-    log.setLevel(settings["server.log_level"].upper())
-    log.propagate = False
-    return writer
-
-
-def end_log():
-    """Write what waits, unless that takes too long."""
-    for handler in log.handlers[:]:
-        if isinstance(handler, LogQueue):
-            log.removeHandler(handler)
-            ending = threading.Thread(target=handler.listener.stop, daemon=True)
-            ending.start()
-            ending.join(LOG_END_S)
 
 
 # --- Serving ------------------------------------------------------------------------------------

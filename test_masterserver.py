@@ -111,7 +111,7 @@ def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
                        protocols=protocols)
     server.connections = {}
     with mock.patch.object(ms, "log"):
-        ms.MasterServer.apply(server, 0.0)
+        ms.MasterServer.apply_settings(server, 0.0)
 
 
 def feed(session: ms.Session, data: bytes, size: int = 1 << 30, now: float = 0.0) -> bytes:
@@ -7775,7 +7775,7 @@ class LuantiUnderAttack(unittest.TestCase):
                             for port in (20001, 20002, 20003)]
                 self.assertEqual(statuses, [202, 202, 429])
             found = []
-            server.post(lambda now: server.names.resolve(
+            server.post(lambda now: server.host_names.resolve(
                 "ini.example", lambda address, now: found.append(
                     (address, server.registry.total)), ""))
             for _ in range(2):                          # its first one waits still
@@ -8089,7 +8089,8 @@ class NewsTest(unittest.TestCase):
         for server in self.registry.servers():
             self.registry.remove_own(server)
         news.tick(self.now)
-        self.assertEqual((news.had_few, news.departed), (set(), []))    # nothing is kept of them
+        # nothing is kept of them
+        self.assertEqual((news.below_threshold, news.departed), (set(), []))
 
     def test_only_what_the_ini_wants(self):
         for settings, wanted in (
@@ -8113,7 +8114,7 @@ class NewsTest(unittest.TestCase):
                 self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
             sent += self.messages(news, 60)
         self.assertEqual((sent, self.gauges["news_dropped_total"]), (30, 2970))
-        self.assertEqual(news.had_few, set())
+        self.assertEqual(news.below_threshold, set())
 
     NAMES = ("@everyone @here", "<@&1> <!channel> &lt; &", "[a](http://b) http://c www.d.e",
              "**x**", "`x` ``` ~~x~~ _x_ __", '" \\" $name %s', "日本 # 1. > -",
@@ -8167,7 +8168,7 @@ class NewsTest(unittest.TestCase):
             with self.assertLogs("masterserver", "WARNING") as logged, \
                     mock.patch.object(ms, "post_url", side_effect=answers) as posted, \
                     mock.patch.object(ms.time, "sleep") as slept:
-                hook.tell(math.inf, "text/plain", b"b")
+                hook.deliver(math.inf, "text/plain", b"b")
             self.assertEqual(posted.mock_calls, len(answers) * [
                 mock.call("https://h.example/SECRET", "text/plain", b"b")])
             self.assertEqual(slept.mock_calls, [mock.call(pause) for pause in pauses])
@@ -8178,11 +8179,11 @@ class NewsTest(unittest.TestCase):
         with self.assertLogs("masterserver", "WARNING"), \
                 mock.patch.object(ms, "post_url", return_value=("429", "999")) as posted, \
                 mock.patch.object(ms.time, "sleep") as slept:
-            ms.Webhook("ours", "json https://h.example/SECRET").tell(
+            ms.Webhook("ours", "json https://h.example/SECRET").deliver(
                 time.monotonic() + 120.0, "text/plain", b"b")
         self.assertEqual((posted.call_count, slept.called), (1, False))
         with mock.patch.object(ms, "post_url") as posted:
-            hook.tell(time.monotonic(), "text/plain", b"old")
+            hook.deliver(time.monotonic(), "text/plain", b"old")
         posted.assert_not_called()
 
     def test_a_full_queue_and_a_reload(self):
@@ -8443,14 +8444,14 @@ class UdpSocketTest(unittest.TestCase):
                             vector)
 
     def ways(self) -> Iterable[ms.UdpSocket]:
-        for vector in (None, ms.MessageVector.make()):
+        for vector in (None, ms.MessageVector.create()):
             with self.subTest(way=vector):
                 yield self.make(vector)
 
     def read(self, place: ms.UdpSocket, number: int) -> None:
         """Have it read until it has received so many datagrams: a busy system delivers late."""
         def all_received() -> bool:
-            place.ready(0.0)
+            place.on_readable(0.0)
             return place.tally.received >= number
         eventually(all_received)
 
@@ -8464,7 +8465,7 @@ class UdpSocketTest(unittest.TestCase):
     def test_there_is_a_vector(self) -> None:
         wanted = (sys.platform == "linux" and sys.maxsize > 1 << 32
                   and sys.implementation.name == "cpython")
-        self.assertEqual(ms.MessageVector.make() is not None, wanted)
+        self.assertEqual(ms.MessageVector.create() is not None, wanted)
 
     def test_a_system_without_the_vector_gets_along(self) -> None:
         refusing = SimpleNamespace(
@@ -8472,7 +8473,7 @@ class UdpSocketTest(unittest.TestCase):
         for library in (refusing, SimpleNamespace()):
             found = mock.Mock(return_value=library)
             with mock.patch.object(ctypes, "CDLL", found):
-                self.assertIsNone(ms.MessageVector.make())
+                self.assertIsNone(ms.MessageVector.create())
 
     def test_each_peer_gets_its_own_answers(self) -> None:
         rng = random.Random(7)
@@ -8638,7 +8639,7 @@ class ConnectionTest(unittest.TestCase):
         listener = ms.TcpListener(server, "test", None, None, ms.Tally())
         connection = ms.TcpConnection(listener, ours, "203.0.113.9", session)
         server.connections[connection] = None
-        server.by_source["203.0.113.9"] += 1
+        server.connections_by_source["203.0.113.9"] += 1
         return connection, theirs
 
     def server(self) -> ms.MasterServer:
@@ -8653,7 +8654,7 @@ class ConnectionTest(unittest.TestCase):
     def test_all_that_came_is_answered_one_by_one(self) -> None:
         connection, peer = self.make(OneAnswer(3))
         peer.sendall(b"abc.d")
-        connection.read(0.0)
+        connection.on_readable(0.0)
         self.assertEqual(peer.recv(100), b"aaabbbccc...")
         self.assertEqual(read_all(peer), b"")
         self.assertEqual((connection.tally.received, connection.tally.bytes_out), (1, 12))
@@ -8662,25 +8663,26 @@ class ConnectionTest(unittest.TestCase):
         session = OneAnswer(1 << 20)
         connection, peer = self.make(session)
         peer.sendall(b"ab")
-        connection.read(0.0)
+        connection.on_readable(0.0)
         self.assertEqual((session.calls, connection.events), (1, selectors.EVENT_WRITE))
-        idle, _ = self.make(OneAnswer(), connection.server)
+        idle, _ = self.make(OneAnswer(), connection.master_server)
         got = 0
         while got < 2 << 20:
             got += len(peer.recv(1 << 16))
             if connection.events == selectors.EVENT_WRITE:
-                connection.writable(1.0)
+                connection.on_writable(1.0)
         self.assertEqual((session.calls, connection.events), (3, selectors.EVENT_READ))
-        self.assertIs(next(iter(connection.server.connections)), idle)  # who reads slowly acts
+        # who reads slowly acts
+        self.assertIs(next(iter(connection.master_server.connections)), idle)
 
     def test_who_takes_too_long_for_an_answer_is_cut_off(self) -> None:
         for taken in 0, 1 << 12:
             connection, peer = self.make(OneAnswer(8 << 20))
             peer.sendall(b"a")
-            connection.read(0.0)
+            connection.on_readable(0.0)
             for second in 1.0, ms.OUTPUT_TOTAL_S - 1:
                 peer.recv(taken)
-                connection.writable(second)
+                connection.on_writable(second)
                 connection.tick(second)
                 self.assertFalse(self.closed(connection))
             connection.tick(ms.OUTPUT_TOTAL_S)
@@ -8691,7 +8693,7 @@ class ConnectionTest(unittest.TestCase):
             connection, peer = self.make(OneAnswer())
             with self.assertLogs("masterserver", "DEBUG"):
                 peer.sendall(data)
-                connection.read(0.0)
+                connection.on_readable(0.0)
             self.assertEqual(read_all(peer), b"a")
             tally = connection.tally
             self.assertEqual((tally.errors, tally.malformed), (errors, malformed))
@@ -8702,20 +8704,20 @@ class ConnectionTest(unittest.TestCase):
                                   (ms.LINGER_BYTES + 1, 0.1, True)):
             connection, peer = self.make(OneAnswer())
             peer.sendall(b".")
-            connection.read(0.0)
+            connection.on_readable(0.0)
             self.assertEqual(read_all(peer), b".")
             for _ in range(0, size, 8192):
                 with contextlib.suppress(OSError):
                     peer.sendall(b"x" * min(size, 8192))
                 if not self.closed(connection):
-                    connection.read(now)
+                    connection.on_readable(now)
             connection.tick(now)
             self.assertEqual(self.closed(connection), closed, (size, now))
         connection, peer = self.make(OneAnswer())
         peer.sendall(b".")
-        connection.read(0.0)
+        connection.on_readable(0.0)
         peer.close()
-        connection.read(0.1)
+        connection.on_readable(0.1)
         self.assertTrue(self.closed(connection))
 
     def test_a_peer_that_sends_no_more_still_gets_its_answers(self) -> None:
@@ -8724,8 +8726,8 @@ class ConnectionTest(unittest.TestCase):
         connection, peer = self.make(session)
         peer.sendall(b"a")
         peer.shutdown(socket.SHUT_WR)
-        connection.read(0.0)
-        connection.read(0.0)
+        connection.on_readable(0.0)
+        connection.on_readable(0.0)
         self.assertEqual(read_all(peer), b"abye")
         self.assertTrue(self.closed(connection))
 
@@ -8742,9 +8744,9 @@ class ConnectionTest(unittest.TestCase):
             session.resume = resume                     # type: ignore[method-assign]
             connection, peer = self.make(session)
             session.job = lambda: b"it"
-            with mock.patch.object(connection.server.disk, "submit") as submit:
+            with mock.patch.object(connection.master_server.disk, "submit") as submit:
                 peer.sendall(b"a")
-                connection.read(0.0)
+                connection.on_readable(0.0)
                 connection.tick(0.1)
                 (job, done), = (call[0] for call in submit.call_args_list)
                 self.assertEqual((connection.events, job()), (0, b"it"))
@@ -8760,10 +8762,10 @@ class ConnectionTest(unittest.TestCase):
         session = OneAnswer()
         session.tick = mock.Mock(side_effect=[b"tock", b""])    # type: ignore[method-assign]
         connection, peer = self.make(session)
-        connection.server.next_tick = math.inf
+        connection.master_server.next_tick = math.inf
         rounds = 0
         while session.tick.call_count < 2:
-            connection.server.round(time.monotonic() + 1)
+            connection.master_server.handle_events(time.monotonic() + 1)
             rounds += 1
         self.assertLess(rounds, 9)                      # a wait may end a moment too soon
         self.assertEqual(peer.recv(100), b"tock")
@@ -8776,7 +8778,7 @@ class ConnectionTest(unittest.TestCase):
             if number >= 8:
                 session.receive = lambda data, now: shared if data else b""     # type: ignore
             connection, _ = self.make(session, server)
-            connection.answer(session.receive, b"x", float(number))
+            connection.answer(float(number), session.receive, b"x")
             asked.append(connection)
         for limit, left in ((18 << 20, range(3, 12)), (3 << 20, range(8, 12))):
             with mock.patch.object(ms, "OUTPUT_BYTES", limit):
@@ -8813,7 +8815,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
             self.assertEqual(server.tallies["aio"].limited, 1)
             for client in held:
                 client.close()
-            eventually(lambda: not server.by_source)
+            eventually(lambda: not server.connections_by_source)
             self.assertEqual(fetch(port_of(server, "http"), "/")[0], 200)
 
     def test_rate_of_connections(self) -> None:
@@ -8879,20 +8881,20 @@ class LimitsOnTheWireTest(unittest.TestCase):
         server = master(hyperbol__port="0")
         self.addCleanup(server.close)
         server.bind()
-        listener, = server.tcp
+        listener, = server.tcp_listeners
         accept = mock.Mock(side_effect=OSError(errno.EMFILE, "too many"))
         with connect(server, "hyperbol") as client, self.assertLogs("masterserver") as logged:
             sock = listener.sock
             self.assertTrue(select.select([sock], [], [], SOON_S)[0])
             listener.sock = mock.Mock(wraps=sock, accept=accept, fileno=sock.fileno)
             for _ in range(2):
-                listener.ready(0.0)
+                listener.on_readable(0.0)
                 self.assertNotIn(sock.fileno(), server.selector.get_map())
                 self.assertEqual(server.health, {"descriptors": "too many"})
                 listener.tick(1.0)
                 self.assertIn(sock.fileno(), server.selector.get_map())
             accept.side_effect = sock.accept
-            listener.ready(2.0)
+            listener.on_readable(2.0)
             self.assertEqual((len(client.recv(12)), server.health), (12, {}))
         self.assertEqual((accept.call_count, len(logged.records)), (4, 1))
 
@@ -8954,28 +8956,28 @@ class MasterServerTest(unittest.TestCase):
         self.addCleanup(server.close)
         server.bind()
         sent: List[Tuple[str, bytes]] = []
-        for place in server.udp:
+        for place in server.udp_sockets:
             place.send = lambda answers, host=place.sock.getsockname()[0]: sent.append(
                 (host, answers[0][0]))
         for protocol in server.protocols:       # only the poller has a way to send
             protocol.tick = mock.Mock(return_value=[
                 (b"4", ("203.0.113.9", 1)), (b"6", ("2001:db8::1", 2))])
         server.tick(0.0)
-        self.assertEqual(sent, [("127.0.0.1", b"4"), ("::", b"6")][:len(server.udp) - 1])
+        self.assertEqual(sent, [("127.0.0.1", b"4"), ("::", b"6")][:len(server.udp_sockets) - 1])
 
     def test_who_announced_while_the_program_was_stopped_is_not_silent(self) -> None:
         """Ctrl+Z and fg, or docker pause, of minutes."""
         server = master(iceball__port="0")
         self.addCleanup(server.close)
         server.bind()
-        server.round(0.0)
+        server.handle_events(0.0)
         now = time.monotonic()
         server.registry.list_or_refresh(("iceball", "203.0.113.9", 1), "203.0.113.9", now, 120.0,
                                         {})
         for seconds, late, total in ((600.0, 599.0, 1), (719.0, 0.0, 1), (720.5, 0.0, 0)):
-            server.next_tick = server.next_look = now + seconds - late
+            server.next_tick = server.next_connection_tick = now + seconds - late
             with mock.patch.object(time, "monotonic", lambda: now + seconds):
-                server.round(0.0)
+                server.handle_events(0.0)
             self.assertEqual(server.registry.total, total, seconds)
 
     def test_a_fault_in_one_place_ends_nothing_else(self) -> None:
@@ -9027,7 +9029,7 @@ class MasterServerTest(unittest.TestCase):
                 master() as server, self.assertLogs("masterserver") as logged:
             server.post(lambda now: 1 // 0)                 # a fault ends nothing else
             for host in "a", "b":
-                server.post(lambda now, host=host: server.names.resolve(
+                server.post(lambda now, host=host: server.host_names.resolve(
                     host, lambda address, now: found.append(
                         (address, threading.current_thread() is server.thread)), ""))
             eventually(lambda: len(found) == 2)
@@ -9052,7 +9054,7 @@ def fetch_here(server: ms.MasterServer, path: str) -> Tuple[int, Dict[str, str],
         client.sendall(b"GET %s HTTP/1.0\r\n\r\n" % path.encode())
         answer = [b""]
         while answer[-1] or len(answer) == 1:           # until it ends the connection
-            server.round(time.monotonic() + 0.05)
+            server.handle_events(time.monotonic() + 0.05)
             if select.select([client], [], [], 0)[0]:
                 answer.append(client.recv(65536))
         return split_response(b"".join(answer))[:3]
@@ -9106,7 +9108,7 @@ class HostNamesTest(unittest.TestCase):
         self.assertEqual(order, ["slow0.example", "a.example", "b.example", "slow1.example",
                                  "slow2.example", "slow3.example"])
         self.assertEqual(self.answers, [(host, "203.0.113.9") for host in order])
-        self.assertEqual((self.jobs, self.names.sources), ([], {}))
+        self.assertEqual((self.jobs, self.names.counts), ([], {}))
         self.ask("none.example")
         self.answer(OSError("no such host"))
         self.assertEqual(self.answers[-1], ("none.example", ""))
@@ -9139,7 +9141,7 @@ class HostNamesTest(unittest.TestCase):
             self.answers.clear()
             self.answer("203.0.113.9")
             self.assertEqual(self.answers, [("one.example", "203.0.113.9")] * waiters)
-        self.assertEqual((self.jobs, self.names.open, self.names.sources), ([], {}, {}))
+        self.assertEqual((self.jobs, self.names.latest, self.names.counts), ([], {}, {}))
 
     def test_sources_take_turns_and_a_network_has_few(self) -> None:
         for number in range(4):
@@ -9155,7 +9157,7 @@ class HostNamesTest(unittest.TestCase):
         self.assertEqual([self.answer("") for _ in range(5)],
                          ["n3.example", "slow0.example", "honest.example", "n5.example",
                           "slow1.example"])
-        self.assertEqual(self.names.sources, {})
+        self.assertEqual(self.names.counts, {})
 
     def test_strangers_have_so_many_and_the_ini_always_finds_room(self) -> None:
         for number in range(ms.LOOKUPS + 1):                # one of them is under way
@@ -9242,7 +9244,7 @@ class ReloadTest(unittest.TestCase):
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             self.assertEqual(split_response(client.recv(65536))[0], 200)
             server.settings.values["blocked"] = {ms.read_network("127.0.0.0/8"): ""}
-            server.post(server.apply)
+            server.post(server.apply_settings)
             self.assertEqual(client.recv(65536), b"")
 
 
@@ -9262,7 +9264,7 @@ class EventLogTest(unittest.TestCase):
             server.registry.remove_own(one)
         told = [line.partition("server:")[2] for line in logged.output]
         self.assertEqual((told[0], len(told)), ("203.0.113.9:1 aio listed '\\xdc'", 1 + 20 + 1 + 2))
-        self.assertEqual(told[21:], ["and 80 more listed or gone in this second",
+        self.assertEqual(told[21:], ["80 more servers listed or removed in the last second",
                                      "203.0.113.9:102 aio listed '\\xdc'",
                                      "203.0.113.9:102 aio gone '\\xdc'"])
 
@@ -11791,7 +11793,7 @@ class LogTest(unittest.TestCase):
 
     def test_where_it_cannot_be(self) -> None:
         for path in os.path.dirname(self.path), os.path.join(self.path, "x"):
-            with self.assertRaisesRegex(ms.ToolError, r"change \[server\] log_file"):
+            with self.assertRaisesRegex(ms.StartError, r"change \[server\] log_file"):
                 self.start(server__log_file=path)
             self.assertEqual(ms.log.handlers, [])
         self.start(None)                        # as of pythonw
@@ -12354,8 +12356,8 @@ class Embedded(unittest.TestCase):
         if server.thread is None:
             server.run()                            # returns at once
         else:
-            self.assertRaisesRegex(ms.StartError, "only once", server.run)
-        self.assertRaisesRegex(ms.StartError, "make a new one", server.start)
+            self.assertRaisesRegex(ms.StartError, "already runs", server.run)
+        self.assertRaisesRegex(ms.StartError, "Create a new one", server.start)
 
     def test_started_twice_and_stopped_twice(self) -> None:
         state = random.getstate()                   # the other program may have seeded it
@@ -12382,12 +12384,12 @@ class Embedded(unittest.TestCase):
     def test_stopped_while_it_binds(self) -> None:
         """As by Ctrl+C."""
         server = master(**self.ports("iceball__port", "http__ports"))
-        serve = server.serve
+        open_socket = server.open_socket
 
         def interrupted(*arguments: Any) -> None:
-            serve(*arguments)
+            open_socket(*arguments)
             server.stop()
-        with mock.patch.object(server, "serve", interrupted):
+        with mock.patch.object(server, "open_socket", interrupted):
             with contextlib.suppress(ms.StartError):
                 server.run()
         self.assert_closed(server)
