@@ -3078,7 +3078,7 @@ class Hyperbol(TcpProtocol, PolledGame):
     def on_http_announcement(self, source, port, fields, now):
         """Query a game server that has announced itself by HTTP from the address `source`.
 
-        `fields` is ignored, because the server is listed with what it answers to the query.
+        `fields` is ignored, because the server is listed with its answer to the query.
         Raises Refused if the server must not be queried."""
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
@@ -3090,7 +3090,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         return HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, target.nonce)
 
     def answer(self, target, data, now):
-        """List the target's server with what it has answered, or refresh it.
+        """List the target's server with the fields of its answer, or refresh it.
 
         Returns b"", because one answer completes the poll and needs no reply. Raises Malformed if
         `data` does not answer the query that is open."""
@@ -3204,7 +3204,7 @@ class HyperbolInfo(NamedTuple):
 
 
 def parse_hyperbol_answer(data, timestamp):
-    """Return what a game server answers to a query, as attributes of Server by name.
+    """Parse a game server's answer to a query; return attributes of Server by name.
 
     `timestamp` is the number that the query carried. Raises Malformed if the answer is too short,
     is no answer, or has another timestamp."""
@@ -3238,7 +3238,8 @@ def parse_hyperbol_greeting(data):
     """Return the key and the number of players from the 12 bytes of a master's greeting.
 
     Raises Malformed if this is no greeting."""
-    if len(data) < HYPERBOL_GREETING.size or not data.startswith(HYPERBOL_MAGIC):
+    is_complete = len(data) >= HYPERBOL_GREETING.size
+    if not is_complete or not data.startswith(HYPERBOL_MAGIC):
         raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
                         % ascii(data[:HYPERBOL_GREETING.size]))
     _, key, players = HYPERBOL_GREETING.unpack_from(data)
@@ -3260,14 +3261,18 @@ def parse_hyperbol_list(data):
 
 # --- SubSpace ------------------------------------------------------------------------------------
 
-# An announcement is this head of 94 bytes and then the description
+# An announcement is this head of 94 bytes and then the description: ip, port, players, scores,
+# version, name, password.
 ZONE_ANNOUNCEMENT_HEAD = struct.Struct("<4sHHHI32s48s")
-ZONE_ANNOUNCEMENT_BYTES = 480       # of the longest announcement
-# A zone in a list is this head of 78 bytes and then the description
+ZONE_ANNOUNCEMENT_BYTES = 480       # the longest announcement
+# A zone in a list is this head of 78 bytes and then the description: ip, port, players, scores,
+# version, name.
 ZONE_ENTRY_HEAD = struct.Struct("<4sHHHI64s")
-ZONE_DESCRIPTION_BYTES = 480        # in a list, its NUL included: the most that clients take
-ZONE_VERSION = 134                  # of every zone, so also of a zone that only the ini names
-ZONE_PASSWORD = b"cane"             # a zone announces it unless it has set another password
+# Clients accept a description of this size in a list, its NUL included.
+ZONE_DESCRIPTION_BYTES = 480
+# Every zone announces this version. A zone that only the ini names is listed with it, too.
+ZONE_VERSION = 134
+ZONE_PASSWORD = b"cane"             # zones announce it unless they have set another password
 ZONE_LIFETIME_S = 180.0             # zones announce every 60 s, so three in a row were lost
 # With 8 bytes, two of a million passwords have the same hash once in 40 million times.
 ZONE_PASSWORD_HASH_BYTES = 8
@@ -3277,11 +3282,11 @@ ZONE_PASSWORD_HASH = re.compile("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES))
 MAX_WAITING_ANNOUNCEMENTS = 8192
 # For this long no other announcer can replace a waiting announcement: the answer takes no longer.
 WAITING_ANNOUNCEMENT_KEPT_S = POLL_TIMEOUT_S
-NO_SOURCE_PORT = 0                  # of an announcer that uses HTTP instead of a UDP port
-# Answers as long as their pings, by source, a second / at once. Without this limit, two ping ports
-# would answer each other for ever.
+NO_SOURCE_PORT = 0                  # stands for HTTP where an announcer's UDP port is expected
+# So many answers that are as long as their pings go to one source, a second / at once. Without this
+# limit, two ping ports would answer each other for ever.
 ECHO_RATE = 1, 5
-PING_SIZES = 4, 8                   # bytes: a timestamp, and in the longer form the options
+PING_SIZES = 4, 8                   # bytes: a timestamp, or a timestamp and options
 PING_TIMESTAMP_BYTES = 4
 PING_SUMMARY = 1                    # the option that asks for the counts of the whole zone
 PING_ARENAS = 2                     # the option that asks for the counts of each arena
@@ -3295,8 +3300,8 @@ PING_QUESTION_OPTIONS = (
     struct.pack("<I", PING_SUMMARY | PING_ARENAS),
     struct.pack("<I", PING_ARENAS),
 )
-# A zone replies with its total if `timestamp % 600 < 300`, or if `timestamp % 1000 < 500`, as its
-# program has it. In every 3000 timestamps the first 300 satisfy both.
+# Some programs for zones reply with the total only if `timestamp % 600 < 300`, others only if
+# `timestamp % 1000 < 500`. In every 3000 timestamps the first 300 satisfy both.
 PING_NONCE_CYCLE = 3000
 PING_NONCES_PER_CYCLE = 300
 
@@ -3304,7 +3309,7 @@ PING_NONCES_PER_CYCLE = 300
 def ping_nonce():
     """Return a random timestamp to which every zone replies with its total of players.
 
-    To other timestamps some zones reply with only those who are playing."""
+    To other timestamps some zones reply with the number of those who are playing."""
     cycle_count = (1 << 32) // PING_NONCE_CYCLE
     cycle_start = PING_NONCE_CYCLE * RANDOM.randrange(cycle_count)
     return cycle_start + RANDOM.randrange(PING_NONCES_PER_CYCLE)
@@ -3323,12 +3328,13 @@ class SubSpacePing(UdpProtocol, PolledGame):
                                                 timestamp a MAC over that address and port
         > 06000000 e0a11c4b                     from there: the zone is there, it is listed
 
-    Before that answer an announcement changes nothing, unless it only repeats what is listed
-    already. The answer proves that the zone is there, but not that the announcement came from it,
-    because a zone answers every ping. A listed zone therefore belongs to its ZoneOwner, which is
-    stored with it as Server.zone_owner, until this owner has been silent for ZONE_LIFETIME_S. Until
-    then other announcers may repeat what is listed, but change nothing. A zone that was announced
-    by HTTP stays for as long as it answers polls, so its owner never counts as silent.
+    Before that answer an announcement changes nothing, but an announcement that only repeats the
+    listed fields of a zone refreshes the zone at once. The answer proves that the zone is there,
+    but not that the announcement came from it, because a zone answers every ping. A listed zone
+    therefore belongs to its ZoneOwner, which is stored with it as Server.zone_owner, until this
+    owner has been silent for ZONE_LIFETIME_S. Until then other announcers may repeat the listed
+    fields, but cannot change them. A zone that was announced by HTTP stays for as long as it
+    answers polls, so its owner never counts as silent.
 
     Listed zones are in the registry, where SubSpaceList finds them. This object keeps only the
     announcements that wait for the answer to a ping, and when each owner was last heard.
@@ -3392,16 +3398,16 @@ class SubSpacePing(UdpProtocol, PolledGame):
     # Pings
 
     def on_ping(self, data, peer, now):
-        """Handle 4 or 8 bytes: a ping to this master, or a zone's answer to our ping.
+        """Handle a ping to this master, or a zone's answer to our ping: 4 or 8 bytes.
 
-        Returns the replies; raises Limited for a ping over a limit."""
+        Returns the replies, [(datagram, peer)] or []. Raises Limited for a ping over a limit."""
         source, source_port = peer[:2]
         endpoint = endpoint_text(source, source_port).encode()
         mac = data[-PING_TIMESTAMP_BYTES:]
-        # A zone's answer is looked for first, because it is no request: so a flood of pings in the
-        # zone's name, which exhausts the limits, does not keep the answer out.
+        # An answer is recognized before the limits apply. Otherwise somebody who floods us with
+        # pings from the zone's forged address would keep the zone's answer out.
         if self.cookie.is_valid(mac, endpoint, now):
-            # Four bytes are our own ping, which was sent to our own port; the master is no zone.
+            # Four bytes are our own ping: the announcement named this master's port as a zone's.
             if len(data) == 8:
                 zone_port = source_port - 1
                 players = int.from_bytes(data[:4], "little")
@@ -3412,7 +3418,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         return self.answer_ping(data, peer, now)
 
     def answer_ping(self, data, peer, now):
-        """Return the answer to a ping of 4 or 8 bytes: each game of this master is one arena.
+        """Return the answer to a ping of 4 or 8 bytes, in which each game is one arena.
 
         Raises Limited if the answer would exceed the limits."""
         source, _ = peer[:2]
@@ -3434,10 +3440,10 @@ class SubSpacePing(UdpProtocol, PolledGame):
         return [(answer, peer)]
 
     def on_ping_answer(self, source, port, players, now):
-        """List the zone on this port, or change it, as its waiting announcement says.
+        """List a zone that has answered our ping, or change it, as its waiting announcement says.
 
-        The zone has answered our ping with its number of players. Nothing is done if no
-        announcement waits, because the zone answered twice or too late."""
+        `port` is the zone's own port, and `players` the number that it has answered. Does nothing
+        if no announcement waits, because the zone has answered twice or too late."""
         announcement = self.waiting.pop(source, port)
         if announcement is None:
             return
@@ -3457,19 +3463,20 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.list_announced_zone(source, announcement, players, now)
 
     def list_announced_zone(self, source, announcement, players, now):
-        """List or change a zone as this announcement says; from now on it belongs to the announcer.
+        """List a zone, or change it, as an announcement says, and make the announcer its owner.
 
         `players` is the number with which the zone has answered our ping."""
+        owner = announcement.owner
         # A new poll begins, because one that is under way may have asked before the zone was there.
         target = self.poller.poll_now(self, source, announcement.port, now)
         fields = {
             **announcement.fields,
             "players": clamp(players),
-            "zone_owner": announcement.owner.to_texts(),
+            "zone_owner": owner.to_texts(),
         }
         zone = self.list_polled(target, fields, now, announcement.lifetime)
         if zone is not None:
-            self.heard_owners[zone.key] = HeardOwner(announcement.owner, now)
+            self.heard_owners[zone.key] = HeardOwner(owner, now)
 
     # Announcements
 
@@ -3479,14 +3486,16 @@ class SubSpacePing(UdpProtocol, PolledGame):
         Returns the ping, [(datagram, peer)], or [] if there is nothing to send. Raises Refused."""
         address = self.rules.listed_address(source)
         port = announcement.port
-        if not announcement.fields.get("name"):
-            announcement.fields["name"] = endpoint_text(address, port)
+        announcer = announcement.owner
+        fields = announcement.fields
+        if not fields.get("name"):
+            fields["name"] = endpoint_text(address, port)
         zone = self.registry.get(self.game, address, port)
         if zone is None:
             self.check_new_zone(source, address, announcement, now)
         else:
             owner = read_zone_owner(zone)
-            if announcement.owner != owner:
+            if announcer != owner:
                 self.remember_unheard_owner(zone, owner)
             elif not zone.master:
                 self.heard_owners[zone.key] = HeardOwner(owner, now)
@@ -3512,8 +3521,9 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.queued_pings += pings
 
     def check_new_zone(self, source, address, announcement, now):
-        """Raise Refused if a zone that is not listed must not be; otherwise record that it has not
-        answered a ping yet."""
+        """Raise Refused if a new zone may not be listed.
+
+        Otherwise record for /check that the zone has not answered a ping yet."""
         port = announcement.port
         key = self.game, address, port
         name = announcement.fields["name"]
@@ -3524,7 +3534,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def ping_zone(self, source, announcement, now):
         """Let an announcement wait for the answer to a ping; return the ping, [(datagram, peer)].
 
-        Returns [] if another announcer's announcement of this zone waits already."""
+        Returns [] if an announcement of this zone by another announcer waits already."""
         share = self.rules.max_servers_per_source
         if self.rules.exempts(source):
             share = MAX_WAITING_ANNOUNCEMENTS
@@ -3536,6 +3546,21 @@ class SubSpacePing(UdpProtocol, PolledGame):
         return [(ping, (source, ping_port))]
 
     # Ownership
+
+    def remember_unheard_owner(self, zone, owner):
+        """Let the silence of an owner that this master has not heard count from `zone.last_seen`.
+
+        `owner` is the ZoneOwner of the listed zone, or None. It has not been heard if the zone was
+        listed before a restart, or if another master has told us of the owner. The time has to be
+        kept here, because `last_seen` moves on when other announcers repeat what is listed."""
+        if owner is None or owner.announces_by_http:
+            return                              # such an owner never counts as silent
+        if zone.master:
+            return                              # is_owner_silent() goes by `last_seen` here
+        last_heard = self.heard_owners.get(zone.key)
+        is_known = last_heard is not None and last_heard.owner == owner
+        if not is_known:
+            self.heard_owners[zone.key] = HeardOwner(owner, zone.last_seen)
 
     def is_repetition(self, zone, owner, announcement, now):
         """Return True if an announcement only says that a listed zone is still there.
@@ -3552,6 +3577,18 @@ class SubSpacePing(UdpProtocol, PolledGame):
             # Another master's zone is pinged, so that it is listed as heard by this master as well.
             return not zone.master
         return not self.is_owner_silent(zone, owner, now)
+
+    def is_owner_silent(self, zone, owner, now):
+        """Return True if the owner of a listed zone has not announced it for ZONE_LIFETIME_S.
+
+        If the zone is this master's, remember_unheard_owner() must have been called before."""
+        if owner.announces_by_http:
+            return False
+        if zone.master:
+            heard_at = zone.last_seen           # the other master vouches for its zone
+        else:
+            heard_at = self.heard_owners[zone.key].heard_at
+        return self.registry.is_silent(zone.source, heard_at, ZONE_LIFETIME_S, now)
 
     def check_ownership(self, zone, announcement, now):
         """Raise Refused if the zone or the announced name belongs to somebody else.
@@ -3600,47 +3637,22 @@ class SubSpacePing(UdpProtocol, PolledGame):
                 raise Refused("name", "the name %s belongs to another zone, with another "
                                       "password, for as long as that is listed" % listed_zone.name)
 
-    def remember_unheard_owner(self, zone, owner):
-        """Let the silence of an owner that this master has not heard count from `zone.last_seen`.
-
-        `owner` is the ZoneOwner of the listed zone, or None. It has not been heard if the zone was
-        listed before a restart, or if another master has told us of the owner. The time has to be
-        kept here, because `last_seen` moves on when other announcers repeat what is listed."""
-        if owner is None or owner.announces_by_http:
-            return                              # such an owner never counts as silent
-        if zone.master:
-            return                              # the silence of another master's zone is not ours
-        last_heard = self.heard_owners.get(zone.key)
-        is_known = last_heard is not None and last_heard.owner == owner
-        if not is_known:
-            self.heard_owners[zone.key] = HeardOwner(owner, zone.last_seen)
-
-    def is_owner_silent(self, zone, owner, now):
-        """Return True if the owner of a listed zone has not announced it for ZONE_LIFETIME_S.
-
-        If the zone is this master's, remember_unheard_owner() must have been called before."""
-        if owner.announces_by_http:
-            return False
-        if zone.master:
-            heard_at = zone.last_seen           # the other master vouches for its zone
-        else:
-            heard_at = self.heard_owners[zone.key].heard_at
-        return self.registry.is_silent(zone.source, heard_at, ZONE_LIFETIME_S, now)
-
     # Polls
 
     def query(self, target):
         """Return the datagram with the next question of the target's poll."""
         if target.scratch is None:
             target.scratch = ZonePoll()
-        return target.scratch.build_question(target.nonce)
+        poll = target.scratch
+        return poll.build_question(target.nonce)
 
     def answer(self, target, data, now):
         """Read an answer to the open question of the target's poll.
 
-        Returns None if another question follows. Otherwise the zone is updated, and b"" returned
-        because nothing is to be sent. Raises Malformed if `data` is no answer to the question."""
-        is_complete = target.scratch.read_answer(data, target.nonce)
+        Returns None if another question follows. Otherwise updates the zone and returns b"", as
+        there is nothing to send. Raises Malformed if `data` is no answer to the question."""
+        poll = target.scratch
+        is_complete = poll.read_answer(data, target.nonce)
         if not is_complete:
             return None
         self.apply_poll(target, now)
@@ -3650,7 +3662,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         """Handle a question that was not answered; return True if the target is to be removed.
 
         If an earlier question of the poll was answered, the poll counts as complete, because old
-        zones know the first question alone."""
+        zones know only the first question."""
         if target.scratch.step == 0:
             return super().poll_missed(target, now)
         target.missed_polls = 0
@@ -3662,6 +3674,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
         poll = target.scratch
         target.scratch = None
         zone = self.listed_server(target)
+        if zone is None and not target.pinned:
+            return
         if zone is not None and zone.master:
             return              # the other master knows its name, which answers do not tell
         fields = {
@@ -3675,15 +3689,12 @@ class SubSpacePing(UdpProtocol, PolledGame):
             fields["name"] = endpoint_text(*self.listed_endpoint(target))
         else:
             fields["details"] = {**zone.details, "arenas": poll.arenas}
-        if target.pinned:
-            self.list_polled(target, fields, now)
-        elif zone is None:
-            return
-        elif zone.lifetime == math.inf:
+        if target.pinned or zone.lifetime == math.inf:
             self.list_polled(target, fields, now)
         else:
-            # The announcements keep this zone listed, so its answers do not prolong its stay.
-            self.registry.update(zone, {**fields, "confirmed": True})
+            # Announcements keep this zone listed; its answers do not prolong its stay.
+            fields["confirmed"] = True
+            self.registry.update(zone, fields)
 
 
 class ZoneOwner(NamedTuple):
@@ -3699,7 +3710,10 @@ class ZoneOwner(NamedTuple):
 
     def to_texts(self):
         """Return this owner as it is stored in Server.zone_owner: texts by name."""
-        return {"port": str(self.source_port), "password": self.password_hash}
+        return {
+            "port": str(self.source_port),
+            "password": self.password_hash,
+        }
 
 
 def create_zone_owner(source_port, password):
@@ -3712,8 +3726,8 @@ def create_zone_owner(source_port, password):
 def read_zone_owner(zone):
     """Return the ZoneOwner that is stored with a listed zone.
 
-    Returns None if nobody has announced the zone, or if the text that the disk or another master
-    has for its owner cannot be read."""
+    Returns None if nobody has announced the zone, or if the owner's texts, which may come from the
+    disk or from another master, cannot be read."""
     port_text = zone.zone_owner.get("port", "")
     password_hash = zone.zone_owner.get("password", "")
     if not re.fullmatch("[0-9]{1,5}", port_text):
@@ -3781,10 +3795,10 @@ class WaitingAnnouncement(NamedTuple):
     """An announcement whose zone was pinged and has not answered yet."""
 
     announcement: ZoneAnnouncement
-    since: float                    # seconds of the monotonic clock
+    since: float                    # when it began to wait: seconds of the monotonic clock
 
     def is_kept_from(self, announcer, now):
-        """Return True if an announcement by this ZoneOwner must not replace the waiting one yet."""
+        """Return True if this announcer, a ZoneOwner, may not replace the announcement yet."""
         if self.announcement.owner == announcer:
             return False
         return now < self.since + WAITING_ANNOUNCEMENT_KEPT_S
@@ -3801,22 +3815,24 @@ class WaitingAnnouncements:
     address counts for itself."""
 
     def __init__(self):
-        # Of each source an ordered dict by port. The source heard last comes last.
+        # Maps a source to its announcements, and a port to the announcement. The source and the
+        # announcement that were added last come last.
         self.by_source = collections.OrderedDict()
         self.total = 0
 
     def add(self, source, announcement, share, now):
-        """Let an announcement wait; return False if another announcer's is kept instead.
+        """Let an announcement wait; return False if that of another announcer is kept instead.
 
         `share` is the number of announcements of this source that may wait."""
+        port = announcement.port
         of_source = self.by_source.setdefault(source, collections.OrderedDict())
         self.by_source.move_to_end(source)
-        waiting = of_source.get(announcement.port)
+        waiting = of_source.get(port)
         if waiting is not None and waiting.is_kept_from(announcement.owner, now):
             return False
         self.total -= len(of_source)
         newcomer = WaitingAnnouncement(announcement, now)
-        keep_latest(of_source, announcement.port, newcomer, share)
+        keep_latest(of_source, port, newcomer, share)
         self.total += len(of_source)
         while self.total > MAX_WAITING_ANNOUNCEMENTS:
             self.drop_oldest()
@@ -3872,18 +3888,18 @@ class ZonePoll:
         > 11223344 03000000     < 11223344 03000000 06000000 04000000
                                   3000 0200 0100 706200 0100 0100 00
 
-    The 4-byte form comes first, because every zone knows it, and because if one asss program runs
-    several virtual servers, this form alone counts the players of one of them. Then options 1
-    (summary) and 2 (arenas) are asked for together. If option 2 is missing in the answer, the list
-    of arenas was too long, and is asked for alone.
+    The 4-byte form comes first, because every zone knows it. It is also the only form that counts
+    the players of one zone if one asss program runs several of them as virtual servers. Then
+    options 1 (summary) and 2 (arenas) are asked for together. If option 2 is missing in the answer,
+    the list of arenas was too long for it, and is asked for alone.
     """
 
     def __init__(self):
         # The number of questions that are answered, and so the index of the question to ask
         self.step = 0
         self.players = 0
-        self.playing = None             # None while the zone has not told
-        self.arenas = ""                # `(Public 0) 2/1, duel 1/1`: total and playing
+        self.playing = None             # None until the zone has answered it
+        self.arenas = ""                # such as "(Public 0) 2/1, duel 1/1": total and playing
 
     def build_question(self, nonce):
         """Return the 4 or 8 bytes of the next question."""
@@ -3927,10 +3943,9 @@ class ZonePoll:
 
 
 def format_arenas(data):
-    """Return the arenas in the blocks `name\\0 total.u16 playing.u16` as one text.
+    """Return the arenas in blocks of `name\\0 total.u16 playing.u16` as one text.
 
-    An empty name ends the blocks; so does a block that is cut off. An arena whose name is a number
-    is a public one."""
+    An empty name ends the blocks, and so does a block that is cut off."""
     arenas = []
     remaining = data
     while True:
@@ -3945,13 +3960,15 @@ def format_arenas(data):
 
 
 def format_arena_name(name):
-    """Return the name of an arena, given as bytes, as it is shown: "?" if it has no text."""
+    """Return the text that shows the name of an arena, given as bytes.
+
+    It is "?" if the bytes hold no text. A number is the name of a public arena."""
     if name.isdigit():
         return "(Public %s)" % name.decode()
     return decode_legacy(name) or "?"
 
 
-# A link is one exchange over the SubSpace core protocol. Every packet begins with its type.
+# A link is one exchange over the SubSpace core protocol. Its packets begin with one of these types.
 LINK_CONNECT = b"\0\1"
 LINK_CONNECT_ANSWER = b"\0\2"
 LINK_RELIABLE = b"\0\3"
@@ -3961,11 +3978,11 @@ LINK_SYNC_ANSWER = b"\0\6"
 LINK_DISCONNECT = b"\0\7"
 LINK_LIST_PIECE = b"\0\x0a"
 LINK_CLUSTER = b"\0\x0e"
-LINK_VERSIONS = b"\1\0", b"\x11\0"    # in a connect, after the key
-LINK_NUMBERED_BYTES = 6             # of a type with four bytes after it: the shortest such packet
+LINK_VERSIONS = b"\1\0", b"\x11\0"  # end a connect
+LINK_NUMBERED_BYTES = 6             # the shortest packet that has a number or a time after its type
 LINK_WINDOW = 4                     # packets in flight: deployed clients are used to so many
 LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
-LINK_NEVER_SENT = -math.inf         # the time when a new packet was sent last
+LINK_NEVER_SENT = -math.inf         # stands for the time at which a new packet was sent
 # One datagram gets at most this many answers to its packets. A cluster could ask for seventy.
 LINK_ANSWERS_PER_DATAGRAM = 8
 # A peer that acknowledges nothing for this long has gone. Until then twenty packets in a row were
@@ -3980,8 +3997,8 @@ LINK_PACKET_BYTES = 520             # the longest packet that any end sends
 class SubSpaceLink:
     """Run one end of the SubSpace core protocol, unencrypted. Its packets begin with 00.
 
-        00 03 seq[4] packet                     reliable: taken in order and acknowledged; what is
-                                                not acknowledged is sent again
+        00 03 seq[4] packet                     reliable: handled in order and acknowledged; sent
+                                                again until it is acknowledged
         00 04 seq[4]                            acknowledgement
         00 05 time[4] …                         sync, answered with 00 06 time[4] servertime[4]
         00 07                                   disconnect
@@ -4026,8 +4043,9 @@ class SubSpaceLink:
         return due
 
     def on_packet(self, packet, now):
-        """Handle a packet whose type is not the link's own; subclasses know some, others are
-        ignored."""
+        """Handle a packet of a type that this class does not know.
+
+        Subclasses handle the types that they know. All other packets are ignored."""
 
     def allow_packet(self, packet, now):
         """Count a reliable packet against the limits; return True if it may be sent now.
@@ -4124,15 +4142,17 @@ def build_sync_answer(packet, now):
     return LINK_SYNC_ANSWER + peer_time + own_time
 
 
-# Bytes of lists to one address that acknowledges them, a second / at once: 5,000 zones as fast as
-# can be
+# So many bytes of lists go to one address that acknowledges them, a second / at once. A list of
+# 5,000 zones is therefore sent as fast as the link can.
 LIST_RATE_PER_ADDRESS = 100_000, 1_000_000
-# The same to all addresses together. It is needed because our sequence numbers begin at 0, so that
-# somebody with a forged address can acknowledge packets without receiving them.
+# So many go to all these addresses together. This limit is needed, because our sequence numbers
+# begin at 0: somebody with a forged address can acknowledge packets without receiving them.
 LIST_RATE_IN_TOTAL = 500_000, 4_000_000
-UDP_HEADER_BYTES = 28               # of IPv4 and UDP; each answer has its own, a cluster has one
-MAX_LIST_LINKS = 4096               # open exchanges: 1 kB each, and their packets in flight
-ZONE_LIST_REQUEST = b"\1"           # and then minplayers[4]
+# The IPv4 and UDP headers of a datagram. They count, because a cluster of many packets has one such
+# header, and each answer to these packets has its own.
+UDP_HEADER_BYTES = 28
+MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
+ZONE_LIST_REQUEST = b"\1"           # begins a request; the rest is minplayers[4]
 ZONE_LIST_TYPE = b"\1"              # begins a list
 
 
@@ -4160,11 +4180,12 @@ class SubSpaceList(UdpProtocol):
     datagram_bytes = LINK_PACKET_BYTES
 
     def __init__(self, core):
-        self.rules = core.registry.rules
+        registry = core.registry
+        self.rules = registry.rules
         self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
         self.total_limiter = Limiter(LIST_RATE_IN_TOTAL)
         self.links = collections.OrderedDict()          # by peer
-        self.zones = RenderedList(core.registry, "subspace", render_zone_list)
+        self.zones = RenderedList(registry, SubSpacePing.game, render_zone_list)
 
     def datagram(self, data, peer, now):
         """Handle a datagram of an exchange; return the replies.
@@ -4195,7 +4216,7 @@ class SubSpaceList(UdpProtocol):
         return [(LINK_CONNECT_ANSWER + key, peer)]
 
     def tick(self, now):
-        """Drop the links that are closed; return what is due on all links.
+        """Return the packets that are due on all links, with their peers; drop closed links.
 
         This is called once a second."""
         replies = []
