@@ -2993,17 +2993,33 @@ def draft_number(data, start):
 
 # --- Hyperbol ------------------------------------------------------------------------------------
 
-HYPERBOL_GREETING = struct.Struct("<4sII")                          # "HBSL", key, players
-HYPERBOL_REQUEST_BYTES = 8
-HYPERBOL_UNOFFICIAL = 16                                            # in the filter's first byte
-HYPERBOL_ENTRY = struct.Struct("<4sIB3x")                           # address, port, flavor
-HYPERBOL_INFO = struct.Struct("<32s32sBBB64s20sxIIBBBB16sIIIIB20s3BBxxx")   # the document's script
-HYPERBOL_INFO_BYTES = 5 + HYPERBOL_INFO.size                        # 229
-HYPERBOL_REQUEST_S = 5.0            # "just a few seconds to ask for the full list"
+HYPERBOL_MAGIC = b"HBSL"                            # begins the master's greeting
+HYPERBOL_GREETING = struct.Struct("<4sII")          # magic, key, players
+HYPERBOL_REQUEST = struct.Struct("<IB3x")           # key, filter
+HYPERBOL_FILTER_UNOFFICIAL = 16     # the bit of the filter that asks for unofficial servers as well
+HYPERBOL_ENTRY = struct.Struct("<4sIB3x")           # address, port, flavor
+# A player gets this long to send the request: the document has "just a few seconds to ask for the
+# full list".
+HYPERBOL_REQUEST_S = 5.0
+# A query, and the beginning of its answer: type, timestamp
+HYPERBOL_MESSAGE_HEAD = struct.Struct("<BI")
+HYPERBOL_QUERY = 2                  # the type of a query
+HYPERBOL_ANSWER = 27                # the type of an answer
+# The answer after its head, as the document's script reads it: the fields of HyperbolInfo
+# of which nothing else is used: the fields between them are padding here.
+HYPERBOL_INFO = struct.Struct(
+    "<32s32sBBx64s"                 # name, mode, players, max_players, a zero, map
+    "21xII4x"                       # the address as text, port, flags, four unknown bytes
+    "16s37x"                        # version, unused fields
+    "BBBB3x"                        # imf, syndicate, republic, skill
+)
+HYPERBOL_ANSWER_BYTES = HYPERBOL_MESSAGE_HEAD.size + HYPERBOL_INFO.size     # 229
 
 
 class Hyperbol(TcpProtocol, PolledGame):
-    """Hyperbol's list by TCP, its game servers by UDP; document: "The master Server Protocol".
+    """Serve Hyperbol's list by TCP and query its game servers by UDP.
+
+    Document: "The master Server Protocol".
 
         < 4842534c key.u32 players.u32              "HBSL"; players on all servers; one segment
         > key.u32 filter[4]                         10 in the first byte: unofficial ones as well
@@ -3015,362 +3031,281 @@ class Hyperbol(TcpProtocol, PolledGame):
           port.u32 flags.u32 inet[4] version[16] 00×37 factions[3] skill.u8 000000
                                                     texts are NUL-terminated unless full
 
-    The document does not say how game servers register: the ini names them, or they announce
-    themselves by HTTP. The flavor is the ini's alone: nobody makes himself official.
+    The document does not say how game servers register. Here the ini names them, or they announce
+    themselves by HTTP. Only the ini can give a server a flavor, so that no server can declare
+    itself official.
     """
 
     game = "hyperbol"
 
     def __init__(self, core):
         super().__init__(core)
-        self.everything = RenderedList(self.registry, self.game, hyperbol_everything)
-        self.official = RenderedList(self.registry, self.game, hyperbol_official)
+        registry = core.registry
+        self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
+        self.official_list = RenderedList(registry, self.game, render_official_hyperbol_list)
         self.flavors = {}                       # by listed address and port
         self.read(core.settings)
 
     def read(self, settings):
-        self.read_pinned({(host, port): flavor
-                          for host, port, flavor in settings["hyperbol.servers"]})
+        """Take over the servers that the settings name, each with its flavor."""
+        flavors = {}
+        for host, port, flavor in settings["hyperbol.servers"]:
+            flavors[host, port] = flavor
+        self.read_pinned(flavors)
 
     def tick(self, now):
+        """Look up the host names of the ini and give each own server the flavor it has there.
+
+        This is called once a second."""
         self.resolve_pinned(now)
-        self.flavors = {(self.rules.listed_address(address), port): flavor
-                        for (address, port), flavor in self.pinned.items()}
-        for place, server in self.registry.games[self.game].items():
-            if not server.master:
-                self.registry.update(server, {"flavor": self.flavors.get(place, 0)})
+        self.update_flavors()
+        for endpoint, server in self.registry.games[self.game].items():
+            if server.master:
+                continue                        # another master decides about its own servers
+            flavor = self.flavors.get(endpoint, 0)
+            self.registry.update(server, {"flavor": flavor})
+
+    def update_flavors(self):
+        """Set `flavors` from the ini's servers, by the addresses under which they are listed."""
+        self.flavors = {}
+        for (address, port), flavor in self.pinned.items():
+            listed_address = self.rules.listed_address(address)
+            self.flavors[listed_address, port] = flavor
 
     def session(self, address, now):
+        """Return the session for a new TCP connection from this address."""
         return HyperbolSession(self, address, now)
 
     def on_http_announcement(self, source, port, fields, now):
-        # What it says of itself is not needed: it is queried, and listed with what it answers
+        """Query a game server that has announced itself by HTTP from the address `source`.
+
+        `fields` is ignored, because the server is listed with its answer to the query.
+        Raises Refused if the server must not be queried."""
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
                                         "this came from %s" % source)
         self.query_newcomer(source, port, now)
 
     def query(self, target):
-        return struct.pack("<BI", 2, target.nonce)
+        """Return the datagram that queries this target; its nonce is the timestamp."""
+        return HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, target.nonce)
 
     def answer(self, target, data, now):
-        fields = hyperbol_info(data, target.nonce)
-        place = self.listed_endpoint(target)
-        fields["name"] = fields["name"] or endpoint_text(*place)
-        # Whole milliseconds: jitter alone makes no new list
-        fields.update(ping_ms=round(target.ping_ms), flavor=self.flavors.get(place, 0))
+        """List the target's server with the fields of its answer, or refresh it.
+
+        Returns b"", because one answer completes the poll and needs no reply. Raises Malformed if
+        `data` does not answer the query that is open."""
+        fields = parse_hyperbol_answer(data, target.nonce)
+        endpoint = self.listed_endpoint(target)
+        if not fields["name"]:
+            fields["name"] = endpoint_text(*endpoint)
+        # Whole milliseconds, so that jitter alone does not change the list
+        fields["ping_ms"] = round(target.ping_ms)
+        fields["flavor"] = self.flavors.get(endpoint, 0)
         self.list_polled(target, fields, now)
         return b""
 
 
 class HyperbolSession(Session):
-    """One player who asks for the list."""
+    """Serve one player, whose connection asks for the list."""
 
     def __init__(self, hyperbol, address, now):
-        self.hyperbol, self.address = hyperbol, address
+        self.hyperbol = hyperbol
+        self.address = address
         self.deadline = now + HYPERBOL_REQUEST_S
-        self.key = RANDOM.getrandbits(32)           # over TCP it proves nothing
+        # The protocol demands a key, which over TCP proves nothing
+        self.key = RANDOM.getrandbits(32)
         self.request = b""
 
     def opened(self, now):
-        census = self.hyperbol.registry.census(now).get("hyperbol", Census())
-        return HYPERBOL_GREETING.pack(b"HBSL", self.key, census.players)
+        """Return the greeting: the key, and the number of players on all servers."""
+        registry = self.hyperbol.registry
+        census_by_game = registry.census(now)
+        census = census_by_game.get(self.hyperbol.game, Census())
+        players = census.players
+        return HYPERBOL_GREETING.pack(HYPERBOL_MAGIC, self.key, players)
 
     def receive(self, data, now):
+        """Collect the request; return the list once the request is complete, and then close.
+
+        Returns b"" while bytes are missing, and to an address that asks too often. Raises Malformed
+        if the request does not repeat the key of the greeting."""
         self.request += data
-        if self.done or len(self.request) < HYPERBOL_REQUEST_BYTES:
+        if self.done or len(self.request) < HYPERBOL_REQUEST.size:
             return b""
         self.done = True
-        key, filter = struct.unpack_from("<IB", self.request)
+        key, filter_bits = HYPERBOL_REQUEST.unpack_from(self.request)
         if key != self.key:
             raise Malformed("key: %08x instead of %08x" % (key, self.key))
         hyperbol = self.hyperbol
         if not hyperbol.rules.request_limiter.allow(self.address, now):
             return b""
-        chosen = hyperbol.everything if filter & HYPERBOL_UNOFFICIAL else hyperbol.official
-        return chosen.get(now)
+        if filter_bits & HYPERBOL_FILTER_UNOFFICIAL:
+            return hyperbol.full_list.get(now)
+        return hyperbol.official_list.get(now)
 
     def tick(self, now):
-        self.done = self.done or now >= self.deadline
+        """Close the connection if no complete request has come in time; return nothing to send."""
+        if now >= self.deadline:
+            self.done = True
         return b""
 
 
-def hyperbol_everything(servers):
-    """12 bytes for each server that answers."""
-    shown = [server for server in servers if server.responding and ":" not in server.address]
-    return b"".join(cached_entries(shown, "hyperbol", hyperbol_entry))
+def render_hyperbol_list(servers):
+    """Return the list of those servers that answer and have an IPv4 address: 12 bytes for each."""
+    shown = []
+    for server in servers:
+        if server.responding and ":" not in server.address:
+            shown.append(server)
+    entries = cached_entries(shown, "hyperbol", render_hyperbol_entry)
+    return b"".join(entries)
 
 
-def hyperbol_official(servers):
-    return hyperbol_everything(server for server in servers if server.flavor)
+def render_official_hyperbol_list(servers):
+    """Return Hyperbol's list without the unofficial servers, whose flavor is 0."""
+    official = [server for server in servers if server.flavor]
+    return render_hyperbol_list(official)
 
 
-def hyperbol_entry(server):
-    return HYPERBOL_ENTRY.pack(ipv4_bytes(server.address), server.port, server.flavor)
+def render_hyperbol_entry(server):
+    """Return the 12 bytes of a server in the list."""
+    address = ipv4_bytes(server.address)
+    return HYPERBOL_ENTRY.pack(address, server.port, server.flavor)
 
 
-def hyperbol_info(data, timestamp):
-    """What a game server answers to the query with this timestamp: attributes of Server.
+class HyperbolInfo(NamedTuple):
+    """The fields of a game server's answer that are used, in the order of HYPERBOL_INFO.
 
-    Raises Malformed."""
-    if len(data) < HYPERBOL_INFO_BYTES:
-        raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_INFO_BYTES))
-    kind, echo = struct.unpack_from("<BI", data)
-    if kind != 27:
-        raise Malformed("an answer begins with 27 and not with %d" % kind)
-    if echo != timestamp:
+    Texts are NUL-terminated unless they fill their field."""
+
+    name: bytes
+    mode: bytes                     # the document calls it gametype
+    players: int
+    max_players: int
+    map: bytes
+    port: int
+    flags: int
+    version: bytes
+    imf: int                        # the players of each faction
+    syndicate: int
+    republic: int
+    skill: int
+
+
+def parse_hyperbol_answer(data, timestamp):
+    """Parse a game server's answer to a query; return attributes of Server by name.
+
+    `timestamp` is the number that the query carried. Raises Malformed if the answer is too short,
+    is no answer, or has another timestamp."""
+    if len(data) < HYPERBOL_ANSWER_BYTES:
+        raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_ANSWER_BYTES))
+    message_type, answered_timestamp = HYPERBOL_MESSAGE_HEAD.unpack_from(data)
+    if message_type != HYPERBOL_ANSWER:
+        raise Malformed("an answer begins with %d and not with %d"
+                        % (HYPERBOL_ANSWER, message_type))
+    if answered_timestamp != timestamp:
         raise Malformed("timestamp: not that of the open query")
-    values = HYPERBOL_INFO.unpack_from(data, 5)
-    name, mode, map, version = (decode_legacy(c_string(values[i])) for i in (0, 1, 5, 13))
-    return {"name": name, "mode": mode, "map": map, "version": version,
-            "players": values[2], "max_players": values[3],
-            "details": {"skill": str(values[23]), "flags": "0x%08x" % values[8],
-                        "factions": "IMF %d, Syndicate %d, Republic %d" % values[20:23]}}
+    values = HYPERBOL_INFO.unpack_from(data, HYPERBOL_MESSAGE_HEAD.size)
+    info = HyperbolInfo(*values)
+    factions = info.imf, info.syndicate, info.republic
+    return {
+        "name": decode_legacy(c_string(info.name)),
+        "mode": decode_legacy(c_string(info.mode)),
+        "map": decode_legacy(c_string(info.map)),
+        "version": decode_legacy(c_string(info.version)),
+        "players": info.players,
+        "max_players": info.max_players,
+        "details": {
+            "skill": str(info.skill),
+            "flags": "0x%08x" % info.flags,
+            "factions": "IMF %d, Syndicate %d, Republic %d" % factions,
+        },
+    }
 
 
-def hyperbol_greeting(data):
-    """Key and number of players in a master's greeting, 12 bytes. Raises Malformed."""
-    if len(data) < HYPERBOL_GREETING.size or data[:4] != b"HBSL":
+def parse_hyperbol_greeting(data):
+    """Return the key and the number of players from the 12 bytes of a master's greeting.
+
+    Raises Malformed if this is no greeting."""
+    is_complete = len(data) >= HYPERBOL_GREETING.size
+    if not is_complete or not data.startswith(HYPERBOL_MAGIC):
         raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
-                        % ascii(data[:12]))
-    return HYPERBOL_GREETING.unpack_from(data)[1:]
+                        % ascii(data[:HYPERBOL_GREETING.size]))
+    _, key, players = HYPERBOL_GREETING.unpack_from(data)
+    return key, players
 
 
-def hyperbol_entries(data):
-    """Address, port and flavor of each server in a list; a rest of under 12 bytes is ignored."""
-    whole = len(data) - len(data) % HYPERBOL_ENTRY.size
-    return [(".".join(map(str, address)), port, flavor)
-            for address, port, flavor in HYPERBOL_ENTRY.iter_unpack(data[:whole])]
+def parse_hyperbol_list(data):
+    """Return [(address, port, flavor), ...] of the servers in a list, the address as a text.
+
+    Fewer than 12 bytes at the end are an entry that is cut off; they are ignored."""
+    entry_count = len(data) // HYPERBOL_ENTRY.size
+    complete_entries = data[:entry_count * HYPERBOL_ENTRY.size]
+    servers = []
+    for address_bytes, port, flavor in HYPERBOL_ENTRY.iter_unpack(complete_entries):
+        address = ".".join(map(str, address_bytes))
+        servers.append((address, port, flavor))
+    return servers
 
 
 # --- SubSpace ------------------------------------------------------------------------------------
 
-ZONE_ANNOUNCEMENT = struct.Struct("<4sHHHI32s48s")      # 94 bytes, then the description
-ZONE_ENTRY = struct.Struct("<4sHHHI64s")                # in a list, then the description
-ZONE_DESCRIPTION_BYTES = 480        # in a list, its NUL included: the most that clients take
-ZONE_VERSION = 134                  # what every zone announces; for those that the ini names
-ZONE_PASSWORD = b"cane"             # what every zone announces that has not set another
+# An announcement is this head of 94 bytes and then the description: ip, port, players, scores,
+# version, name, password.
+ZONE_ANNOUNCEMENT_HEAD = struct.Struct("<4sHHHI32s48s")
+ZONE_ANNOUNCEMENT_BYTES = 480       # the longest announcement
+# A zone in a list is this head of 78 bytes and then the description: ip, port, players, scores,
+# version, name.
+ZONE_ENTRY_HEAD = struct.Struct("<4sHHHI64s")
+# Clients accept a description of this size in a list, its NUL included.
+ZONE_DESCRIPTION_BYTES = 480
+# Every zone announces this version. A zone that only the ini names is listed with it, too.
+ZONE_VERSION = 134
+ZONE_PASSWORD = b"cane"             # zones announce it unless they have set another password
 ZONE_LIFETIME_S = 180.0             # zones announce every 60 s, so three in a row were lost
-ZONE_PASSWORD_HASH_BYTES = 8        # two of a million passwords are alike once in 40 million times
-ZONE_CLAIMS = 8192                  # waiting for the answer to a ping, 15 MB at most: at 30,000 a
-                                    # second, more than can be read, one waits 0.3 s
-ZONE_CLAIM_HELD_S = POLL_TIMEOUT_S  # a claim keeps its place so long: the answer takes no longer
-BY_HTTP = 0                         # in place of the UDP port that an announcement came from
-ECHO_RATE = 1, 5                    # answers as long as their pings, by source, a second / at once:
-                                    # two ping ports would answer each other for ever
-PING_SUMMARY, PING_ARENAS = 1, 2    # the document's options
-PING_BYTES = 512                    # the document: no packet is larger …
-PING_BYTES_SEEN = 520               # … but one implementation sends up to 520
-PING_FORMS = b"", b"\3\0\0\0", b"\2\0\0\0"      # what follows the timestamp, as asked in turn
-
-
-class ZonePoll:
-    """What one zone answers to the questions of one poll, each with its own nonce as timestamp;
-    document: "ping/information protocol", version 1.0.
-
-        > 11223344              < 06000000 11223344
-        > 11223344 03000000     < 11223344 03000000 06000000 04000000
-                                  3000 0200 0100 706200 0100 0100 00
-
-    The 4-byte form comes first: every zone knows it, and of several virtual servers on one asss it
-    alone counts this one's players. Then options 1 and 2 are asked together; if 2 is missing in
-    the answer, the list was too long and is asked for alone.
-    """
-
-    def __init__(self):
-        self.step = 0                   # the one of PING_FORMS to ask; so many were answered
-        self.players = 0
-        self.playing = None             # None: it has not told
-        self.arenas = ""                # `(Public 0) 2/1, duel 1/1`: total and playing
-
-    def question(self, nonce):
-        """4 or 8 bytes."""
-        return struct.pack("<I", nonce) + PING_FORMS[self.step]
-
-    def answer(self, data, nonce):
-        """True: the poll is complete. False: there is another question. Raises Malformed."""
-        timestamp = data[:4] if self.step else data[4:]
-        if timestamp != struct.pack("<I", nonce) or not 8 <= len(data) <= PING_BYTES_SEEN:
-            raise Malformed("timestamp: not the one that was sent, or %d bytes" % len(data))
-        self.step += 1
-        if self.step == 1:
-            self.players = clamp(int.from_bytes(data[:4], "little"))
-            return False
-        options, blocks = data[4], data[8:]
-        if options & PING_SUMMARY and len(blocks) >= 8:
-            total, playing = struct.unpack_from("<II", blocks)
-            # Two players may have come since. More: it is one of several zones of a server, and
-            # this answer counts all of them
-            if total > self.players + 2:
-                return True
-            self.playing, blocks = playing, blocks[8:]
-        if options & PING_ARENAS:
-            self.arenas = arenas_text(blocks)
-            return True
-        return self.step == len(PING_FORMS)
-
-
-def arenas_text(data):
-    """Of blocks `name\\0 total.u16 playing.u16`, ended by an empty name; one that is cut off ends
-    them too."""
-    arenas = []
-    name, _, data = data.partition(b"\0")
-    while name and len(data) >= 4:
-        shown = "(Public %s)" % name.decode() if name.isdigit() else decode_legacy(name) or "?"
-        arenas.append("%s %d/%d" % (shown, *struct.unpack_from("<HH", data)))
-        name, _, data = data[4:].partition(b"\0")
-    return ", ".join(arenas)
-
-
-def ping_answer(data: bytes, total: int, playing: int,
-                arenas: Iterable[Tuple[bytes, int, int]]) -> bytes:
-    """The answer of at most 512 bytes to a ping of 4 or 8; `arenas`: name, total, playing."""
-    if len(data) == 4:
-        return struct.pack("<I", total) + data
-    options = data[4] & (PING_SUMMARY | PING_ARENAS)
-    out = data[:4] + struct.pack("<I", options)
-    if options & PING_SUMMARY:
-        out += struct.pack("<II", total, playing)
-    if options & PING_ARENAS:
-        for name, *counts in arenas:
-            block = name + struct.pack("<xHH", *counts)
-            if len(out) + len(block) >= PING_BYTES:
-                break
-            out += block
-        out += b"\0"
-    return out
+# With 8 bytes, two of a million passwords have the same hash once in 40 million times.
+ZONE_PASSWORD_HASH_BYTES = 8
+ZONE_PASSWORD_HASH = re.compile("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES))
+# This many announcements may wait for the answer to a ping; they take 15 MB at most. At 30,000
+# announcements a second, more than the master can read, it takes 0.3 s until one is pushed out.
+MAX_WAITING_ANNOUNCEMENTS = 8192
+# For this long no other announcer can replace a waiting announcement: the answer takes no longer.
+WAITING_ANNOUNCEMENT_KEPT_S = POLL_TIMEOUT_S
+NO_SOURCE_PORT = 0                  # stands for HTTP where an announcer's UDP port is expected
+# So many answers that are as long as their pings go to one source, a second / at once. Without this
+# limit, two ping ports would answer each other for ever.
+ECHO_RATE = 1, 5
+PING_SIZES = 4, 8                   # bytes: a timestamp, or a timestamp and options
+PING_TIMESTAMP_BYTES = 4
+PING_SUMMARY = 1                    # the option that asks for the counts of the whole zone
+PING_ARENAS = 2                     # the option that asks for the counts of each arena
+PING_COUNTS = struct.Struct("<II")          # total and playing of the zone
+PING_ARENA_COUNTS = struct.Struct("<HH")    # total and playing of an arena, after its name
+PING_ANSWER_BYTES = 512             # the document: no packet is larger
+PING_ANSWER_BYTES_ACCEPTED = 520    # one implementation sends up to 520
+# What follows the timestamp in each question of a poll, in the order in which they are asked
+PING_QUESTION_OPTIONS = (
+    b"",
+    struct.pack("<I", PING_SUMMARY | PING_ARENAS),
+    struct.pack("<I", PING_ARENAS),
+)
+# Some programs for zones reply with the total only if `timestamp % 600 < 300`, others only if
+# `timestamp % 1000 < 500`. In every 3000 timestamps the first 300 satisfy both.
+PING_NONCE_CYCLE = 3000
+PING_NONCES_PER_CYCLE = 300
 
 
 def ping_nonce():
-    """A timestamp for which zones count everybody: for some, `t % 600 < 300` or `t % 1000 < 500`
-    means the total."""
-    return 3000 * RANDOM.randrange((1 << 32) // 3000) + RANDOM.randrange(300)
+    """Return a random timestamp to which every zone replies with its total of players.
 
-
-class ZoneOwner(NamedTuple):
-    """The announcer that a listed zone belongs to."""
-
-    source_port: int                # the UDP port that it announces from, or BY_HTTP
-    password_hash: str              # hexadecimal
-
-    def texts(self):
-        """For Server.zone_owner."""
-        return {"port": str(self.source_port), "password": self.password_hash}
-
-
-def zone_owner(source_port, password):
-    hashed = hashlib.blake2b(
-        password, digest_size=ZONE_PASSWORD_HASH_BYTES, person=b"zone password")
-    return ZoneOwner(source_port, hashed.hexdigest())
-
-
-def owner_of(zone):
-    """The ZoneOwner of a listed zone; None if nobody has announced it, or if what the disk or
-    another master says of the owner cannot be read."""
-    source_port = zone.zone_owner.get("port", "")
-    password_hash = zone.zone_owner.get("password", "")
-    if not re.fullmatch("[0-9]{1,5}", source_port) or int(source_port) > 65535:
-        return None
-    if not re.fullmatch("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES), password_hash):
-        return None
-    return ZoneOwner(int(source_port), password_hash)
-
-
-class HeardOwner(NamedTuple):
-    """When the owner of a zone has announced it last."""
-
-    owner: ZoneOwner
-    at: float                       # seconds of the monotonic clock
-
-
-class Claim(NamedTuple):
-    """What an announcement says of a zone, but for the players, which the zone's answers tell."""
-
-    port: int
-    fields: Dict[str, Any]          # for the registry
-    owner: ZoneOwner                # the announcer, whom the zone will belong to
-    lifetime: float                 # infinite: it came by HTTP
-
-
-def zone_announcement(data, source_port):
-    """The claim in the 95 to 480 bytes of an announcement; raises Malformed with the field."""
-    if not ZONE_ANNOUNCEMENT.size < len(data) <= 480:
-        raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
-    if source_port == BY_HTTP:
-        raise Malformed("source port: a datagram from port 0 is forged")
-    _, port, _, scores, version, name, password = ZONE_ANNOUNCEMENT.unpack_from(data)
-    description = c_string(data[ZONE_ANNOUNCEMENT.size:])
-    fields = {"name": decode_legacy(c_string(name)), "version": str(version),
-              "description": decode_legacy(description, TEXT_CHARACTERS),
-              "details": {"scores": "yes" if scores & 255 else "no"}}
-    if port == 65535:
-        raise Malformed("port: 65535 leaves no next one for pings")
-    return Claim(port, fields, zone_owner(source_port, c_string(password)), ZONE_LIFETIME_S)
-
-
-def is_listed_so(zone, claim):
-    """Is the zone listed with all that the claim says?"""
-    for name, value in claim.fields.items():
-        if name == "details":               # the others are from the zone's answers
-            if zone.details.get("scores") != value["scores"]:
-                return False
-        elif getattr(zone, name) != value:
-            return False
-    return True
-
-
-class WaitingClaim(NamedTuple):
-    """A claim whose zone was pinged and has not answered yet."""
-
-    claim: Claim
-    since: float                    # seconds of the monotonic clock
-
-
-class WaitingClaims:
-    """The WaitingClaim of each zone that was pinged, by source and announced port.
-
-    An answer proves the zone, but not which announcer is the right one. So for ZONE_CLAIM_HELD_S a
-    claim keeps its place against other announcers: a forged claim that replaced it would profit
-    from the answer to its ping. A source that fills its share loses its own oldest claim. When all
-    together are too many, the source that was silent for longest loses its oldest. Sources are IPv4
-    addresses here, and each counts for itself."""
-
-    def __init__(self):
-        self.by_source = collections.OrderedDict()      # and then by port
-        self.total = 0
-
-    def add(self, source, claim, share, now):
-        """Let a claim wait; False: that of another announcer keeps its place. `share`: how many of
-        this source may wait."""
-        claims = self.by_source.setdefault(source, collections.OrderedDict())
-        self.by_source.move_to_end(source)
-        waiting = claims.get(claim.port)
-        if (waiting and waiting.claim.owner != claim.owner
-                and now < waiting.since + ZONE_CLAIM_HELD_S):
-            return False
-        self.total -= len(claims)
-        keep_latest(claims, claim.port, WaitingClaim(claim, now), share)
-        self.total += len(claims)
-        while self.total > ZONE_CLAIMS:
-            silent_source, silent_claims = next(iter(self.by_source.items()))
-            oldest_port = next(iter(silent_claims))
-            self.take(silent_source, oldest_port)
-        return True
-
-    def take(self, source, port):
-        """The claim, which waits no more; None: there is none."""
-        claims = self.by_source.get(source, {})
-        waiting = claims.pop(port, None)
-        if waiting is None:
-            return None
-        self.total -= 1
-        if not claims:
-            del self.by_source[source]
-        return waiting.claim
+    To other timestamps some zones reply with the number of those who are playing."""
+    cycle_count = (1 << 32) // PING_NONCE_CYCLE
+    cycle_start = PING_NONCE_CYCLE * RANDOM.randrange(cycle_count)
+    return cycle_start + RANDOM.randrange(PING_NONCES_PER_CYCLE)
 
 
 class SubSpacePing(UdpProtocol, PolledGame):
-    """SubSpace's ping port, one above the list: answers pings to this master, hears announcements.
+    """Serve SubSpace's ping port, one above the list port: answer pings and list zones.
 
         > 11223344 03000000                     a ping of 4 or 8 bytes; answered as in ZonePoll,
                                                 one arena a game
@@ -3382,12 +3317,16 @@ class SubSpacePing(UdpProtocol, PolledGame):
                                                 timestamp a MAC over that address and port
         > 06000000 e0a11c4b                     from there: the zone is there, it is listed
 
-    Nothing counts before that answer but the repetition of what is listed already. The answer
-    proves the zone alone, not the announcement: a zone answers every ping. So a listed zone belongs
-    to its ZoneOwner, which is stored with it as Server.zone_owner, until this one has been silent
-    for ZONE_LIFETIME_S. Until then other announcers may repeat what is listed and change nothing. A
-    zone that was announced by HTTP lives by its answers, so its owner never falls silent. Listed
-    zones are in the registry, where SubSpaceList finds them; here are only the claims that wait.
+    Before that answer an announcement changes nothing, but an announcement that only repeats the
+    listed fields of a zone refreshes the zone at once. The answer proves that the zone is there,
+    but not that the announcement came from it, because a zone answers every ping. A listed zone
+    therefore belongs to its ZoneOwner, which is stored with it as Server.zone_owner, until this
+    owner has been silent for ZONE_LIFETIME_S. Until then other announcers may repeat the listed
+    fields, but cannot change them. A zone that was announced by HTTP stays for as long as it
+    answers polls, so its owner never counts as silent.
+
+    Listed zones are in the registry, where SubSpaceList finds them. This object keeps only the
+    announcements that wait for the answer to a ping, and when each owner was last heard.
     """
 
     game = "subspace"
@@ -3396,373 +3335,818 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     def __init__(self, core):
         super().__init__(core)
-        self.cookie = Cookie(os.urandom(16), 4)
-        self.claims = WaitingClaims()
-        self.heard = {}                                 # HeardOwner by the key of an own zone
-        self.pings = []                                 # for what came by HTTP
-        self.echoes = Limiter(ECHO_RATE)
+        self.cookie = Cookie(os.urandom(16), PING_TIMESTAMP_BYTES)
+        self.waiting = WaitingAnnouncements()
+        self.heard_owners = {}          # a HeardOwner by the key of a zone that was heard here
+        self.queued_pings = []          # pings for zones that were announced by HTTP
+        self.echo_limiter = Limiter(ECHO_RATE)
         self.read(core.settings)
 
     def read(self, settings):
-        self.read_pinned(dict.fromkeys(settings["subspace.zones"]))
+        """Take over the zones that the settings name."""
+        zones = settings["subspace.zones"]
+        self.read_pinned(dict.fromkeys(zones))      # the ini gives a zone nothing but its endpoint
 
     def on_registry_event(self, event, server):
+        """Handle the listing or removal of a zone: "listed" or "gone"."""
         super().on_registry_event(event, server)
         if event == "gone":
-            self.heard.pop(server.key, None)
+            self.heard_owners.pop(server.key, None)
 
     def tick(self, now):
+        """Look up the host names of the ini; return the pings to zones announced by HTTP."""
         self.resolve_pinned(now)
-        pings, self.pings = self.pings, []
+        pings = self.queued_pings
+        self.queued_pings = []
         return pings
 
     def datagram(self, data, peer, now):
+        """Handle a ping, a zone's answer to our ping, or an announcement; return the replies.
+
+        Raises Malformed for other datagrams, and Limited for a ping over a limit."""
         source, source_port = peer[:2]
-        if len(data) in (4, 8):
-            return self.ping(data, peer, now)
+        if len(data) in PING_SIZES:
+            return self.on_ping(data, peer, now)
         try:
-            claim = zone_announcement(data, source_port)
-        except Malformed as wrong:
-            self.registry.record_outcome(source, self.game, 0, "bad packet", now, str(wrong))
+            announcement = parse_zone_announcement(data, source_port)
+        except Malformed as error:
+            self.registry.record_outcome(source, self.game, 0, "bad packet", now, str(error))
             raise
         try:
-            return self.announcement(source, claim, now)
+            return self.on_announcement(source, announcement, now)
         except Refused as refused:
-            self.record_refusal(source, claim.port, refused, now)
+            self.record_refusal(source, announcement.port, refused, now)
             return []
 
     def record_refusal(self, source, port, refused, now):
-        self.registry.record_outcome(source, self.game, port, refused.outcome, now, str(refused))
+        """Record for /check why the announcement of a zone was refused."""
+        outcome = refused.outcome
+        reason = str(refused)
+        self.registry.record_outcome(source, self.game, port, outcome, now, reason)
 
-    def ping(self, data, peer, now):
-        """Answer for this master itself, or take a zone's answer to our ping; raises Limited."""
+    # Pings
+
+    def on_ping(self, data, peer, now):
+        """Handle a ping to this master, or a zone's answer to our ping: 4 or 8 bytes.
+
+        Returns the replies, [(datagram, peer)] or []. Raises Limited for a ping over a limit."""
         source, source_port = peer[:2]
-        # A zone's answer is no request, so a flood of pings in the zone's name does not keep it out
-        if self.cookie.is_valid(data[-4:], endpoint_text(source, source_port).encode(), now):
-            if len(data) == 8:                  # else it came back to ourselves: we are no zone
-                self.proves(source, source_port - 1, int.from_bytes(data[:4], "little"), now)
+        endpoint = endpoint_text(source, source_port).encode()
+        mac = data[-PING_TIMESTAMP_BYTES:]
+        # An answer is recognized before the limits apply. Otherwise somebody who floods us with
+        # pings from the zone's forged address would keep the zone's answer out.
+        if self.cookie.is_valid(mac, endpoint, now):
+            # Four bytes are our own ping: the announcement named this master's port as a zone's.
+            if len(data) == 8:
+                zone_port = source_port - 1
+                players = int.from_bytes(data[:4], "little")
+                self.on_ping_answer(source, zone_port, players, now)
             return []
         if not self.rules.udp_request_limiter.allow(source, now):
             raise Limited
-        arenas = [(game.encode(), clamp(players), clamp(playing))
-                  for game, (_, players, playing) in sorted(self.registry.census(now).items())]
-        answer = ping_answer(data, sum(arena[1] for arena in arenas),
-                             sum(arena[2] for arena in arenas), arenas)
+        return self.answer_ping(data, peer, now)
+
+    def answer_ping(self, data, peer, now):
+        """Return the answer to a ping of 4 or 8 bytes, in which each game is one arena.
+
+        Raises Limited if the answer would exceed the limits."""
+        source, _ = peer[:2]
+        arenas = []
+        total = 0
+        total_playing = 0
+        for game, census in sorted(self.registry.census(now).items()):
+            players = clamp(census.players)
+            playing = clamp(census.playing)
+            arenas.append((game.encode(), players, playing))
+            total += players
+            total_playing += playing
+        answer = build_ping_answer(data, total, total_playing, arenas)
         surplus = len(answer) - len(data)
         if not self.rules.allow_surplus("ping", source, surplus, now):
             raise Limited
-        if not surplus and not self.echoes.allow(source, now):
+        if surplus == 0 and not self.echo_limiter.allow(source, now):
             raise Limited
         return [(answer, peer)]
 
-    # Announcements
+    def on_ping_answer(self, source, port, players, now):
+        """List a zone that has answered our ping, or change it, as its waiting announcement says.
 
-    def announcement(self, source, claim, now):
-        """Refresh a zone that repeats itself; ping another one. Raises Refused."""
-        address = self.rules.listed_address(source)
-        claim.fields["name"] = claim.fields.get("name") or endpoint_text(address, claim.port)
-        zone = self.registry.get(self.game, address, claim.port)
-        ping_place = source, claim.port + 1
-        if zone is None:
-            self.registry.check_admission((self.game, address, claim.port), source,
-                                          claim.fields["name"])
-            self.registry.record_outcome(source, self.game, claim.port, "silent", now,
-                               "no answer yet to a ping on UDP port %d" % ping_place[1])
-        else:
-            if claim.owner == owner_of(zone) and not zone.master:
-                self.heard[zone.key] = HeardOwner(claim.owner, now)
-            if self.is_repetition(zone, claim, now):
-                self.registry.confirm(zone, now)
-                return []
-        self.check_claim(zone, claim, now)
-        share = ZONE_CLAIMS if self.rules.exempts(source) else self.rules.max_servers_per_source
-        if not self.claims.add(source, claim, share, now):
-            return []
-        return [(self.cookie.make(endpoint_text(*ping_place).encode(), now), ping_place)]
-
-    def on_http_announcement(self, source, port, fields, now):
-        if ":" in source or port == 65535:
-            raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
-                                        "this is %s" % endpoint_text(source, port))
-        fields = {name: value for name, value in fields.items() if name != "players"}
-        claim = Claim(port, fields, zone_owner(BY_HTTP, ZONE_PASSWORD), math.inf)
-        self.pings += self.announcement(source, claim, now)
-
-    def is_repetition(self, zone, claim, now):
-        """Does this announcement only say that a listed zone is still there?"""
-        owner = owner_of(zone)
-        if owner is None or owner.password_hash != claim.owner.password_hash:
-            return False
-        if not is_listed_so(zone, claim):
-            return False
-        if claim.owner == owner:
-            return not zone.master          # else it is to be listed as heard here as well
-        return not self.is_silent(zone, owner, now)
-
-    def is_silent(self, zone, owner, now):
-        """Does the owner of a listed zone announce it no more?"""
-        if owner.source_port == BY_HTTP:
-            return False
-        heard_at = zone.last_seen           # another master vouches for its zone
-        if not zone.master:
-            heard = self.heard.get(zone.key)
-            if heard is None or heard.owner != owner:
-                # Listed before a restart, or another master told of this owner
-                heard = self.heard[zone.key] = HeardOwner(owner, zone.last_seen)
-            heard_at = heard.at
-        return self.registry.is_silent(zone.source, heard_at, ZONE_LIFETIME_S, now)
-
-    def check_claim(self, zone, claim, now):
-        """Raise Refused if the listed `zone` belongs to another announcer, or the name to another
-        zone. `zone`: None if it is not listed."""
-        owner = zone and owner_of(zone)
-        if owner and owner != claim.owner and not self.is_silent(zone, owner, now):
-            if owner.source_port == BY_HTTP:
-                raise Refused("owner", "it was announced by HTTP; sign it off there (action=stop)")
-            if owner.password_hash != claim.owner.password_hash:
-                raise Refused("password", "this zone is listed with another one; a new one is "
-                                          "taken once it was silent for %d s" % ZONE_LIFETIME_S)
-            raise Refused("owner", "another UDP port of this address announces it in other words; "
-                                   "this is taken once that was silent for %d s" % ZONE_LIFETIME_S)
-        if zone is None or zone.name != claim.fields["name"]:
-            self.check_name(zone, claim)
-
-    def check_name(self, zone, claim):
-        """Raise Refused if a listed zone, other than `zone`, has the name and another password.
-
-        The first password that comes with a name owns it while a zone of that name is there."""
-        name = claim.fields["name"].casefold()
-        for other in self.registry.games[self.game].values():
-            if other.name.casefold() != name or not other.responding or other is zone:
-                continue
-            owner = owner_of(other)
-            if owner and owner.password_hash != claim.owner.password_hash:
-                raise Refused("name", "the name %s belongs to another zone, with another "
-                                      "password, for as long as that is listed" % other.name)
-
-    def proves(self, source, port, players, now):
-        """The zone on this port has answered a ping: list it, or change it to what it claims."""
-        claim = self.claims.take(source, port)
-        if claim is None:                       # it answered twice, or too late
+        `port` is the zone's own port, and `players` the number that it has answered. Does nothing
+        if no announcement waits, because the zone has answered twice or too late."""
+        announcement = self.waiting.pop(source, port)
+        if announcement is None:
             return
         address = self.rules.listed_address(source)
+        zone = self.registry.get(self.game, address, port)
+        if zone is not None:
+            owner = read_zone_owner(zone)
+            if owner != announcement.owner:
+                self.remember_unheard_owner(zone, owner)
+        # The check is repeated, because since the announcement came the zone's owner may have
+        # announced it, or another zone may have got the name.
         try:
-            # Meanwhile its owner may have announced it, or another zone have got the name
-            self.check_claim(self.registry.get(self.game, address, port), claim, now)
+            self.check_ownership(zone, announcement, now)
         except Refused as refused:
             self.record_refusal(source, port, refused, now)
             return
-        # A poll that is under way may have asked before the zone was there
-        target = self.poller.poll_now(self, source, port, now)
-        fields = {**claim.fields, "players": clamp(players), "zone_owner": claim.owner.texts()}
-        zone = self.list_polled(target, fields, now, claim.lifetime)
+        self.list_announced_zone(source, announcement, players, now)
+
+    def list_announced_zone(self, source, announcement, players, now):
+        """List a zone, or change it, as an announcement says, and make the announcer its owner.
+
+        `players` is the number with which the zone has answered our ping."""
+        owner = announcement.owner
+        # A new poll begins, because one that is under way may have asked before the zone was there.
+        target = self.poller.poll_now(self, source, announcement.port, now)
+        fields = {
+            **announcement.fields,
+            "players": clamp(players),
+            "zone_owner": owner.to_texts(),
+        }
+        zone = self.list_polled(target, fields, now, announcement.lifetime)
         if zone is not None:
-            self.heard[zone.key] = HeardOwner(claim.owner, now)
+            self.heard_owners[zone.key] = HeardOwner(owner, now)
+
+    # Announcements
+
+    def on_announcement(self, source, announcement, now):
+        """Refresh a listed zone if the announcement only repeats it; otherwise ping the zone.
+
+        Returns the ping, [(datagram, peer)], or [] if there is nothing to send. Raises Refused."""
+        address = self.rules.listed_address(source)
+        port = announcement.port
+        announcer = announcement.owner
+        fields = announcement.fields
+        if not fields.get("name"):
+            fields["name"] = endpoint_text(address, port)
+        zone = self.registry.get(self.game, address, port)
+        if zone is None:
+            self.check_new_zone(source, address, announcement, now)
+        else:
+            owner = read_zone_owner(zone)
+            if announcer != owner:
+                self.remember_unheard_owner(zone, owner)
+            elif not zone.master:
+                self.heard_owners[zone.key] = HeardOwner(owner, now)
+            if self.is_repetition(zone, owner, announcement, now):
+                self.registry.confirm(zone, now)
+                return []
+        self.check_ownership(zone, announcement, now)
+        return self.ping_zone(source, announcement, now)
+
+    def on_http_announcement(self, source, port, fields, now):
+        """Handle an announcement that came by HTTP; the next tick pings the zone.
+
+        `fields` are attributes of Server, of which the players are ignored, because the zone's
+        answers tell them. Raises Refused."""
+        if ":" in source or port == 65535:
+            raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
+                                        "this is %s" % endpoint_text(source, port))
+        announced_fields = dict(fields)
+        announced_fields.pop("players", None)
+        owner = create_zone_owner(NO_SOURCE_PORT, ZONE_PASSWORD)
+        announcement = ZoneAnnouncement(port, announced_fields, owner, math.inf)
+        pings = self.on_announcement(source, announcement, now)
+        self.queued_pings += pings
+
+    def check_new_zone(self, source, address, announcement, now):
+        """Raise Refused if a new zone may not be listed.
+
+        Otherwise record for /check that the zone has not answered a ping yet."""
+        port = announcement.port
+        key = self.game, address, port
+        name = announcement.fields["name"]
+        self.registry.check_admission(key, source, name)
+        detail = "no answer yet to a ping on UDP port %d" % (port + 1)
+        self.registry.record_outcome(source, self.game, port, "silent", now, detail)
+
+    def ping_zone(self, source, announcement, now):
+        """Let an announcement wait for the answer to a ping; return the ping, [(datagram, peer)].
+
+        Returns [] if an announcement of this zone by another announcer waits already."""
+        share = self.rules.max_servers_per_source
+        if self.rules.exempts(source):
+            share = MAX_WAITING_ANNOUNCEMENTS
+        if not self.waiting.add(source, announcement, share, now):
+            return []
+        ping_port = announcement.port + 1
+        endpoint = endpoint_text(source, ping_port).encode()
+        ping = self.cookie.make(endpoint, now)
+        return [(ping, (source, ping_port))]
+
+    # Ownership
+
+    def remember_unheard_owner(self, zone, owner):
+        """Let the silence of an owner that this master has not heard count from `zone.last_seen`.
+
+        `owner` is the ZoneOwner of the listed zone, or None. It has not been heard if the zone was
+        listed before a restart, or if another master has told us of the owner. The time has to be
+        kept here, because `last_seen` moves on when other announcers repeat what is listed."""
+        if owner is None or owner.announces_by_http:
+            return                              # such an owner never counts as silent
+        if zone.master:
+            return                              # is_owner_silent() goes by `last_seen` here
+        last_heard = self.heard_owners.get(zone.key)
+        is_known = last_heard is not None and last_heard.owner == owner
+        if not is_known:
+            self.heard_owners[zone.key] = HeardOwner(owner, zone.last_seen)
+
+    def is_repetition(self, zone, owner, announcement, now):
+        """Return True if an announcement only says that a listed zone is still there.
+
+        `owner` is the zone's ZoneOwner or None. An announcement by another UDP port may be a
+        repetition too, if it has the same password and the owner is not silent: a router may have
+        given the zone another port."""
+        announcer = announcement.owner
+        if owner is None or owner.password_hash != announcer.password_hash:
+            return False
+        if not has_announced_fields(zone, announcement):
+            return False
+        if announcer == owner:
+            # Another master's zone is pinged, so that it is listed as heard by this master as well.
+            return not zone.master
+        return not self.is_owner_silent(zone, owner, now)
+
+    def is_owner_silent(self, zone, owner, now):
+        """Return True if the owner of a listed zone has not announced it for ZONE_LIFETIME_S.
+
+        If the zone is this master's, remember_unheard_owner() must have been called before."""
+        if owner.announces_by_http:
+            return False
+        if zone.master:
+            heard_at = zone.last_seen           # the other master vouches for its zone
+        else:
+            heard_at = self.heard_owners[zone.key].heard_at
+        return self.registry.is_silent(zone.source, heard_at, ZONE_LIFETIME_S, now)
+
+    def check_ownership(self, zone, announcement, now):
+        """Raise Refused if the zone or the announced name belongs to somebody else.
+
+        `zone` is the listed zone at the announced address and port, or None."""
+        if zone is None:
+            self.check_zone_name(announcement)
+            return
+        self.check_owner(zone, announcement, now)
+        if zone.name != announcement.fields["name"]:
+            self.check_zone_name(announcement, zone)
+
+    def check_owner(self, zone, announcement, now):
+        """Raise Refused if the listed zone belongs to another announcer who is not silent."""
+        owner = read_zone_owner(zone)
+        announcer = announcement.owner
+        if owner is None or owner == announcer:
+            return
+        if self.is_owner_silent(zone, owner, now):
+            return
+        if owner.announces_by_http:
+            raise Refused("owner", "it was announced by HTTP; sign it off there (action=stop)")
+        if owner.password_hash != announcer.password_hash:
+            raise Refused("password", "wrong password for this zone; a new password is accepted "
+                                      "once the zone has been silent for %d s" % ZONE_LIFETIME_S)
+        raise Refused("owner", "another UDP port of this address announces this zone with other "
+                               "texts; this announcement is accepted once that port has been "
+                               "silent for %d s" % ZONE_LIFETIME_S)
+
+    def check_zone_name(self, announcement, zone=None):
+        """Raise Refused if a listed zone has the announced name and another password.
+
+        `zone` is the announced zone itself if it is listed; its own name is no obstacle. The first
+        password that comes with a name owns the name while a zone with both is listed and
+        answers."""
+        name = announcement.fields["name"].casefold()
+        for listed_zone in self.registry.games[self.game].values():
+            if listed_zone is zone or not listed_zone.responding:
+                continue
+            if listed_zone.name.casefold() != name:
+                continue
+            owner = read_zone_owner(listed_zone)
+            if owner is None:
+                continue
+            if owner.password_hash != announcement.owner.password_hash:
+                raise Refused("name", "the name %s belongs to another zone, with another "
+                                      "password, for as long as that is listed" % listed_zone.name)
 
     # Polls
 
     def query(self, target):
-        target.scratch = target.scratch or ZonePoll()
-        return target.scratch.question(target.nonce)
+        """Return the datagram with the next question of the target's poll."""
+        if target.scratch is None:
+            target.scratch = ZonePoll()
+        poll = target.scratch
+        return poll.build_question(target.nonce)
 
     def answer(self, target, data, now):
-        complete = target.scratch.answer(data, target.nonce)
-        if complete:
-            self.polled(target, now)
-        return b"" if complete else None
+        """Read an answer to the open question of the target's poll.
+
+        Returns None if another question follows. Otherwise updates the zone and returns b"", as
+        there is nothing to send. Raises Malformed if `data` is no answer to the question."""
+        poll = target.scratch
+        is_complete = poll.read_answer(data, target.nonce)
+        if not is_complete:
+            return None
+        self.apply_poll(target, now)
+        return b""
 
     def poll_missed(self, target, now):
-        if not target.scratch.step:
+        """Handle a question that was not answered; return True if the target is to be removed.
+
+        If an earlier question of the poll was answered, the poll counts as complete, because old
+        zones know only the first question."""
+        if target.scratch.step == 0:
             return super().poll_missed(target, now)
-        target.missed_polls = 0                       # an old zone knows the first question alone
-        self.polled(target, now)
+        target.missed_polls = 0
+        self.apply_poll(target, now)
         return False
 
-    def polled(self, target, now):
-        """Bring the zone up to date with what it answered to the poll; list it if the ini does."""
-        poll, target.scratch = target.scratch, None
-        server = self.listed_server(target)
-        if server is not None and server.master:
-            return                              # a poll does not tell the name, which it knows
-        fields = {"players": poll.players, "playing": poll.playing, "responding": True,
-                  "verified": "query", "ping_ms": round(target.ping_ms)}
-        if server is None:
+    def apply_poll(self, target, now):
+        """Update the zone with its answers to a poll that is over; list it if the ini names it."""
+        poll = target.scratch
+        target.scratch = None
+        zone = self.listed_server(target)
+        if zone is None and not target.pinned:
+            return
+        if zone is not None and zone.master:
+            return              # the other master knows its name, which answers do not tell
+        fields = {
+            "players": poll.players,
+            "playing": poll.playing,
+            "responding": True,
+            "verified": "query",
+            "ping_ms": round(target.ping_ms),
+        }
+        if zone is None:
             fields["name"] = endpoint_text(*self.listed_endpoint(target))
         else:
-            fields["details"] = {**server.details, "arenas": poll.arenas}
-        if target.pinned or server and server.lifetime == math.inf:
+            fields["details"] = {**zone.details, "arenas": poll.arenas}
+        if target.pinned or zone.lifetime == math.inf:
             self.list_polled(target, fields, now)
-        elif server:                            # it lives by its announcements
-            self.registry.update(server, {**fields, "confirmed": True})
+        else:
+            # Announcements keep this zone listed; its answers do not prolong its stay.
+            fields["confirmed"] = True
+            self.registry.update(zone, fields)
 
 
-LINK_WINDOW = 4                     # packets in flight: what deployed clients are used to
+class ZoneOwner(NamedTuple):
+    """The announcer that a listed zone belongs to."""
+
+    source_port: int                # the UDP port that it announces from, or NO_SOURCE_PORT
+    password_hash: str              # hexadecimal
+
+    @property
+    def announces_by_http(self):
+        """Return True if the zone was announced by HTTP and not from a UDP port."""
+        return self.source_port == NO_SOURCE_PORT
+
+    def to_texts(self):
+        """Return this owner as it is stored in Server.zone_owner: texts by name."""
+        return {
+            "port": str(self.source_port),
+            "password": self.password_hash,
+        }
+
+
+def create_zone_owner(source_port, password):
+    """Return the ZoneOwner that announces from a UDP port with this password, given as bytes."""
+    hashed = hashlib.blake2b(
+        password, digest_size=ZONE_PASSWORD_HASH_BYTES, person=b"zone password")
+    return ZoneOwner(source_port, hashed.hexdigest())
+
+
+def read_zone_owner(zone):
+    """Return the ZoneOwner that is stored with a listed zone.
+
+    Returns None if nobody has announced the zone, or if the owner's texts, which may come from the
+    disk or from another master, cannot be read."""
+    port_text = zone.zone_owner.get("port", "")
+    password_hash = zone.zone_owner.get("password", "")
+    if not re.fullmatch("[0-9]{1,5}", port_text):
+        return None
+    source_port = int(port_text)
+    if source_port > 65535:
+        return None
+    if not ZONE_PASSWORD_HASH.fullmatch(password_hash):
+        return None
+    return ZoneOwner(source_port, password_hash)
+
+
+class HeardOwner(NamedTuple):
+    """The owner of a zone and when it last announced the zone."""
+
+    owner: ZoneOwner
+    heard_at: float                 # seconds of the monotonic clock
+
+
+class ZoneAnnouncement(NamedTuple):
+    """An announcement of a zone, without the number of players, which the zone's answers tell."""
+
+    port: int                       # the announced port of the zone
+    fields: Dict[str, Any]          # attributes of Server by name
+    owner: ZoneOwner                # the announcer, who will own the zone
+    lifetime: float                 # seconds; infinite if it came by HTTP
+
+
+def parse_zone_announcement(data, source_port):
+    """Return the ZoneAnnouncement in a datagram of 95 to 480 bytes from the UDP port `source_port`.
+
+    Raises Malformed with the field that is wrong."""
+    if not ZONE_ANNOUNCEMENT_HEAD.size < len(data) <= ZONE_ANNOUNCEMENT_BYTES:
+        raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
+    if source_port == NO_SOURCE_PORT:
+        raise Malformed("source port: a datagram from port 0 is forged")
+    _, port, _, scores, version, name, password = ZONE_ANNOUNCEMENT_HEAD.unpack_from(data)
+    if port == 65535:
+        raise Malformed("port: 65535 leaves no next one for pings")
+    description = c_string(data[ZONE_ANNOUNCEMENT_HEAD.size:])
+    has_scores = scores & 255               # only the low byte counts
+    fields = {
+        "name": decode_legacy(c_string(name)),
+        "version": str(version),
+        "description": decode_legacy(description, TEXT_CHARACTERS),
+        "details": {"scores": "yes" if has_scores else "no"},
+    }
+    owner = create_zone_owner(source_port, c_string(password))
+    return ZoneAnnouncement(port, fields, owner, ZONE_LIFETIME_S)
+
+
+def has_announced_fields(zone, announcement):
+    """Return True if a listed zone has every field of this announcement with the same value."""
+    for name, announced_value in announcement.fields.items():
+        if name == "details":
+            # Of the details only the scores are announced; the others are from the zone's answers.
+            if zone.details.get("scores") != announced_value["scores"]:
+                return False
+        elif getattr(zone, name) != announced_value:
+            return False
+    return True
+
+
+class WaitingAnnouncement(NamedTuple):
+    """An announcement whose zone was pinged and has not answered yet."""
+
+    announcement: ZoneAnnouncement
+    since: float                    # when it began to wait: seconds of the monotonic clock
+
+    def is_kept_from(self, announcer, now):
+        """Return True if this announcer, a ZoneOwner, may not replace the announcement yet."""
+        if self.announcement.owner == announcer:
+            return False
+        return now < self.since + WAITING_ANNOUNCEMENT_KEPT_S
+
+
+class WaitingAnnouncements:
+    """Keep one WaitingAnnouncement for each zone that was pinged, by source and announced port.
+
+    An answer proves that the zone is there, but not which announcer is the right one. For
+    WAITING_ANNOUNCEMENT_KEPT_S an announcement is therefore kept although others announce the zone:
+    a forged announcement that replaced it would profit from the answer to its ping. A source that
+    fills its share loses its own oldest announcement. If there are too many in all, the source that
+    has been silent for longest loses its oldest one. Sources are IPv4 addresses here, and each
+    address counts for itself."""
+
+    def __init__(self):
+        # Maps a source to its announcements, and a port to the announcement. The source and the
+        # announcement that were added last come last.
+        self.by_source = collections.OrderedDict()
+        self.total = 0
+
+    def add(self, source, announcement, share, now):
+        """Let an announcement wait; return False if that of another announcer is kept instead.
+
+        `share` is the number of announcements of this source that may wait."""
+        port = announcement.port
+        of_source = self.by_source.setdefault(source, collections.OrderedDict())
+        self.by_source.move_to_end(source)
+        waiting = of_source.get(port)
+        if waiting is not None and waiting.is_kept_from(announcement.owner, now):
+            return False
+        self.total -= len(of_source)
+        newcomer = WaitingAnnouncement(announcement, now)
+        keep_latest(of_source, port, newcomer, share)
+        self.total += len(of_source)
+        while self.total > MAX_WAITING_ANNOUNCEMENTS:
+            self.drop_oldest()
+        return True
+
+    def drop_oldest(self):
+        """Drop the oldest announcement of the source that has been silent for longest."""
+        source, of_source = next(iter(self.by_source.items()))
+        oldest_port = next(iter(of_source))
+        self.pop(source, oldest_port)
+
+    def pop(self, source, port):
+        """Remove and return the waiting ZoneAnnouncement of this zone; None if there is none."""
+        of_source = self.by_source.get(source, {})
+        waiting = of_source.pop(port, None)
+        if waiting is None:
+            return None
+        self.total -= 1
+        if not of_source:
+            del self.by_source[source]
+        return waiting.announcement
+
+
+def build_ping_answer(data: bytes, total: int, playing: int,
+                      arenas: Iterable[Tuple[bytes, int, int]]) -> bytes:
+    """Return the answer to a ping of 4 or 8 bytes, in the form that ZonePoll describes.
+
+    `arenas` are (name, total, playing); those with which the answer would exceed 512 bytes are left
+    out."""
+    if len(data) == 4:
+        return struct.pack("<I", total) + data
+    options = data[4] & (PING_SUMMARY | PING_ARENAS)
+    answer = data[:PING_TIMESTAMP_BYTES] + struct.pack("<I", options)
+    if options & PING_SUMMARY:
+        answer += PING_COUNTS.pack(total, playing)
+    if not options & PING_ARENAS:
+        return answer
+    for name, arena_total, arena_playing in arenas:
+        counts = PING_ARENA_COUNTS.pack(arena_total, arena_playing)
+        block = name + b"\0" + counts
+        if len(answer) + len(block) >= PING_ANSWER_BYTES:
+            break                           # one byte is needed for the empty name at the end
+        answer += block
+    return answer + b"\0"
+
+
+class ZonePoll:
+    """Ask one zone the questions of one poll, each with its own nonce as timestamp.
+
+    Document: "ping/information protocol", version 1.0.
+
+        > 11223344              < 06000000 11223344
+        > 11223344 03000000     < 11223344 03000000 06000000 04000000
+                                  3000 0200 0100 706200 0100 0100 00
+
+    The 4-byte form comes first, because every zone knows it. It is also the only form that counts
+    the players of one zone if one asss program runs several of them as virtual servers. Then
+    options 1 (summary) and 2 (arenas) are asked for together. If option 2 is missing in the answer,
+    the list of arenas was too long for it, and is asked for alone.
+    """
+
+    def __init__(self):
+        # The number of questions that are answered, and so the index of the question to ask
+        self.step = 0
+        self.players = 0
+        self.playing = None             # None until the zone has answered it
+        self.arenas = ""                # such as "(Public 0) 2/1, duel 1/1": total and playing
+
+    def build_question(self, nonce):
+        """Return the 4 or 8 bytes of the next question."""
+        timestamp = struct.pack("<I", nonce)
+        return timestamp + PING_QUESTION_OPTIONS[self.step]
+
+    def read_answer(self, data, nonce):
+        """Read the answer to the question that was last built, with the same nonce.
+
+        Returns True if the poll is complete, and False if there is another question. Raises
+        Malformed if `data` does not answer the question."""
+        is_first = self.step == 0
+        expected_timestamp = struct.pack("<I", nonce)
+        timestamp = data[4:] if is_first else data[:4]
+        has_valid_size = 8 <= len(data) <= PING_ANSWER_BYTES_ACCEPTED
+        if timestamp != expected_timestamp or not has_valid_size:
+            raise Malformed("timestamp: not the one that was sent, or %d bytes" % len(data))
+        self.step += 1
+        if is_first:
+            total = int.from_bytes(data[:4], "little")
+            self.players = clamp(total)
+            return False
+        return self.read_options(data[4], data[8:])
+
+    def read_options(self, options, blocks):
+        """Read the blocks of an answer that belong to its `options`.
+
+        Returns True if the poll is complete, and False if there is another question."""
+        if options & PING_SUMMARY and len(blocks) >= PING_COUNTS.size:
+            total, playing = PING_COUNTS.unpack_from(blocks)
+            # Two players may have come since the first answer. If there are more, this zone is one
+            # of several of a server, and this answer counts the players of all of them.
+            if total > self.players + 2:
+                return True
+            self.playing = playing
+            blocks = blocks[PING_COUNTS.size:]
+        if options & PING_ARENAS:
+            self.arenas = format_arenas(blocks)
+            return True
+        return self.step == len(PING_QUESTION_OPTIONS)
+
+
+def format_arenas(data):
+    """Return the arenas in blocks of `name\\0 total.u16 playing.u16` as one text.
+
+    An empty name ends the blocks, and so does a block that is cut off."""
+    arenas = []
+    remaining = data
+    while True:
+        name, _, remaining = remaining.partition(b"\0")
+        if not name or len(remaining) < PING_ARENA_COUNTS.size:
+            break
+        total, playing = PING_ARENA_COUNTS.unpack_from(remaining)
+        remaining = remaining[PING_ARENA_COUNTS.size:]
+        name_text = format_arena_name(name)
+        arenas.append("%s %d/%d" % (name_text, total, playing))
+    return ", ".join(arenas)
+
+
+def format_arena_name(name):
+    """Return the text that shows the name of an arena, given as bytes.
+
+    It is "?" if the bytes hold no text. A number is the name of a public arena."""
+    if name.isdigit():
+        return "(Public %s)" % name.decode()
+    return decode_legacy(name) or "?"
+
+
+# A link is one exchange over the SubSpace core protocol. Its packets begin with one of these types.
+LINK_CONNECT = b"\0\1"
+LINK_CONNECT_ANSWER = b"\0\2"
+LINK_RELIABLE = b"\0\3"
+LINK_ACKNOWLEDGEMENT = b"\0\4"
+LINK_SYNC = b"\0\5"
+LINK_SYNC_ANSWER = b"\0\6"
+LINK_DISCONNECT = b"\0\7"
+LINK_LIST_PIECE = b"\0\x0a"
+LINK_CLUSTER = b"\0\x0e"
+LINK_VERSIONS = b"\1\0", b"\x11\0"  # end a connect
+LINK_NUMBERED_BYTES = 6             # the shortest packet that has a number or a time after its type
+LINK_WINDOW = 4                     # packets in flight: deployed clients are used to so many
 LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
-LINK_ANSWERS = 8                    # to the parts of one datagram: it could have seventy
-LINK_IDLE_S = 20.0                  # a peer that takes nothing for so long has gone: twenty packets
-                                    # in a row were lost, or 10 kB went to a false address
-LINK_CHUNK_BYTES = 480              # of a list in a packet: with headers below the 512 of clients
-LINK_PACKET_BYTES = 520             # the longest that any end sends
-# The kinds of packet that both ends know
-RELIABLE, ACKNOWLEDGEMENT, SYNC, SYNC_ANSWER, DISCONNECT, CLUSTER = (
-    b"\0\3", b"\0\4", b"\0\5", b"\0\6", b"\0\7", b"\0\x0e")
-
-
-def unclustered(data):
-    """Yield the packets of a datagram: itself, or of a cluster each one, in order. Within a cluster
-    a packet has at most 255 bytes, so clusters in clusters are less than a hundred deep."""
-    if data[:2] != CLUSTER:
-        yield data
-        return
-    at = 2
-    while at < len(data):
-        begin = at + 1
-        at = begin + data[at]
-        yield from unclustered(data[begin:at])
+LINK_NEVER_SENT = -math.inf         # stands for the time at which a new packet was sent
+# One datagram gets at most this many answers to its packets. A cluster could ask for seventy.
+LINK_ANSWERS_PER_DATAGRAM = 8
+# A peer that acknowledges nothing for this long has gone. Until then twenty packets in a row were
+# lost, or 10 kB went to a forged address.
+LINK_IDLE_S = 20.0
+# Bytes of the list in one packet. With its headers the packet stays below the 512 bytes that
+# clients accept.
+LINK_CHUNK_BYTES = 480
+LINK_PACKET_BYTES = 520             # the longest packet that any end sends
 
 
 class SubSpaceLink:
-    """One end of the SubSpace core protocol, unencrypted. Its packets begin with 00.
+    """Run one end of the SubSpace core protocol, unencrypted. Its packets begin with 00.
 
-        00 03 seq[4] packet                     reliable: taken in order and acknowledged; what is
-                                                not acknowledged is sent again
+        00 03 seq[4] packet                     reliable: handled in order and acknowledged; sent
+                                                again until it is acknowledged
         00 04 seq[4]                            acknowledgement
         00 05 time[4] …                         sync, answered with 00 06 time[4] servertime[4]
         00 07                                   disconnect
         00 0e {len.u8 packet}*                  cluster
 
-    `receive` and `tick` return datagrams for the peer; `payloads` gives what to send reliably, and
-    is read no faster than the peer acknowledges. `closed`: the link has ended, by the peer or
-    because it acknowledges nothing.
+    `receive` and `tick` return datagrams for the peer. `payloads` yields the packets that are to be
+    sent reliably; it is read no faster than the peer acknowledges them. `is_closed` is True once
+    the peer has disconnected, or has acknowledged nothing for LINK_IDLE_S.
     """
 
     def __init__(self, now, payloads=()):
         self.payloads = iter(payloads)
-        self.flights = {}               # packets under way, and when they were sent, by number
-        self.sequence = 0               # the number of our next packet …
-        self.expected = 0               # … and of the peer's
-        self.active_at = now            # when the peer last sent or acknowledged one
-        self.closed = False
-
-    @property
-    def proven(self):
-        """The peer has acknowledged something."""
-        return self.sequence > len(self.flights)
-
-    def packet(self, data, now):
-        """A packet that is not the link's own. Those that are not known are ignored."""
-
-    def allowed(self, packet, now):
-        """May this one go out now? Else it waits."""
-        return True
-
-    def permitted(self, answers, size, now):
-        """Give those of the answers to a datagram of `size` bytes that may go out."""
-        return answers[:LINK_ANSWERS]
+        self.in_flight = {}             # (packet, time when it was sent last) by sequence number
+        self.sequence = 0               # the number of our next reliable packet
+        self.expected = 0               # the number of the peer's next reliable packet
+        self.active_at = now            # when the peer last sent or acknowledged such a packet
+        self.is_closed = False
 
     def receive(self, data, now):
+        """Handle a datagram from the peer; return the datagrams for the peer."""
         answers = []
-        for packet in unclustered(data):
-            answers += self.take(packet, now)
-        return self.permitted(answers, len(data), now) + self.tick(now)
-
-    def take(self, packet, now):
-        """Take one packet that is no cluster, and give its answers: one or none."""
-        kind, has_number = packet[:2], len(packet) >= 6
-        if kind == DISCONNECT:
-            self.closed = True
-        elif kind == RELIABLE and has_number:
-            return self.take_reliable(packet, now)
-        elif kind == ACKNOWLEDGEMENT and has_number:
-            self.take_acknowledgement(packet, now)
-        elif kind == SYNC and has_number:
-            hundredths = int(now * 100)
-            return [SYNC_ANSWER + packet[2:6] + struct.pack("<I", hundredths & 0xFFFFFFFF)]
-        else:
-            self.packet(packet, now)
-        return []
-
-    def take_reliable(self, packet, now):
-        number = int.from_bytes(packet[2:6], "little")
-        if number > self.expected:              # it comes again
-            return []
-        if number == self.expected:             # else our acknowledgement was lost
-            self.expected += 1
-            self.active_at = now
-            for carried in unclustered(packet[6:]):
-                self.packet(carried, now)
-        return [ACKNOWLEDGEMENT + packet[2:6]]
-
-    def take_acknowledgement(self, packet, now):
-        number = int.from_bytes(packet[2:6], "little")
-        if number in self.flights:              # else it came twice
-            del self.flights[number]
-            self.active_at = now
+        for packet in split_cluster(data):
+            answers += self.handle_packet(packet, now)
+        permitted_answers = self.limit_answers(answers, len(data), now)
+        return permitted_answers + self.tick(now)
 
     def tick(self, now):
-        """What is due: packets that seem lost, then new ones as far as the window allows."""
-        flights, out = self.flights, []
-        self.closed = self.closed or now - self.active_at > LINK_IDLE_S
-        # Never more than a window beyond the oldest one that is missing
-        end = min(flights, default=self.sequence) + (LINK_WINDOW if self.proven else 1)
-        for payload in itertools.islice(self.payloads, end - self.sequence):
-            packet = RELIABLE + struct.pack("<I", self.sequence) + payload
-            flights[self.sequence] = packet, -math.inf
+        """Return the datagrams that are due: packets that seem lost, and then new ones.
+
+        Marks the link as closed if the peer has been silent for too long."""
+        if now - self.active_at > LINK_IDLE_S:
+            self.is_closed = True
+        self.fill_window()
+        due = []
+        for number, (packet, sent_at) in self.in_flight.items():
+            if now - sent_at < LINK_RESEND_S:
+                continue
+            if self.is_closed or not self.allow_packet(packet, now):
+                break
+            self.in_flight[number] = packet, now
+            due.append(packet)
+        return due
+
+    def on_packet(self, packet, now):
+        """Handle a packet of a type that this class does not know.
+
+        Subclasses handle the types that they know. All other packets are ignored."""
+
+    def allow_packet(self, packet, now):
+        """Count a reliable packet against the limits; return True if it may be sent now.
+
+        A packet that may not be sent now is tried again later. This base class has no limits."""
+        return True
+
+    def limit_answers(self, answers, received_bytes, now):
+        """Return those answers to a datagram of `received_bytes` bytes that may be sent."""
+        return answers[:LINK_ANSWERS_PER_DATAGRAM]
+
+    @property
+    def is_proven(self):
+        """Return True if the peer has acknowledged a packet, so that its address seems real."""
+        # Then fewer packets are in flight than were numbered.
+        return self.sequence > len(self.in_flight)
+
+    def handle_packet(self, packet, now):
+        """Handle one packet that is no cluster; return its answers, at most one."""
+        packet_type = packet[:2]
+        if packet_type == LINK_DISCONNECT:
+            self.is_closed = True
+            return []
+        if len(packet) >= LINK_NUMBERED_BYTES:
+            if packet_type == LINK_RELIABLE:
+                return self.on_reliable(packet, now)
+            if packet_type == LINK_ACKNOWLEDGEMENT:
+                self.on_acknowledgement(packet, now)
+                return []
+            if packet_type == LINK_SYNC:
+                return [build_sync_answer(packet, now)]
+        self.on_packet(packet, now)
+        return []
+
+    def on_reliable(self, packet, now):
+        """Handle a reliable packet of the peer; return its acknowledgement.
+
+        Returns [] if an earlier packet is missing: the peer will send this packet again."""
+        number_bytes = packet[2:6]
+        number = int.from_bytes(number_bytes, "little")
+        if number > self.expected:
+            return []
+        # A lower number comes again if our acknowledgement was lost.
+        if number == self.expected:
+            self.expected += 1
+            self.active_at = now
+            for carried_packet in split_cluster(packet[6:]):
+                self.on_packet(carried_packet, now)
+        return [LINK_ACKNOWLEDGEMENT + number_bytes]
+
+    def on_acknowledgement(self, packet, now):
+        """Take the packet that the peer acknowledges out of `in_flight`."""
+        number = int.from_bytes(packet[2:6], "little")
+        if number in self.in_flight:            # not if the acknowledgement came twice
+            del self.in_flight[number]
+            self.active_at = now
+
+    def fill_window(self):
+        """Move payloads into `in_flight`, as far as the window allows; tick() sends them.
+
+        The window begins at the oldest packet that is not acknowledged. It holds a single packet
+        until the peer is proven."""
+        window = LINK_WINDOW if self.is_proven else 1
+        oldest = min(self.in_flight, default=self.sequence)
+        window_end = oldest + window
+        room = window_end - self.sequence
+        for payload in itertools.islice(self.payloads, room):
+            number_bytes = struct.pack("<I", self.sequence)
+            packet = LINK_RELIABLE + number_bytes + payload
+            self.in_flight[self.sequence] = packet, LINK_NEVER_SENT
             self.sequence += 1
-        for number, (packet, sent_at) in flights.items():
-            if now - sent_at >= LINK_RESEND_S:
-                if self.closed or not self.allowed(packet, now):
-                    break
-                flights[number] = packet, now
-                out.append(packet)
-        return out
 
 
-LIST_RATE = 100_000, 1_000_000      # bytes of lists to one address that acknowledges, a second / at
-                                    # once: 5,000 zones, as fast as can be …
-LIST_RATE_IN_ALL = 500_000, 4_000_000       # … and to all: as our numbers begin at 0, who reads
-                                    # nothing can acknowledge too, in somebody else's name
-UDP_HEAD_BYTES = 28                 # of IPv4 and UDP: each answer has its own, a cluster has one
-LIST_LINKS = 4096                   # open exchanges; 1 kB apiece, and the packets on both ways
+def split_cluster(data):
+    """Yield the packets of a datagram in order: those of a cluster, or else the datagram itself.
+
+    A cluster may hold clusters. Each packet in a cluster has at most 255 bytes, so they are nested
+    less than a hundred deep."""
+    if data[:2] != LINK_CLUSTER:
+        yield data
+        return
+    position = len(LINK_CLUSTER)
+    while position < len(data):
+        start = position + 1
+        position = start + data[position]
+        yield from split_cluster(data[start:position])
 
 
-class ListLink(SubSpaceLink):
-    """The master's end: takes list requests, `01 minplayers[4]`."""
+def build_sync_answer(packet, now):
+    """Return the answer to a sync packet: the peer's time, and ours in hundredths of a second."""
+    peer_time = packet[2:6]
+    hundredths = int(now * 100)
+    own_time = struct.pack("<I", hundredths & 0xFFFFFFFF)
+    return LINK_SYNC_ANSWER + peer_time + own_time
 
-    def __init__(self, protocol, address, key, now):
-        super().__init__(now)
-        self.protocol, self.address, self.key = protocol, address, key
 
-    def packet(self, data, now):
-        # One list at a time, which has arrived when no packet is under way
-        if (data[:1] == b"\1" and len(data) == 5 and not self.flights
-                and self.protocol.rules.udp_request_limiter.allow(self.address, now)):
-            self.payloads = self.protocol.chunks(int.from_bytes(data[1:], "little"), now)
-
-    def permitted(self, answers, size, now):
-        answers = answers[:LINK_ANSWERS if self.proven else 1]
-        answers_size = sum(len(answer) + UDP_HEAD_BYTES for answer in answers)
-        surplus = answers_size - size - UDP_HEAD_BYTES
-        return answers if self.allows_surplus(surplus, now) else []
-
-    def allowed(self, packet, now):
-        if not self.proven and not self.protocol.rules.udp_request_limiter.allow(self.address, now):
-            return False
-        return self.allows_surplus(len(packet), now)
-
-    def allows_surplus(self, size, now):
-        """May so many bytes more go to the peer than came from it?"""
-        protocol = self.protocol
-        if size <= 0:
-            return True
-        if not self.proven:
-            return protocol.rules.allow_surplus("list", self.address, size, now)
-        return (protocol.limiter.allow(self.address, now, size)
-                and protocol.limiter_in_all.allow("", now, size))
+# So many bytes of lists go to one address that acknowledges them, a second / at once. A list of
+# 5,000 zones is therefore sent as fast as the link can.
+LIST_RATE_PER_ADDRESS = 100_000, 1_000_000
+# So many go to all these addresses together. This limit is needed, because our sequence numbers
+# begin at 0: somebody with a forged address can acknowledge packets without receiving them.
+LIST_RATE_IN_TOTAL = 500_000, 4_000_000
+# The IPv4 and UDP headers of a datagram. They count, because a cluster of many packets has one such
+# header, and each answer to these packets has its own.
+UDP_HEADER_BYTES = 28
+MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
+ZONE_LIST_REQUEST = b"\1"           # begins a request; the rest is minplayers[4]
+ZONE_LIST_TYPE = b"\1"              # begins a list
 
 
 class SubSpaceList(UdpProtocol):
-    """SubSpace's list port: an exchange over the core protocol (SubSpaceLink), one link a peer.
+    """Serve SubSpace's list port: one exchange with each peer, over the protocol of SubSpaceLink.
 
         > 00 01 key[4] VV 00                    connect, VV 01 or 11
         < 00 02 key[4]                          the same key: no encryption
@@ -3774,97 +4158,215 @@ class SubSpaceList(UdpProtocol):
 
     The list is `01` and for each zone
     ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL.
-    Nothing in the exchange proves the peer's address. Before its first acknowledgement one packet
-    is in flight, a datagram gets one answer at most, and what goes out beyond what came shares one
-    bucket with all other peers. The acknowledgement may be sent blind: after it LIST_RATE_IN_ALL
-    bounds whatever goes out beyond what came, answers as well as lists.
+
+    Nothing in the exchange proves the peer's address. Before its first acknowledgement, therefore,
+    one packet is in flight, a datagram gets one answer at most, and all such peers share one bucket
+    for the bytes that are sent beyond those that were received. Because an acknowledgement can be
+    sent without having received anything, LIST_RATE_IN_TOTAL limits these surplus bytes afterwards,
+    those of answers as well as those of lists.
     """
 
     datagram_bytes = LINK_PACKET_BYTES
 
     def __init__(self, core):
-        self.rules = core.registry.rules
-        self.limiter, self.limiter_in_all = Limiter(LIST_RATE), Limiter(LIST_RATE_IN_ALL)
+        registry = core.registry
+        self.rules = registry.rules
+        self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
+        self.total_limiter = Limiter(LIST_RATE_IN_TOTAL)
         self.links = collections.OrderedDict()          # by peer
-        self.zones = RenderedList(core.registry, "subspace", zone_list)
+        self.zones = RenderedList(registry, SubSpacePing.game, render_zone_list)
 
     def datagram(self, data, peer, now):
+        """Handle a datagram of an exchange; return the replies.
+
+        Raises Malformed for a wrong connect, and for a datagram outside an exchange."""
         link = self.links.get(peer)
-        if data[:2] == b"\0\1":
+        if data[:2] == LINK_CONNECT:
             return self.connect(data, peer, link, now)
-        if not link:
+        if link is None:
             raise Malformed("a packet outside an exchange")
         self.links.move_to_end(peer)
-        return [(packet, peer) for packet in link.receive(data, now)]
+        packets = link.receive(data, now)
+        return [(packet, peer) for packet in packets]
 
     def connect(self, data, peer, link, now):
-        key, version = data[2:6], data[6:]
-        if version not in (b"\1\0", b"\x11\0"):
+        """Begin an exchange with the peer; return the reply. `link` is its former link, or None.
+
+        A connect that only repeats the former one changes nothing. Raises Malformed if the packet
+        has a wrong form."""
+        key = data[2:6]
+        version = data[6:]
+        if version not in LINK_VERSIONS:
             raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
-        # Repeated, it changes nothing, unless the peer has its list: then it wants another
-        if (not link or link.closed or link.key != key
-                or link.sequence and not link.flights):
-            link = ListLink(self, peer[0], key, now)
-        keep_latest(self.links, peer, link, LIST_LINKS)
-        return [(b"\0\2" + key, peer)]
+        if not is_repeated_connect(link, key):
+            address, _ = peer[:2]
+            link = ListLink(self, address, key, now)
+        keep_latest(self.links, peer, link, MAX_LIST_LINKS)
+        return [(LINK_CONNECT_ANSWER + key, peer)]
 
     def tick(self, now):
-        out = []
+        """Return the packets that are due on all links, with their peers; drop closed links.
+
+        This is called once a second."""
+        replies = []
         for peer, link in list(self.links.items()):
-            out += [(packet, peer) for packet in link.tick(now)]
-            if link.closed:
+            for packet in link.tick(now):
+                replies.append((packet, peer))
+            if link.is_closed:
                 del self.links[peer]
-        return out
+        return replies
 
-    def chunks(self, minimum, now):
-        """The list of zones with at least so many players, in packets, made one by one as they can
-        be sent: thousands may be under way."""
-        entries = [entry for players, entry in self.zones.get(now) if players >= minimum]
-        head, rest = b"\0\x0a" + struct.pack("<I", 1 + sum(map(len, entries))), b"\1"
+    def split_list(self, min_players, now):
+        """Yield the packets with the list of zones that have at least so many players.
+
+        The packets are built one by one as they can be sent, because thousands of them may be under
+        way."""
+        entries = [entry for players, entry in self.zones.get(now) if players >= min_players]
+        total = len(ZONE_LIST_TYPE) + sum(map(len, entries))
+        head = LINK_LIST_PIECE + struct.pack("<I", total)
+        unsent = ZONE_LIST_TYPE
         for entry in entries:
-            rest += entry
-            while len(rest) > LINK_CHUNK_BYTES:
-                yield head + rest[:LINK_CHUNK_BYTES]
-                rest = rest[LINK_CHUNK_BYTES:]
-        yield head + rest
+            unsent += entry
+            while len(unsent) > LINK_CHUNK_BYTES:
+                yield head + unsent[:LINK_CHUNK_BYTES]
+                unsent = unsent[LINK_CHUNK_BYTES:]
+        yield head + unsent
 
 
-def zone_list(servers):
-    """Each zone's players and list entry."""
-    zones = [server for server in servers if ":" not in server.address and server.responding]
-    return cached_entries(zones, "subspace", lambda zone: (zone.players, zone_entry(zone)))
+def is_repeated_connect(link, key):
+    """Return True if a connect with this key only repeats the one that began the peer's `link`.
+
+    Returns False if the exchange is over, or if the peer has its list, because the peer then wants
+    another list. `link` is None if the peer has none."""
+    if link is None or link.is_closed or link.key != key:
+        return False
+    has_delivered_list = link.sequence > 0 and not link.in_flight
+    return not has_delivered_list
 
 
-def zone_entry(server):
-    """A zone in the list: 78 bytes and the description, as Windows-1252."""
-    version = int(server.version) if server.version.isdecimal() else ZONE_VERSION
-    name, description = (text.encode("cp1252", "replace")
-                         for text in (server.name, server.description))
-    return ZONE_ENTRY.pack(
-        ipv4_bytes(server.address), server.port, server.players,
-        server.details.get("scores") == "yes", clamp(version, 0xFFFFFFFF), name[:63],
-    ) + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
+class ListLink(SubSpaceLink):
+    """Run the master's end of a list exchange: serve list requests, `01 minplayers[4]`."""
+
+    def __init__(self, protocol, address, key, now):
+        super().__init__(now)
+        self.protocol = protocol
+        self.address = address
+        self.key = key
+
+    def on_packet(self, packet, now):
+        """Begin to send the list if the packet is a request; ignore other packets.
+
+        A request is ignored as well while packets are in flight, because lists are sent one at a
+        time, and if the address asks too often."""
+        if packet[:1] != ZONE_LIST_REQUEST or len(packet) != 5:
+            return
+        if self.in_flight:
+            return
+        if not self.protocol.rules.udp_request_limiter.allow(self.address, now):
+            return
+        min_players = int.from_bytes(packet[1:], "little")
+        self.payloads = self.protocol.split_list(min_players, now)
+
+    def limit_answers(self, answers, received_bytes, now):
+        """Return those answers to a datagram of `received_bytes` bytes that may be sent.
+
+        An unproven peer gets one answer. Nobody gets any if their bytes exceed the limits."""
+        limit = LINK_ANSWERS_PER_DATAGRAM if self.is_proven else 1
+        permitted = answers[:limit]
+        sent_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in permitted)
+        surplus_bytes = sent_bytes - (received_bytes + UDP_HEADER_BYTES)
+        if self.allow_surplus(surplus_bytes, now):
+            return permitted
+        return []
+
+    def allow_packet(self, packet, now):
+        """Count a packet of the list against the limits; return True if it may be sent now."""
+        if not self.is_proven:
+            limiter = self.protocol.rules.udp_request_limiter
+            if not limiter.allow(self.address, now):
+                return False
+        return self.allow_surplus(len(packet), now)
+
+    def allow_surplus(self, size, now):
+        """Count `size` bytes that go to the peer beyond those that came from it.
+
+        Returns True if they may be sent. The limits for an unproven peer are stricter."""
+        if size <= 0:
+            return True
+        protocol = self.protocol
+        if not self.is_proven:
+            return protocol.rules.allow_surplus("list", self.address, size, now)
+        if not protocol.address_limiter.allow(self.address, now, size):
+            return False
+        return protocol.total_limiter.allow("", now, size)
 
 
-def zone_entries(data: bytes) -> List[Dict[str, Any]]:
-    """The way back: what a list tells of each zone; raises Malformed."""
+def render_zone_list(servers):
+    """Return [(players, entry), ...] of the zones that answer and have an IPv4 address."""
     zones = []
-    at = 1
-    while at < len(data):
-        end = data.find(b"\0", at + ZONE_ENTRY.size)
-        if end < 0:
-            raise Malformed("list: the last zone is cut off")
-        address, port, players, scores, version, name = ZONE_ENTRY.unpack_from(data, at)
-        description = data[at + ZONE_ENTRY.size:end]
-        at = end + 1
-        zones.append({
-            "address": str(ipaddress.IPv4Address(address)), "port": port,
-            "name": decode_legacy(c_string(name)), "players": players,
-            "scores": bool(scores & 255), "version": version,
-            "description": decode_legacy(description, TEXT_CHARACTERS)})
-    if data[:1] != b"\1":
+    for server in servers:
+        if server.responding and ":" not in server.address:
+            zones.append(server)
+    return cached_entries(zones, "subspace", render_counted_zone)
+
+
+def render_counted_zone(zone):
+    """Return a zone's number of players and its entry in the list."""
+    return zone.players, render_zone_entry(zone)
+
+
+def render_zone_entry(zone):
+    """Return a zone's entry in the list: 78 bytes and the description, texts as Windows-1252."""
+    version = ZONE_VERSION
+    if zone.version.isdecimal():
+        version = clamp(int(zone.version), 0xFFFFFFFF)
+    name = zone.name.encode("cp1252", "replace")
+    description = zone.description.encode("cp1252", "replace")
+    has_scores = zone.details.get("scores") == "yes"
+    head = ZONE_ENTRY_HEAD.pack(
+        ipv4_bytes(zone.address),
+        zone.port,
+        zone.players,
+        int(has_scores),
+        version,
+        name[:63],                          # the field has 64 bytes and ends with a NUL
+    )
+    return head + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
+
+
+def parse_zone_list(data: bytes) -> List[Dict[str, Any]]:
+    """Return the zones in the list that a master has sent, each as a dict.
+
+    Raises Malformed if the list has a wrong type or ends within a zone."""
+    if not data.startswith(ZONE_LIST_TYPE):
         raise Malformed("a list begins with 01")
+    zones = []
+    start = len(ZONE_LIST_TYPE)
+    while start < len(data):
+        description_start = start + ZONE_ENTRY_HEAD.size
+        description_end = data.find(b"\0", description_start)
+        if description_end < 0:
+            raise Malformed("list: the last zone is cut off")
+        head = data[start:description_start]
+        description = data[description_start:description_end]
+        zones.append(parse_zone_entry(head, description))
+        start = description_end + 1
     return zones
+
+
+def parse_zone_entry(head, description):
+    """Return a zone of a list as a dict, from the 78 bytes of its head and its description."""
+    address, port, players, scores, version, name = ZONE_ENTRY_HEAD.unpack(head)
+    has_scores = scores & 255               # only the low byte counts
+    return {
+        "address": str(ipaddress.IPv4Address(address)),
+        "port": port,
+        "name": decode_legacy(c_string(name)),
+        "players": players,
+        "scores": bool(has_scores),
+        "version": version,
+        "description": decode_legacy(description, TEXT_CHARACTERS),
+    }
 
 
 # --- AIO -----------------------------------------------------------------------------------------
@@ -9986,8 +10488,6 @@ AIO_FRAMED_QUERY = b"\0"
 AIO_FRAMED_KEEPALIVE = b"\4"
 AIO_FRAMED_CONFIRMATION = b"\5\3"
 AIO_FRAMED_REFUSAL = b"\6\3"
-HYPERBOL_QUERY_BYTES = 5
-HYPERBOL_QUERY, HYPERBOL_ANSWER = b"\2", b"\x1b"
 
 
 class MasterRefused(Exception):
@@ -10133,7 +10633,7 @@ class SubSpaceAnnouncer(Announcer):
         server = self.server
         scores = 1                      # the zone keeps scores
         name = text_field(server.name, ZONE_NAME_BYTES, "cp1252")
-        head = ZONE_ANNOUNCEMENT.pack(
+        head = ZONE_ANNOUNCEMENT_HEAD.pack(
             bytes(4), server.port, server.players, scores, ZONE_VERSION, name, ZONE_PASSWORD)
         description = text_field(server.description, ZONE_ANNOUNCED_DESCRIPTION_BYTES, "cp1252")
         return head + description + b"\0"
@@ -10145,7 +10645,7 @@ class SubSpaceAnnouncer(Announcer):
         if playing is None:
             playing = total
         arena = text_field(self.server.map, ARENA_NAME_BYTES, "cp1252") or b"0"
-        return ping_answer(data, total, playing, [(arena, total, playing)])
+        return build_ping_answer(data, total, playing, [(arena, total, playing)])
 
 
 class AioAnnouncer(Announcer):
@@ -10293,18 +10793,24 @@ class HyperbolAnnouncer(HttpAnnouncer):
     query_offset = 0
 
     def answer(self, data):
-        kind, timestamp = data[:1], data[1:]
-        if len(data) != HYPERBOL_QUERY_BYTES or kind != HYPERBOL_QUERY:
+        if len(data) != HYPERBOL_MESSAGE_HEAD.size:
+            raise Malformed("a query is 02 and a timestamp")
+        message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
+        if message_type != HYPERBOL_QUERY:
             raise Malformed("a query is 02 and a timestamp")
         server = self.server
-        name = text_field(server.name, HYPERBOL_NAME_BYTES)
-        mode = text_field(server.mode, HYPERBOL_MODE_BYTES)
-        map = text_field(server.map, HYPERBOL_MAP_BYTES)
-        version = text_field(server.version, HYPERBOL_VERSION_BYTES)
-        # The values that are not announced are 0
-        return HYPERBOL_ANSWER + timestamp + HYPERBOL_INFO.pack(
-            name, mode, min(server.players, 255), min(server.max_players, 255), 0, map,
-            b"", server.port, *bytes(5), version, *bytes(5), b"", *bytes(4))
+        info = HyperbolInfo(
+            name=text_field(server.name, HYPERBOL_NAME_BYTES),
+            mode=text_field(server.mode, HYPERBOL_MODE_BYTES),
+            players=min(server.players, 255),
+            max_players=min(server.max_players, 255),
+            map=text_field(server.map, HYPERBOL_MAP_BYTES),
+            port=server.port,
+            flags=0,
+            version=text_field(server.version, HYPERBOL_VERSION_BYTES),
+            imf=0, syndicate=0, republic=0, skill=0)
+        head = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_ANSWER, timestamp)
+        return head + HYPERBOL_INFO.pack(*info)
 
 
 # By game, and for AIO also by dialect; every other game is announced by HTTP
@@ -10659,11 +11165,7 @@ HYPERBOL_LIST_S = 5.0               # the document's script waits so long for th
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
 AIO_LIST_REQUEST = b"\2"            # and the type of the answer
 AIO_TEXT_LIST_REQUEST = b"12#%\n"
-SUBSPACE_CONNECT = b"\0\1"          # followed by a key and the version of the link
-SUBSPACE_LINK_VERSION = b"\1\0"
-SUBSPACE_LIST_REQUEST = b"\1" + bytes(4)        # zones with at least 0 players
-SUBSPACE_DISCONNECT = b"\0\7"
-SUBSPACE_CHUNK = b"\0\x0a"          # a piece of the list, preceded by the list's whole size
+ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # all zones with at least 0 players
 QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
                      b"\xff\xff\xff\xffgetserversResponse")
 # The size of a server's address in a list, by the byte that precedes it
@@ -10761,9 +11263,9 @@ def ping_subspace(host, port):
     with udp_socket(host, port + 1) as sock:
         while not is_complete:
             nonce = ping_nonce()
-            read_answer = functools.partial(poll.answer, nonce=nonce)
+            read_answer = functools.partial(poll.read_answer, nonce=nonce)
             try:
-                is_complete, ping_ms = udp_ask(sock, poll.question(nonce), read_answer)
+                is_complete, ping_ms = udp_ask(sock, poll.build_question(nonce), read_answer)
             except TimeoutError:
                 if not poll.step:
                     raise
@@ -10783,8 +11285,8 @@ def udp_ping(host, port, question, read_answer, tries=ASK_TRIES):
 def ping_hyperbol(host, port, tries=ASK_TRIES):
     """Return the fields of a Hyperbol server's answer, with its ping."""
     timestamp = RANDOM.getrandbits(32)
-    question = HYPERBOL_QUERY + struct.pack("<I", timestamp)
-    read_answer = functools.partial(hyperbol_info, timestamp=timestamp)
+    question = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, timestamp)
+    read_answer = functools.partial(parse_hyperbol_answer, timestamp=timestamp)
     return udp_ping(host, port, question, read_answer, tries)
 
 
@@ -10831,9 +11333,9 @@ class ZoneListLink(SubSpaceLink):
     zones = b""
     total = FETCH_BYTES
 
-    def packet(self, data, now):
-        if data[:2] == SUBSPACE_CHUNK:
-            size, chunk = data[2:6], data[6:]
+    def on_packet(self, packet, now):
+        if packet[:2] == LINK_LIST_PIECE:
+            size, chunk = packet[2:6], packet[6:]
             self.total = min(self.total, int.from_bytes(size, "little"))
             self.zones += chunk
 
@@ -10841,14 +11343,15 @@ class ZoneListLink(SubSpaceLink):
 def list_subspace(host, port):
     """Return the zones that a SubSpace master lists."""
     with udp_socket(host, port) as sock:
-        connect = SUBSPACE_CONNECT + os.urandom(3) + b"\0" + SUBSPACE_LINK_VERSION
+        first_version, *_ = LINK_VERSIONS
+        connect = LINK_CONNECT + os.urandom(3) + b"\0" + first_version
         udp_ask(sock, connect, bytes)           # any answer means that the master agrees
         link = fetch_zones(sock)
         with contextlib.suppress(OSError):      # the master may have stopped
-            sock.send(SUBSPACE_DISCONNECT)
+            sock.send(LINK_DISCONNECT)
     if len(link.zones) != link.total:
         raise TimeoutError("no list from UDP port %d" % port)
-    return zone_entries(link.zones)
+    return parse_zone_list(link.zones)
 
 
 def fetch_zones(sock):
@@ -10856,9 +11359,9 @@ def fetch_zones(sock):
     the list is complete, the master has disconnected, or the time is over."""
     sock.settimeout(LINK_RESEND_S / 2)
     deadline = time.monotonic() + ASK_TOTAL_S
-    link = ZoneListLink(time.monotonic(), [SUBSPACE_LIST_REQUEST])
+    link = ZoneListLink(time.monotonic(), [ALL_ZONES_REQUEST])
     packets = link.tick(time.monotonic())
-    while len(link.zones) < link.total and not link.closed:
+    while len(link.zones) < link.total and not link.is_closed:
         if time.monotonic() >= deadline:
             break
         for packet in packets:
@@ -10874,11 +11377,11 @@ def list_hyperbol(host, port):
     """Return the servers that a Hyperbol master lists."""
     with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
         greeting = sock.recv(HYPERBOL_GREETING.size)        # it comes in one segment
-        key, _ = hyperbol_greeting(greeting)
-        request = struct.pack("<IB3x", key, HYPERBOL_ALL_SERVERS)
+        key, _ = parse_hyperbol_greeting(greeting)
+        request = HYPERBOL_REQUEST.pack(key, HYPERBOL_ALL_SERVERS)
         data = tcp_read_all(sock, request, entry_bytes=HYPERBOL_ENTRY.size)
     servers = []
-    for address, port, flavor in hyperbol_entries(data):
+    for address, port, flavor in parse_hyperbol_list(data):
         servers.append({"address": address, "port": port, "flavor": flavor})
     return servers
 

@@ -2543,7 +2543,7 @@ class HyperbolTest(unittest.TestCase):
         return self.registry.outcomes.get(source, "hyperbol", port).outcome
 
     def test_reply_by_the_table_of_offsets(self):
-        self.assertEqual(ms.hyperbol_info(hyperbol_reply(), 0x11223344), {
+        self.assertEqual(ms.parse_hyperbol_answer(hyperbol_reply(), 0x11223344), {
             "name": "Fun & Games", "mode": "Capture the Core", "map": "orbital",
             "version": "1.8a", "players": 5, "max_players": 16,
             "details": {"skill": "9", "flags": "0x8000000d",
@@ -2554,10 +2554,10 @@ class HyperbolTest(unittest.TestCase):
                 (5, b"left\0right", "name", "left"), (5, b"caf\xe9", "name", "café"),
                 (69, b"\xff", "players", 255)):
             reply = hyperbol_reply(**{"o%d" % offset: sent})
-            self.assertEqual(ms.hyperbol_info(reply, 0x11223344)[name], value)
+            self.assertEqual(ms.parse_hyperbol_answer(reply, 0x11223344)[name], value)
         for none in (b"", hyperbol_reply()[:228], hyperbol_reply(o0=b"\x1a"),
                      hyperbol_reply(o1=b"\x44\x33\x22\x10")):
-            self.assertRaises(ms.Malformed, ms.hyperbol_info, none, 0x11223344)
+            self.assertRaises(ms.Malformed, ms.parse_hyperbol_answer, none, 0x11223344)
 
     def test_list_as_the_document_lays_it_out(self):
         self.start("203.0.113.9:27888 3\n203.0.113.10:1 0\n203.0.113.11:1 5\n[2001:db8::1]:1 5",
@@ -2574,11 +2574,11 @@ class HyperbolTest(unittest.TestCase):
 
     def test_what_the_tools_read(self):
         greeting = b"HBSL" + hexa("04030201 02010000")
-        self.assertEqual(ms.hyperbol_greeting(greeting), (0x01020304, 0x0102))
+        self.assertEqual(ms.parse_hyperbol_greeting(greeting), (0x01020304, 0x0102))
         for none in b"HBSL" + bytes(7), b"HBSM" + bytes(8):
-            self.assertRaises(ms.Malformed, ms.hyperbol_greeting, none)
+            self.assertRaises(ms.Malformed, ms.parse_hyperbol_greeting, none)
         entries = hexa("cb007109 f06c0000 03 000000 0a000001 ffff0000 00 eeeeee cb0071")
-        self.assertEqual(ms.hyperbol_entries(entries),
+        self.assertEqual(ms.parse_hyperbol_list(entries),
                          [("203.0.113.9", 27888, 3), ("10.0.0.1", 65535, 0)])
 
     def test_sessions_end(self):
@@ -2886,8 +2886,8 @@ class SubSpacePolls(unittest.TestCase):
         poll, complete = ms.ZonePoll(), False
         for options, answer in steps:
             asked = PING_TIME + (struct.pack("<I", options) if options else b"")
-            self.assertEqual((poll.question(PING_NONCE), complete), (asked, False))
-            complete = poll.answer(answer, PING_NONCE)
+            self.assertEqual((poll.build_question(PING_NONCE), complete), (asked, False))
+            complete = poll.read_answer(answer, PING_NONCE)
         self.assertTrue(complete)
         return poll.players, poll.playing, poll.arenas
 
@@ -2908,7 +2908,7 @@ class SubSpacePolls(unittest.TestCase):
         huge = hexa("ffffffff") + PING_TIME
         self.assertEqual(self.poll((0, huge), (3, BOTH))[0], 65535)
         for cut, count in ((1, 4), (2, 3), (4, 3), (11, 3), (12, 2), (30, 0)):
-            self.assertEqual(ms.arenas_text(ARENA_BLOCKS[:-cut]),
+            self.assertEqual(ms.format_arenas(ARENA_BLOCKS[:-cut]),
                              ", ".join(ARENAS_TEXT.split(", ")[:count]), cut)
 
     def test_wrong_answers(self):
@@ -2918,9 +2918,9 @@ class SubSpacePolls(unittest.TestCase):
             for answer in answers:
                 poll = ms.ZonePoll()
                 for _, before in steps:
-                    poll.answer(before, PING_NONCE)
+                    poll.read_answer(before, PING_NONCE)
                 with self.assertRaises(ms.Malformed, msg=answer.hex()):
-                    poll.answer(answer, PING_NONCE)
+                    poll.read_answer(answer, PING_NONCE)
                 self.assertEqual(poll.step, len(steps))
 
     def test_timestamps_ask_for_the_total(self):
@@ -2962,7 +2962,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 (zone_packet(b"n" * 32, scores=0x0100, description=b"d"), "n" * 32, "d", "no"),
                 (zone_packet(b"a\x1b[1mb\0junk", scores=0x0301, description=b"d" * 386), "ab",
                  "d" * 386, "yes")):
-            fields = ms.zone_announcement(packet, 5000).fields
+            fields = ms.parse_zone_announcement(packet, 5000).fields
             self.assertEqual(
                 (fields["name"], fields["description"], fields["details"]["scores"]),
                 (name, description, scores))
@@ -3011,7 +3011,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                            zone_packet(scores=0, version=number), zone_packet(password=text)):
                 world.announce(forged)
         self.assertEqual(world.registry.generation, generation)
-        self.assertEqual((world.outcome()[0], world.ping.claims.total), ("password", 1))
+        self.assertEqual((world.outcome()[0], world.ping.waiting.total), ("password", 1))
         # What it repeats refreshes it at once; its players are those of its answers
         del world.asked[:]
         world.announce(zone_packet(players=99))
@@ -3147,7 +3147,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.registry.remove_own(world.zone())
         world.announce(ZONE_PACKET)             # it lives by these
         self.assertEqual((world.names(), world.zone().lifetime), (["Loopback Test Zone"], 180.0))
-        with self.assertRaisesRegex(ms.Refused, "another UDP port .* once that was silent"):
+        with self.assertRaisesRegex(
+                ms.Refused, "another UDP port .* once that port has been silent"):
             world.by_http(name="Web Zone")
         world.by_http(name="Loopback Test Zone")
         self.assertEqual(world.ping.tick(world.now), [])
@@ -3249,11 +3250,11 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 world.zones["203.0.113.8", 25001] = asss
                 world.deliver(waiting, world.ping.datagram)
         self.assertEqual(world.names(), ["Listed", "New"])
-        self.assertEqual(world.ping.claims.total, ms.ZONE_CLAIMS)
+        self.assertEqual(world.ping.waiting.total, ms.MAX_WAITING_ANNOUNCEMENTS)
         self.assertEqual(len(world.core.poller.targets), 2)
         asked = [place for _, place in world.asked]
         self.assertEqual(asked.count(("10.7.7.7", 25001)), 1)
-        self.assertIsNone(world.ping.claims.take("10.0.0.7", 25000))    # the oldest goes
+        self.assertIsNone(world.ping.waiting.pop("10.0.0.7", 25000))    # the oldest goes
 
 
 class SubSpaceOwners(unittest.TestCase):
@@ -3347,12 +3348,12 @@ class SubSpaceOwners(unittest.TestCase):
         claim = world.zone().zone_owner
         self.assertEqual(claim, {"port": "5000", "password": mock.ANY})
         self.assertRegex(claim["password"], "^[0-9a-f]{16}$")
-        self.assertEqual(ms.owner_of(world.zone()), ms.zone_owner(5000, b"cane"))
+        self.assertEqual(ms.read_zone_owner(world.zone()), ms.create_zone_owner(5000, b"cane"))
         for wrong in ({}, {"port": "5000"}, {**claim, "port": "x"}, {**claim, "port": "65536"},
                       {**claim, "port": "-1"}, {**claim, "password": "cane"}):
             world.registry.update(world.zone(), {"zone_owner": wrong})
             again = world.restarted()
-            self.assertIsNone(ms.owner_of(again.zone()), wrong)
+            self.assertIsNone(ms.read_zone_owner(again.zone()), wrong)
             again.announce(zone_packet(b"Mine", b"secret"), source_port=7)
             self.assertEqual((again.names(), again.zone().zone_owner["port"]), (["Mine"], "7"))
 
@@ -3393,19 +3394,19 @@ class SubSpaceOwners(unittest.TestCase):
         """A source that announces without end pushes out its own."""
         honest = "203.0.113.8"
         for settings, kept in (({}, 32), ({"limits__servers_per_source": "5"}, 5),
-                               ({"limits__exempt": ZONE[0]}, ms.ZONE_CLAIMS)):
+                               ({"limits__exempt": ZONE[0]}, ms.MAX_WAITING_ANNOUNCEMENTS)):
             world = SubSpaceWorld(**settings)
-            if kept < ms.ZONE_CLAIMS:
+            if kept < ms.MAX_WAITING_ANNOUNCEMENTS:
                 pings = world.ping.datagram(ZONE_PACKET, (honest, 1), 0.0)
-            for port in range(1, ms.ZONE_CLAIMS + 10):
+            for port in range(1, ms.MAX_WAITING_ANNOUNCEMENTS + 10):
                 world.announce(zone_packet(port=port))
-            self.assertEqual(len(world.ping.claims.by_source[ZONE[0]]), kept)
-            self.assertEqual(world.ping.claims.total, min(kept + 1, ms.ZONE_CLAIMS))
-            if kept < ms.ZONE_CLAIMS:
+            self.assertEqual(len(world.ping.waiting.by_source[ZONE[0]]), kept)
+            self.assertEqual(world.ping.waiting.total, min(kept + 1, ms.MAX_WAITING_ANNOUNCEMENTS))
+            if kept < ms.MAX_WAITING_ANNOUNCEMENTS:
                 world.zones[honest, 25001] = asss
                 world.deliver(pings, world.ping.datagram)
                 self.assertEqual(world.names(), ["Loopback Test Zone"])
-                self.assertEqual(len(world.ping.claims.by_source), 1)
+                self.assertEqual(len(world.ping.waiting.by_source), 1)
 
     def test_a_proven_announcement_begins_a_new_poll(self):
         """A poll that began while the zone was down does not count against it."""
@@ -3428,9 +3429,9 @@ class SubSpaceOwners(unittest.TestCase):
 
     def test_memory_of_owners_goes_with_the_zone(self):
         world = self.listed()
-        self.assertEqual(len(world.ping.heard), 1)
+        self.assertEqual(len(world.ping.heard_owners), 1)
         world.run(121)
-        self.assertEqual((world.names(), world.ping.heard), ([], {}))
+        self.assertEqual((world.names(), world.ping.heard_owners), ([], {}))
 
     # Several masters
 
@@ -3439,7 +3440,7 @@ class SubSpaceOwners(unittest.TestCase):
         world = SubSpaceWorld(ZONE[0])
         fields = {"name": "Loopback Test Zone", "version": "134", "players": 6, "verified": "query",
                   "description": "a real asss on loopback", "details": {"scores": "yes"},
-                  "zone_owner": ms.zone_owner(owner, b"cane").texts(), **fields}
+                  "zone_owner": ms.create_zone_owner(owner, b"cane").to_texts(), **fields}
         zone = ms.Server("subspace", *ZONE, ZONE[0], 0.0, 180.0, **fields)
         zone.master = "b"
         world.registry.insert(zone)
@@ -3451,13 +3452,14 @@ class SubSpaceOwners(unittest.TestCase):
             before = self.shown(world)
             world.announce(zone_packet(**change), source_port=self.STRANGER)
             self.assertEqual((world.outcome()[0], self.shown(world)), (outcome, before), case)
-            self.assertEqual((world.zone().master, world.ping.heard, world.asked), ("b", {}, []))
+            self.assertEqual((world.zone().master, world.ping.heard_owners, world.asked),
+                             ("b", {}, []))
         world = self.foreign()
         world.announce(ZONE_PACKET, source_port=self.STRANGER)      # nothing new
         self.assertEqual((world.zone().master, world.asked), ("b", []))
         world.announce(ZONE_PACKET)                 # the owner: it is heard here as well
         self.assertEqual((world.zone().master, world.names()), ("", ["Loopback Test Zone"]))
-        self.assertEqual(ms.owner_of(world.zone()).source_port, self.OWNER)
+        self.assertEqual(ms.read_zone_owner(world.zone()).source_port, self.OWNER)
 
     def test_what_another_master_told_ends_with_the_next_announcement(self):
         world = self.listed()
@@ -3471,7 +3473,7 @@ class SubSpaceOwners(unittest.TestCase):
         """Though this master has not heard it, or heard a former one long ago."""
         world = self.listed(subspace__zones="203.0.113.9:25000")
         world.run(200)
-        claim = ms.zone_owner(7000, b"cane").texts()
+        claim = ms.create_zone_owner(7000, b"cane").to_texts()
         world.registry.update(world.zone(), {"zone_owner": claim})
         world.announce(zone_packet(b"Forged"), source_port=self.STRANGER)
         self.assertEqual((world.outcome()[0], world.zone().zone_owner), ("owner", claim))
@@ -3508,13 +3510,13 @@ class Player(ms.SubSpaceLink):
         self.data = b""
         self.zones = None
 
-    def packet(self, data, now):
+    def on_packet(self, data, now):
         if data[:2] != hexa("000a"):
-            return super().packet(data, now)
+            return super().on_packet(data, now)
         assert len(data) <= 6 + 480
         self.data += data[6:]
         if len(self.data) == int.from_bytes(data[2:6], "little"):
-            self.zones = ms.zone_entries(self.data)
+            self.zones = ms.parse_zone_list(self.data)
         return []
 
 
@@ -3594,11 +3596,11 @@ class SubSpaceLists(unittest.TestCase):
     def test_texts_are_cut_to_their_fields(self):
         server = ms.Server("subspace", *ZONE, ZONE[0], 0.0, 1.0, "n" * 90, version="135",
                            description="d" * 600)
-        entry = ms.zone_entry(server)
+        entry = ms.render_zone_entry(server)
         self.assertEqual((entry[10:14], entry[14:78], entry[78:]),
                          (hexa("87000000"), b"n" * 63 + b"\0", b"d" * 479 + b"\0"))
         server.version = "1.0"
-        self.assertEqual(ms.zone_entry(server)[10:14], hexa("86000000"))
+        self.assertEqual(ms.render_zone_entry(server)[10:14], hexa("86000000"))
 
     def test_who_is_in_the_list(self):
         world = self.world(100)
@@ -3638,7 +3640,7 @@ class SubSpaceLists(unittest.TestCase):
         """One that comes too early is not acknowledged, so it comes again; an old one is."""
         got = []
         link = ms.SubSpaceLink(0.0)
-        with mock.patch.object(link, "packet", lambda data, now: got.append(data)):
+        with mock.patch.object(link, "on_packet", lambda data, now: got.append(data)):
             for number, payload, answered, taken in (
                     (1, "41", 0, b""), (0, "000e 01 41 01 42", 1, b"AB"), (0, "41", 1, b"AB"),
                     (2, "43", 0, b"AB"), (1, "43", 1, b"ABC"), (0, "41", 1, b"ABC"),
@@ -3731,18 +3733,18 @@ class SubSpaceLists(unittest.TestCase):
                     out += [data for data, _ in world.list.tick(now)]
                 chunks += sum(len(data) for data in out if len(data) > 6)
             self.assertTrue(least < chunks < most, (addresses, chunks))
-            self.assertEqual(len(world.list.links), ms.LIST_LINKS)
+            self.assertEqual(len(world.list.links), ms.MAX_LIST_LINKS)
 
     def test_answers_reflect_little(self):
         """What goes out beyond what came, with the headers of each packet, to links whose peer has
         acknowledged nothing, or did so blindly: clusters of syncs, of acknowledgements wanted."""
-        wire_size = lambda packets: sum(len(packet) + ms.UDP_HEAD_BYTES for packet in packets)
+        wire_size = lambda packets: sum(len(packet) + ms.UDP_HEADER_BYTES for packet in packets)
         sync = hexa("06 0005 01020304")
         again = hexa("06 0003 00000000")
         for blind, part, bucket in itertools.product((False, True), (sync, again), (1_000, 20_000)):
             world = self.world(0)
             world.registry.rules.surplus_limiter.set_rate((1, bucket))
-            world.list.limiter_in_all.set_rate((1, bucket))
+            world.list.total_limiter.set_rate((1, bucket))
             surplus = 0
             for number in range(1000):
                 peer = ("60.%d.%d.1" % divmod(number, 250), 777)
@@ -3757,7 +3759,7 @@ class SubSpaceLists(unittest.TestCase):
         first = self.say(world, CONNECT, REQUEST)[1]
         cluster = hexa("000e") + bytes([6]) + acknowledge(first) + hexa("06 0005 01020304") * 3
         self.assertEqual([answer[:2] for answer in self.say(world, cluster)], [hexa("0006")] * 3)
-        world.list.limiter_in_all.set_rate((1, 1))
+        world.list.total_limiter.set_rate((1, 1))
         self.assertEqual(self.say(world, cluster), [])
         self.assertEqual(len(self.say(world, hexa("0005 01020304 00000000 0000"))), 1)
 
@@ -3779,7 +3781,7 @@ class SubSpaceLists(unittest.TestCase):
 
     def test_lists_are_bounded_in_bytes(self):
         """To one address and to all; what is held back has not been tried, and comes later."""
-        for setting, players in (("limiter", 1), ("limiter_in_all", 10)):
+        for setting, players in (("address_limiter", 1), ("total_limiter", 10)):
             world = self.world(400)
             getattr(world.list, setting).set_rate((30_000, 30_000))
             waiting = {
@@ -3817,17 +3819,17 @@ class SubSpaceLists(unittest.TestCase):
             if number % 2000 == 1999:
                 self.say(world, hexa("0005 01020304"))
         self.assertEqual(len(self.say(world, REQUEST)), 2)
-        self.assertEqual(len(world.list.links), ms.LIST_LINKS)
+        self.assertEqual(len(world.list.links), ms.MAX_LIST_LINKS)
 
     def test_zones_of_a_list(self):
         entry = (hexa("cb007109 a861 0600 0103 86000000") + b"Caf\xe9".ljust(64, b"\0") + b"d\0")
-        self.assertEqual(ms.zone_entries(b"\1" + entry), [{
+        self.assertEqual(ms.parse_zone_list(b"\1" + entry), [{
             "address": "203.0.113.9", "port": 25000, "name": "Café", "players": 6, "scores": True,
             "version": 134, "description": "d"}])
         for wrong in (b"\1" + bytes(50), b"\1" + bytes(78), b"\1" + b"x" * 90,
                       b"\1" + entry + b"x" * 90, b"\2" + entry, b"\2", b""):
             with self.assertRaises(ms.Malformed, msg=wrong):
-                ms.zone_entries(wrong)
+                ms.parse_zone_list(wrong)
 
 
 # --- AIO -----------------------------------------------------------------------------------------
@@ -5839,7 +5841,7 @@ def game_server_answers(packet):
                 b"\5" + identity]
     if packet[:1] == b"\2" and len(packet) == 5:
         return [hyperbol_reply(o1=identity)]
-    return [asss(packet)] if len(packet) == 4 or packet[4:] in ms.PING_FORMS[1:] else []
+    return [asss(packet)] if len(packet) == 4 or packet[4:] in ms.PING_QUESTION_OPTIONS[1:] else []
 
 
 class FuzzTest(unittest.TestCase):
@@ -5886,7 +5888,7 @@ class FuzzTest(unittest.TestCase):
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games subscribers lists titles requests".split(),
                 "waiting", "by_source", "altered", "tags"}
-    DECODERS = (ms.zone_entries, ms.hyperbol_entries, ms.hyperbol_greeting, ms.aio_info,
+    DECODERS = (ms.parse_zone_list, ms.parse_hyperbol_list, ms.parse_hyperbol_greeting, ms.aio_info,
                 ms.luanti_goodbye, lambda data: ms.quake3_info(ms.quake3_pairs(data)))
 
     def setUp(self):
@@ -5985,7 +5987,7 @@ class FuzzTest(unittest.TestCase):
                 json.loads(body.decode("utf-8"))
             elif path.endswith("xml"):
                 xml.dom.minidom.parseString(body)
-        b"".join(self.protocols["SubSpaceList"].chunks(0, self.now))
+        b"".join(self.protocols["SubSpaceList"].split_list(0, self.now))
         self.connection("Hyperbol", b"KEY!" + bytes(4))
         for request in AIO_LISTS:
             self.connection("Aio", request)
@@ -9796,12 +9798,12 @@ class ClusterTest(ClusterCase):
     def test_a_zone_comes_with_its_owner(self) -> None:
         """What the master that hears it remembers of the announcer, the others know as well."""
         a, b = map(self.start, "ab")
-        claim = ms.zone_owner(5000, b"cane").texts()
+        claim = ms.create_zone_owner(5000, b"cane").to_texts()
         zone = self.hear(a, game="subspace", zone_owner=claim)
         self.run_for(3)
         known = b.registry.get(*zone.key)
         self.assertEqual((known.master, known.zone_owner), ("a", claim))
-        self.assertEqual(ms.owner_of(known), ms.zone_owner(5000, b"cane"))
+        self.assertEqual(ms.read_zone_owner(known), ms.create_zone_owner(5000, b"cane"))
 
     def test_listed_changed_and_gone(self) -> None:
         a, b, c = map(self.start, "abc")
