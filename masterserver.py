@@ -6920,123 +6920,164 @@ def chart(series, wall):
 # 9  Web
 #
 # The page and the lists over HTTP. http.server parses a request and formats its response, over
-# bytes in memory; one function a route makes the answer. Every response carries `Length` beside
-# `Content-Length`: the Iceball client exits without it. Lists, and whole responses by the bytes of
-# their requests, are kept until the next tick, so the common request is one look-up.
+# bytes in memory. One function for each route makes the response. Every response carries `Length`
+# beside `Content-Length`, because the Iceball client exits without it. Lists, and whole responses
+# by the bytes of their requests, are kept until the next tick, so the usual request costs one
+# look-up.
 # ================================================================================================
 
-GAME_TITLES = {"iceball": "Iceball", "hyperbol": "Hyperbol", "subspace": "SubSpace", "aio": "AIO",
-               "luanti": "Luanti", "quake3": "Quake III family", **QUAKE3_TITLES}
+GAME_TITLES = {
+    "iceball": "Iceball",
+    "hyperbol": "Hyperbol",
+    "subspace": "SubSpace",
+    "aio": "AIO",
+    "luanti": "Luanti",
+    "quake3": "Quake III family",
+    **QUAKE3_TITLES,
+}
 
-SEARCH_SERVERS = 1000               # looked through for what one request costs, some 4 ms
+# A search through so many servers takes some 4 ms, and costs the client one request.
+SEARCH_SERVERS = 1000
 
 JSON_TYPE = "application/json; charset=utf-8"
 HTML_TYPE = "text/html; charset=utf-8"
 TEXT_TYPE = "text/plain; charset=utf-8"
+XML_TYPE = "application/xml; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
-FIELDS = {                          # of every response that has none of its own
+# Header fields of every response that has none of its own by these names
+DEFAULT_FIELDS = {
     "Content-Security-Policy":
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-BANNER_FIELDS = {       # its style stands in it: a picture on another page can load none
+# The banner has its style inside, because a picture on another page cannot load a style sheet.
+BANNER_FIELDS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "Cache-Control": "public, max-age=60", "Vary": "Accept-Encoding",
+    "Cache-Control": "public, max-age=60",
+    "Vary": "Accept-Encoding",
 }
-METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()      # others: 501
+# Other methods are answered with 501.
+METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 
 
 class HttpError(Exception):
-    """A request that gets an error: its status, and in words what was wrong."""
+    """A request that is answered with an error.
+
+    The text says to the client what is wrong; `status` is the HTTP status, `fields` are header
+    fields of the response."""
 
     def __init__(self, status, hint, fields=NO_FIELDS):
         super().__init__(hint)
-        self.status, self.fields = status, fields
+        self.status = status
+        self.fields = fields
 
 
 class DiskNeeded(Exception):
-    """Raised by a route, with a job for the disk thread; then the route is asked again."""
+    """Raised by a route that needs `job()` done in the disk thread. The route is called again when
+    that is done."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.job = job
 
 
 class HttpResponse:
-    """What a route gives: the body, and what else stands in the head."""
+    """What a route returns: the body, its media type, the status and further header fields."""
 
     def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
-        self.body, self.status = body, status
+        self.body = body
+        self.status = status
         self.fields = {"Content-Type": type, "Cache-Control": "no-store", **fields}
 
     @functools.cached_property
-    def gzipped(self):
+    def gzipped_body(self):
         return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
 
 
-def public(body, type):
-    """The same for everybody: caches may keep it for CACHE_S, our own until the next tick."""
+def public_response(body, type):
+    """Return a response that is the same for everybody: other caches may keep it for CACHE_S, and
+    ours keeps it until the next tick."""
+    digest = hashlib.blake2b(body, digest_size=8).hexdigest()
     return HttpResponse(body, type, fields={
-        "ETag": 'W/"%s"' % hashlib.blake2b(body, digest_size=8).hexdigest(),
-        "Vary": "Accept-Encoding", "Cache-Control": "public, max-age=%d" % CACHE_S})
+        "ETag": 'W/"%s"' % digest,
+        "Vary": "Accept-Encoding",
+        "Cache-Control": "public, max-age=%d" % CACHE_S,
+    })
 
 
-# json.dumps() makes an encoder at each call, a quarter of the time that one server takes
+# One encoder is kept: json.dumps() would create one at each call, in a quarter of the time that one
+# server takes.
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def to_json(value):
-    """Compact, raw UTF-8: the Iceball client fails on any \\u escape. Texts are clean, so that none
-    is needed."""
+    """Return compact JSON in UTF-8, without \\u escapes: the Iceball client fails on them. Texts
+    have been cleaned, so they need none."""
     return ENCODER.encode(value).encode()
 
 
 # --- One request ---------------------------------------------------------------------------------
 
-# A pattern that begins with the line end before would take 15 times as long
+# The end of the head: an empty line. A pattern that began with the end of the line before would
+# take 15 times as long.
 HEAD_END = re.compile(rb"\n\r?\n")
-HEADER_LINES = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?\n)*\r?\n")
+HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
 
 
 def head_end(data):
-    """Where the body begins, 0 if that is not here yet; HttpError for what can be no request."""
-    line = data.partition(b"\n")[0]
+    """Return where the body of a request begins, or 0 if the head is not complete yet. Raise
+    HttpError for data that can be no request."""
+    line, _, _ = data.partition(b"\n")
     if not line[:1].isalpha():
         raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
     if len(line) > HTTP_LINE_BYTES:
         raise HttpError(414, "The request line is longer than %d bytes." % HTTP_LINE_BYTES)
     match = HEAD_END.search(data)
     end = match.end() if match else 0
-    if (end or len(data)) > HTTP_HEAD_BYTES:
+    head_bytes = end or len(data)
+    if head_bytes > HTTP_HEAD_BYTES:
         raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
     return end
 
 
 class HttpRequest(http.server.BaseHTTPRequestHandler):
-    """One request and its response, over bytes instead of a socket."""
+    """One request and its response, over bytes instead of a socket.
+
+    now, address   the time, and the client's address
+    page, query    the path without its query, and the query's values by name
+    route          the key in ROUTES; "other" if there is none for this path; "none" before parse()
+    body_bytes     the length of the body
+    status         the status that was answered
+    disk_result    what the job of DiskNeeded has returned or raised; None before that"""
 
     protocol_version = "HTTP/1.1"
-    command, headers = "GET", http.client.HTTPMessage()
-    page = "/"                          # the path without the query
+    command = "GET"
+    headers = http.client.HTTPMessage()
+    page = "/"
     query: Dict[str, str] = {}
-    route = "none"                      # as ROUTES has it; "other" if there is none at this path
-    body_bytes = status = 0             # its length; what was answered
-    found: Any = None                   # by the disk thread
+    route = "none"
+    body_bytes = status = 0
+    disk_result: Any = None
 
     def __init__(self, head):
-        """`head`: request line and headers, with the empty line; read by parse()."""
-        self.head, self.body = head, b""
+        """`head`: the request line and the header lines, with the empty line that ends them."""
+        self.head = head
+        self.body = b""
         self.close_connection = True
         self.wfile: Any = io.BytesIO()
 
     def parse(self):
-        """Read the head; raises HttpError."""
-        line, _, lines = self.head.partition(b"\n")
-        if not HEADER_LINES.fullmatch(lines):
-            raise HttpError(400, "A header line is not NAME: VALUE.")
+        """Read the head. Raise HttpError."""
+        request_line, _, header_lines = self.head.partition(b"\n")
+        self.check_header_lines(header_lines)
         # A shell sends the bytes of a search for Straße as they were typed
-        self.raw_requestline = urllib.parse.quote(line, safe=bytes(range(128))).encode()
-        self.rfile = io.BytesIO(lines)
+        self.raw_requestline = urllib.parse.quote(request_line, safe=bytes(range(128))).encode()
+        self.rfile = io.BytesIO(header_lines)
         if not self.parse_request() or self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
             raise HttpError(505, "Of HTTP only the versions 1.0 and 1.1 are spoken here.")
         if self.request_version == "HTTP/1.1" and len(self.headers.get_all("Host", [])) != 1:
@@ -7045,20 +7086,32 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         if self.command not in METHODS_KNOWN:
             raise HttpError(501, "The method %s is not known." % self.command[:32])
-        # Also of http://HOST/PATH (RFC 9112, 3.2.2)
-        page, _, query = re.sub("^https?://[^/?]*", "", self.path).partition("?")
+        self.read_path()
+        self.read_length()
+
+    @staticmethod
+    def check_header_lines(header_lines):
+        """Raise HttpError if a line is not NAME: VALUE. The lines end with an empty one."""
+        for line in header_lines.split(b"\n"):
+            if line in (b"", b"\r"):
+                return
+            if not HEADER_LINE.fullmatch(line):
+                raise HttpError(400, "A header line is not NAME: VALUE.")
+
+    def read_path(self):
+        """Set `page`, `route` and `query`."""
+        # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
+        path = re.sub("^https?://[^/?]*", "", self.path)
+        page, _, query = path.partition("?")
         self.page = page or "/"
         self.route = self.page if self.page in ROUTES else "other"
         self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-        self.read_length()
-
-    def header(self, name):
-        """Several lines with one name are one list (RFC 9110, 5.3)."""
-        return ",".join(self.headers.get_all(name, []))
 
     def read_length(self):
+        """Set `body_bytes`. Raise HttpError for a body whose length is missing or too large."""
         text = self.header("Content-Length").strip(" \t")
-        if "Transfer-Encoding" in self.headers or self.command == "POST" and not text:
+        has_unknown_length = self.command == "POST" and not text
+        if "Transfer-Encoding" in self.headers or has_unknown_length:
             raise HttpError(411, "A body needs a Content-Length; it cannot come in chunks.")
         if not re.fullmatch("[0-9]{0,18}", text):
             raise HttpError(400, "Content-Length is not a number of bytes.")
@@ -7066,14 +7119,23 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         if self.body_bytes > HTTP_BODY_BYTES:
             raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
 
+    def header(self, name):
+        """Return the value of a header field; "" if it is missing. The values of several lines
+        with one name are joined by commas (RFC 9110, 5.3)."""
+        return ",".join(self.headers.get_all(name, []))
+
     @functools.cached_property
-    def luanti(self):
-        """What a form of Luanti's has in its field json, by multipart/form-data (RFC 7578) or not;
-        b"": it is none. Called with the whole body."""
-        if self.body.startswith(b"json="):
-            return urllib.parse.unquote_to_bytes(self.body[5:].replace(b"+", b" "))
-        return self.body.partition(b'name="json"')[2].partition(b"\r\n\r\n")[2].partition(
-            b"\r\n--")[0]
+    def luanti_json(self):
+        """The field json of a Luanti game server's form; b"" if the body is no such form. The form
+        is urlencoded or multipart/form-data (RFC 7578). Use it only with the whole body."""
+        urlencoded_start, multipart_start = b"json=", b'name="json"'
+        if self.body.startswith(urlencoded_start):
+            value = self.body[len(urlencoded_start):]
+            return urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
+        _, _, part = self.body.partition(multipart_start)
+        _, _, content = part.partition(b"\r\n\r\n")
+        value, _, _ = content.partition(b"\r\n--")
+        return value
 
     # What http.server would write to a socket or to standard error
 
@@ -7089,37 +7151,50 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     def version_string(self):
         return "masterserver/" + __version__
 
-    def response(self, answer):
-        """The whole response; for HEAD and 304 without the body, whose length the head tells."""
-        body, fields = answer.body, {**FIELDS, **answer.fields}
-        if len(body) >= GZIP_MIN_BYTES and "gzip" in self.header("Accept-Encoding").lower():
-            body, fields["Content-Encoding"] = answer.gzipped, "gzip"
+    def encode(self, response):
+        """Return the bytes of an HttpResponse to this request. For HEAD and 304 the body is left
+        out, but the head has its length."""
+        body = response.body
+        fields = {**DEFAULT_FIELDS, **response.fields}
+        takes_gzip = "gzip" in self.header("Accept-Encoding").lower()
+        if takes_gzip and len(body) >= GZIP_MIN_BYTES:
+            body = response.gzipped_body
+            fields["Content-Encoding"] = "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
         fields["Connection"] = "close" if self.close_connection else "keep-alive"
-        if self.route.endswith((".json", ".xml")):          # for scripts of other sites too
+        if self.route.endswith((".json", ".xml")):          # scripts of other sites may read these
             fields["Access-Control-Allow-Origin"] = "*"
-        known = "ETag" in fields and fields["ETag"] in self.header("If-None-Match")
-        self.request_version = "HTTP/1.1"       # an answer to HTTP/0.9 would have no head
-        self.send_response(304 if known else answer.status)
-        for field in fields.items():
-            self.send_header(*field)
+        is_unchanged = "ETag" in fields and fields["ETag"] in self.header("If-None-Match")
+        self.request_version = "HTTP/1.1"       # a response to HTTP/0.9 would have no head
+        self.send_response(304 if is_unchanged else response.status)
+        for name, value in fields.items():
+            self.send_header(name, value)
         self.end_headers()
-        if not known and not self.head.startswith(b"HEAD "):
+        if not is_unchanged and not self.head.startswith(b"HEAD "):
             self.wfile.write(body)
         return self.wfile.getvalue()
 
 
 # --- One connection ------------------------------------------------------------------------------
 
+class CachedResponse(NamedTuple):
+    """The bytes of a response, kept for a request with the same bytes."""
+
+    data: bytes
+    closes_connection: bool
+    count_key: Tuple[str, int]          # route and status: its key in Web.request_counts
+
+
 class HttpSession(Session):
-    """HTTP/1.0 and 1.1, keep-alive, one request after another."""
+    """A connection that speaks HTTP/1.0 or 1.1: keep-alive, one request after another."""
 
     def __init__(self, web, address, now):
         self.web, self.address = web, address
-        # A proxy's requests are not answered from the cache: each is its client's, who pays for it
-        self.proxied = address in web.trusted
-        self.cache = {} if self.proxied else web.cache
-        self.request: Any = None      # its head is read, it is not answered yet
+        # The requests of a proxy are not answered from the cache, because each is paid for by the
+        # client that the proxy names
+        self.is_proxy = address in web.trusted_proxies
+        self.cache = {} if self.is_proxy else web.cache
+        self.request: Any = None        # a request whose head is read and that is not answered yet
         self.deadline = now + HTTP_REQUEST_S
 
     def receive(self, data, now):
@@ -7127,64 +7202,89 @@ class HttpSession(Session):
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
             if cached and web.rules.request_limiter.allow(self.address, now):
-                response, self.done, counted = cached
-                web.requests[counted] += 1
+                response, self.done, count_key = cached
+                web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return response
-            # Without data: all of an answer is written
+            # Without data this call follows a response that was written: the connection is idle
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
+        if self.done or self.job:
+            return b""
         try:
-            if self.done or self.job or not self.is_whole(now):
+            if not self.has_whole_request(now):
                 return b""
-            return self.respond(web.answer(self.request), now)
+            return self.respond(web.respond(self.request), now)
         except DiskNeeded as needed:
-            self.job, = needed.args
+            self.job = needed.job
             return b""
         except HttpError as error:
             return self.refuse(error, now)
 
-    def is_whole(self, now):
-        """Is the first request in the buffer here, with its body? Raises HttpError."""
+    def has_whole_request(self, now):
+        """Is the first request in the buffer complete, with its body? Read its head into `request`
+        as soon as that is complete. Raise HttpError."""
+        if self.request is None and not self.read_head():
+            return False
         request = self.request
-        if request is None:
-            self.buffer = self.buffer.lstrip(b"\r\n")   # a blank line begins no request
-            end = self.buffer and head_end(self.buffer)
-            if not end:
-                return False
-            self.request = request = HttpRequest(self.buffer[:end])
-            self.buffer = self.buffer[end:]
-            try:
-                request.parse()
-            except HttpError:                   # what comes behind it may be no request
-                request.close_connection = True
-                raise
         request.body = self.buffer[:request.body_bytes]
         request.now = now
-        request.address = self.web.client(self.address, request.header("X-Forwarded-For"))
+        request.address = self.web.client_address(
+            self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
 
-    def respond(self, answer, now):
+    def read_head(self):
+        """Move a complete head from the buffer into `request`. Return False if it is not complete
+        yet. Raise HttpError."""
+        self.buffer = self.buffer.lstrip(b"\r\n")           # a blank line begins no request
+        if not self.buffer:
+            return False
+        end = head_end(self.buffer)
+        if not end:
+            return False
+        self.request = HttpRequest(self.buffer[:end])
+        self.buffer = self.buffer[end:]
+        try:
+            self.request.parse()
+        except HttpError:
+            # What follows a request that cannot be read may be no request
+            self.request.close_connection = True
+            raise
+        return True
+
+    def respond(self, response, now):
+        """Return the bytes of a response to `request`, and be ready for the next request."""
         request, web = self.request, self.web
-        if answer.status in (408, 503) or answer.status == 429 and not self.proxied:
-            request.close_connection = True     # what comes behind it costs as much as an answer
-        response, done = request.response(answer), request.close_connection
-        counted = request.route, request.status
-        web.requests[counted] += 1
-        if "ETag" in answer.fields and not (self.proxied or request.body):
-            web.remember(request.head, (response, done, counted))
+        if self.must_close_after(response.status):
+            request.close_connection = True
+        data = request.encode(response)
+        cached = CachedResponse(data, request.close_connection, (request.route, request.status))
+        web.request_counts[cached.count_key] += 1
+        is_public = "ETag" in response.fields
+        if is_public and not self.is_proxy and not request.body:
+            web.remember(request.head, cached)
         self.buffer = self.buffer[request.body_bytes:]
-        self.request, self.done = None, done
+        self.request = None
+        self.done = cached.closes_connection
         self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
-        return response
+        return data
+
+    def must_close_after(self, status):
+        """Must the connection end after a response with this status? Further requests would cost
+        as much as this one, and be refused as well."""
+        if status == 429:
+            return not self.is_proxy        # other clients of the proxy are not over the limit
+        return status in (408, 503)
 
     def refuse(self, error, now):
-        """Answer the request, or what is no request and ends the connection, with an error."""
-        self.request = self.request or HttpRequest(self.buffer)
-        return self.respond(self.web.error(self.request, error), now)
+        """Return an error as the response to `request`, or to data that are no request."""
+        if self.request is None:
+            self.request = HttpRequest(self.buffer)
+        return self.respond(self.web.error_response(self.request, error), now)
 
     def resume(self, result, now):
-        self.job, self.request.found = None, result
+        self.job = None
+        self.request.disk_result = result
         return self.receive(b"", now)
 
     def tick(self, now):
@@ -7199,7 +7299,7 @@ class HttpSession(Session):
 
 
 class RefusedConnection(HttpSession):
-    """A connection over a limit: it is told so, and ends."""
+    """A connection over a limit: it gets a 429 and ends."""
 
     def opened(self, now):
         hint = "Too many connections at once; wait a few seconds."
@@ -7209,20 +7309,22 @@ class RefusedConnection(HttpSession):
 # --- All connections -----------------------------------------------------------------------------
 
 class Web(TcpProtocol):
-    """What all connections share: the cache, the lists, the dispatch."""
+    """What all HTTP connections share: the cache, the lists and the call of a route's function."""
 
     speaks_first = False
 
     def __init__(self, core):
-        self.core, self.settings = core, core.settings
-        self.registry, self.rules = core.registry, core.registry.rules
-        self.epoch = 0.0                # wall clock minus monotonic clock, told by the event loop
-        # By request: the response, does it end the connection, and its key in `requests`
-        self.cache: Dict[bytes, Any] = {}
+        self.core = core
+        self.settings = core.settings
+        self.registry = core.registry
+        self.rules = core.registry.rules
+        self.epoch = 0.0                # wall clock minus monotonic clock; set by the event loop
+        self.cache: Dict[bytes, CachedResponse] = {}            # by the bytes of the request
         self.cache_bytes = 0
-        self.lists: Dict[Any, HttpResponse] = {}          # by route and game
-        self.hourly_players = core.hourly_players()     # what the sparklines in servers' parts show
-        self.requests: Dict[Any, int] = collections.Counter()   # by route and status
+        self.lists: Dict[Any, HttpResponse] = {}                # whole lists by route and game
+        # The last day's counts, for the sparklines. Servers' entries on the page have them inside
+        self.hourly_players = core.hourly_players()
+        self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
         self.read(core.settings)
 
     def session(self, address, now):
@@ -7232,60 +7334,67 @@ class Web(TcpProtocol):
         return RefusedConnection(self, address, now)
 
     def serves(self, server):
-        """The operator's own games; those that have a protocol belong to it."""
+        """Is the server of one of the operator's own games? The others belong to their
+        protocols."""
         return server.game in self.settings["games"]
 
     def read(self, settings):
-        self.trusted = Networks(settings["http.trusted_proxies"])
-        self.look = PageContext(settings["http.title"], settings["http.intro"],
-                         settings.texts.get("http.template") or LIST_PAGE,
-                         collections.ChainMap(self.registry.titles,
-                                              {**GAME_TITLES, **settings["games"]}),
-                         settings["http.url"])
-        self.registry.forget_entries()    # titles stand in them
-        self.forget_answers()
+        self.trusted_proxies = Networks(settings["http.trusted_proxies"])
+        titles = collections.ChainMap(
+            self.registry.titles, {**GAME_TITLES, **settings["games"]})
+        self.look = PageContext(
+            settings["http.title"], settings["http.intro"],
+            settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
+        self.registry.forget_entries()      # they have titles inside
+        self.forget_responses()
 
     def tick(self, now):
-        """What was made in the last second is made anew if anybody asks: lists have changed, and
-        times move."""
-        self.forget_answers()
-        recent = self.core.hourly_players()
-        if recent != self.hourly_players:
-            self.hourly_players = recent
+        """Once a second: forget what was rendered, because servers have changed and times move.
+        It is rendered again when a client asks for it."""
+        self.forget_responses()
+        hourly_players = self.core.hourly_players()
+        if hourly_players != self.hourly_players:
+            self.hourly_players = hourly_players
             self.registry.forget_entries()
 
-    def forget_answers(self):
+    def forget_responses(self):
+        """Empty the caches of lists and of whole responses."""
         self.lists.clear()
         self.cache.clear()
         self.cache_bytes = 0
 
-    def remember(self, request, cached):
-        size = len(request) + len(cached[0])
+    def remember(self, request_head, cached):
+        """Keep a CachedResponse for requests with the same head. If the cache is full, it is
+        emptied first."""
+        size = len(request_head) + len(cached.data)
         self.cache_bytes += size
         if self.cache_bytes > HTTP_CACHE_BYTES:
             self.cache.clear()
             self.cache_bytes = size
-        self.cache[request] = cached
+        self.cache[request_head] = cached
 
-    def client(self, address, forwarded):
-        """Whose request it is: of the addresses in X-Forwarded-For, with or without a port, the
-        last that is no trusted proxy's."""
-        for text in reversed(forwarded.split(",")):
-            if address not in self.trusted:
+    def client_address(self, address, forwarded_for):
+        """Return the address of the client behind a connection from `address`. `forwarded_for`:
+        the X-Forwarded-For header.
+
+        It is the last address in the header that is not a trusted proxy's, if the connection is a
+        trusted proxy's; else `address`."""
+        for text in reversed(forwarded_for.split(",")):
+            if address not in self.trusted_proxies:
                 break
-            text = re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip())
+            without_port = re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip())
             try:
-                address = read_public(text) or address
+                address = read_public(without_port) or address
             except ValueError:
                 break
         return address
 
-    def answer(self, request):
-        """What the request's route gives; raises HttpError and DiskNeeded."""
-        if request.found is None:
+    def respond(self, request):
+        """Return the HttpResponse of the request's route. Raise HttpError and DiskNeeded."""
+        if request.disk_result is None:         # otherwise this request was paid for already
             self.charge(request, 1)
-        route = ROUTES.get(request.route)
-        if route is None:
+        route_function = ROUTES.get(request.route)
+        if route_function is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
         methods = allowed_methods(request.route)
         fields = {"Allow": methods, "Access-Control-Allow-Methods": methods}
@@ -7293,89 +7402,104 @@ class Web(TcpProtocol):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
         if request.command == "OPTIONS":
             return HttpResponse(b"", fields=fields)
-        return route(self, request)
+        return route_function(self, request)
 
     def charge(self, request, tokens):
-        """Let the client pay for this request; raises HttpError."""
+        """Take tokens for this request from the client's bucket. Raise HttpError if there are too
+        few, or if the client is blocked and has come by a proxy."""
         address = request.address
         if self.rules.request_limiter.allow(address, request.now, tokens):
             return
-        if self.rules.verdict(address) == BLOCKED:          # whose proxy is not
+        if self.rules.verdict(address) == BLOCKED:
             raise HttpError(403, "Requests from %s are not answered here." % address)
         hint = "Too many requests from %s; wait a few seconds." % address
         raise HttpError(429, hint, RETRY_AFTER)
 
-    def error(self, request, error):
-        """In the form that its reader expects."""
+    def error_response(self, request, error):
+        """Return an HttpError as a response, in the form that its reader expects."""
         status, hint = error.status, str(error)
         reason = http.client.responses[status]
-        type, body = TEXT_TYPE, ("%d %s\n%s\n" % (status, reason, hint)).encode()
-        if request.route == "/announce" and not request.luanti:
+        if request.route == "/announce" and not request.luanti_json:
             type, body = JSON_TYPE, to_json({"listed": False, "reason": hint})
         elif request.route == "/master.json" and status in (403, 429):
             type, body = JSON_TYPE, iceball_list(self, [])
         elif "text/html" in request.header("Accept"):
             type, body = HTML_TYPE, error_page(self.look, status, reason, hint)
+        else:
+            text = "%d %s\n%s\n" % (status, reason, hint)
+            type, body = TEXT_TYPE, text.encode()
         return HttpResponse(body, type, status, error.fields)
 
-    def list_answer(self, request, wanted, type, make):
-        """The list that `make(servers, wall)` gives. A whole one, of a game or of all, is kept
-        until the next tick; a search is one client's, who pays for each server looked at."""
-        game, registry = wanted.game, self.registry
-        key, wall = (request.route, game), request.now + self.epoch
-        if wanted == ListFilter(game) and game in ("", *self.look.games):
+    def list_response(self, request, list_filter, type, render):
+        """Return the list that `render(servers, wall)` makes of the servers that pass the filter.
+
+        A whole list, of one game or of all, is kept until the next tick. A search serves one
+        client only, who pays for each server that is looked at."""
+        game, registry = list_filter.game, self.registry
+        wall = request.now + self.epoch
+        is_whole = list_filter == ListFilter(game)
+        if is_whole and game in ("", *self.look.games):
+            key = request.route, game
             if key not in self.lists:
-                self.lists[key] = public(make(registry.servers(game), wall), type)
+                self.lists[key] = public_response(render(registry.servers(game), wall), type)
             return self.lists[key]
-        # A page with a search in it asks every 5 s
+        # The tokens are limited, because a page with a search in it asks every 5 s
         self.charge(request, self.rules.request_tokens(registry.total / SEARCH_SERVERS))
-        return public(make(list(filter(wanted.matches, registry.servers(game))), wall), type)
+        servers = list(filter(list_filter.matches, registry.servers(game)))
+        return public_response(render(servers, wall), type)
 
 
-# --- What is asked for ---------------------------------------------------------------------------
+# --- The query of a request ----------------------------------------------------------------------
 
-def whole_number(request, name, low, high):
-    """A number in the query, 0 if there is none."""
+def query_number(request, name, low, high):
+    """Return a number in the query, 0 if it is missing. Raise HttpError if it is no number from
+    `low` to `high`."""
     text = request.query.get(name, "").strip()
+    if not text:
+        return 0
     try:
-        return read_number(low, high)(text) if text else 0
+        return read_number(low, high)(text)
     except ValueError as error:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
 
 class ListFilter(NamedTuple):
-    """Which servers a list is to have."""
+    """Which servers a list has."""
 
-    game: str                           # "": of every game
-    name: str = ""                      # a part of their name or address
+    game: str                           # "" for every game
+    name: str = ""                      # a part of the name or address; "" for every server
     players_min: int = 0
 
     def matches(self, server):
-        """The page's script has the same rule (wanted)."""
-        name, address = self.name.casefold(), server.address
-        if ":" in name:
+        """Does the server belong into the list? (The page's script has the same rule, in its
+        function `wanted`.)"""
+        if server.players < self.players_min:
+            return False
+        text, address = self.name.casefold(), server.address
+        if ":" in text:
             address = endpoint_text(address, server.port)
-        return server.players >= self.players_min and (
-            name in server.name.casefold() or name in address)
+        return text in server.name.casefold() or text in address
 
 
-def list_filter(web, request, game=""):
-    """`game`: the one that is listed unless another one is asked for."""
-    query = request.query
-    wanted = ListFilter(query.get("game", game), clean(query.get("name", "")),
-                        whole_number(request, "players_min", 0, PLAYERS_MAX))
-    if wanted.game not in ("", *web.look.games) and request.route != "/servers.json":
-        raise HttpError(404, "There is no game %s here." % ascii(wanted.game[:100]))
-    return wanted
+def query_filter(web, request, default_game=""):
+    """Return the ListFilter in the query. Raise HttpError."""
+    game = request.query.get("game", default_game)
+    name = clean(request.query.get("name", ""))
+    players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
+    is_known = game in ("", *web.look.games)
+    if not is_known and request.route != "/servers.json":
+        raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
+    return ListFilter(game, name, players_min)
 
 
-def asked_place(request, own=""):
-    """The address (`own` if none is given) and the port in the query; both may stand in address=,
-    as in 203.0.113.7:20737. Raises HttpError."""
-    text = request.query.get("address", "").strip()[:100] or own
-    port = whole_number(request, "port", 0, 65535)
+def query_endpoint(request, default_address=""):
+    """Return the address and the port in the query; the port is 0 if there is none. Both may stand
+    in address=, as in 203.0.113.7:20737. Raise HttpError."""
+    text = request.query.get("address", "").strip()[:100] or default_address
+    port = query_number(request, "port", 0, 65535)
+    has_port = re.search(r"\.[0-9]+:|\]:", text)
     try:
-        if re.search(r"\.[0-9]+:|\]:", text):
+        if has_port:
             text, port = read_numeric_endpoint(text)
         return canonical_address(read_address(text)), port
     except ValueError:
@@ -7383,58 +7507,90 @@ def asked_place(request, own=""):
         raise HttpError(400, hint) from None
 
 
-def asked_server(request):
-    """(game, address, port), the last two empty if neither is asked for, and the span."""
-    query = request.query
-    game, span = query.get("game", ""), query.get("span", "day")
-    address, port = asked_place(request) if {"address", "port"} & query.keys() else ("", 0)
-    if not game or address and not port:
+class HistoryQuery(NamedTuple):
+    """A server, or with address "" and port 0 a whole game, and a span of SPANS."""
+
+    game: str
+    address: str
+    port: int
+    span: str
+
+    @property
+    def key(self) -> Key:
+        return self.game, self.address, self.port
+
+
+def query_history(request):
+    """Return the HistoryQuery in the query. Raise HttpError."""
+    game = request.query.get("game", "")
+    span = request.query.get("span", "day")
+    address, port = "", 0
+    if "address" in request.query or "port" in request.query:
+        address, port = query_endpoint(request)
+    lacks_port = address and not port
+    if not game or lacks_port:
         raise HttpError(400, "game is required; for one server address and port as well.")
     if span not in SPANS:
         raise HttpError(400, "span must be one of %s." % ", ".join(SPANS))
-    return (game, address, port), span
+    return HistoryQuery(game, address, port, span)
 
 
 def from_disk(request, job):
-    """What `job` gives in the disk thread; until that is known it raises DiskNeeded."""
-    found = request.found
-    if found is None:
+    """Return what `job()` returns in the disk thread. Raise DiskNeeded the first time, and
+    HttpError if the disk does not work."""
+    result = request.disk_result
+    if result is None:
         raise DiskNeeded(job)
-    # The disk's, or too many wait for it; any other exception is a fault of the program
-    if isinstance(found, (*DISK_ERRORS, RuntimeError, MemoryError)):
-        hint = "The answer cannot be made just now: %s." % error_text(found)
+    # A RuntimeError says that too many jobs wait; any other exception is a fault of the program
+    if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
+        hint = "The answer cannot be made just now: %s." % error_text(result)
         raise HttpError(503, hint, RETRY_AFTER)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 # --- Lists ---------------------------------------------------------------------------------------
 
-# Both documents' keys, each a text or a number. `official` counts as true whatever it is, so it is
-# left out unless it is
+# The keys of both Iceball documents, and the attributes that they stand for. Each value is a text
+# or a number. The client takes `official` for true whatever its value is, so an unofficial server
+# does not have it.
 ICEBALL_FIELDS = {
-    "name": "name", "address": "address", "port": "port", "players_current": "players",
-    "players_max": "max_players", "mode": "mode", "map": "map", "version": "version",
-    "basedir": "mode"}
+    "name": "name",
+    "address": "address",
+    "port": "port",
+    "players_current": "players",
+    "players_max": "max_players",
+    "mode": "mode",
+    "map": "map",
+    "version": "version",
+    "basedir": "mode",
+}
 
 
 def iceball_json(server):
-    fields = {key: getattr(server, name) for key, name in ICEBALL_FIELDS.items()}
+    """Return a server's entry in /master.json."""
+    fields = {}
+    for key, name in ICEBALL_FIELDS.items():
+        fields[key] = getattr(server, name)
     if server.official:
         fields["official"] = True
     return to_json(fields)
 
 
 def iceball_list(web, servers):
+    """Return /master.json with these servers."""
+    entries = cached_entries(servers, "master.json", iceball_json)
     return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
-        ICEBALL_HBVERSION, web.settings["iceball.version"],
-        b",\n".join(cached_entries(servers, "master.json", iceball_json)))
+        ICEBALL_HBVERSION, web.settings["iceball.version"], b",\n".join(entries))
 
 
 def get_master_json(web, request):
-    return web.list_answer(request, ListFilter("iceball"), JSON_TYPE,
-                           lambda servers, wall: iceball_list(web, servers))
+    """Iceball's list, as the game reads it."""
+    def render(servers, wall):
+        return iceball_list(web, servers)
+
+    return web.list_response(request, ListFilter("iceball"), JSON_TYPE, render)
 
 
 JSON_FIELDS = (
@@ -7444,291 +7600,411 @@ JSON_DETAILS = "arenas factions skill flags".split()
 
 
 def server_json(server):
-    """A server in /servers.json up to its times, which move when nothing else does."""
-    fields = {name: getattr(server, name) for name in JSON_FIELDS}
+    """Return a server's entry in /servers.json up to its times. The times are left out because
+    they move when nothing else changes; with_times() adds them."""
+    fields = {}
+    for name in JSON_FIELDS:
+        fields[name] = getattr(server, name)
     fields["unconfirmed"] = not server.confirmed
     fields["ping_ms"] = None if server.ping_ms is None else round(server.ping_ms, 1)
     for name in JSON_DETAILS:
         fields[name] = server.details.get(name, "")
-    return to_json(fields)[:-1]
+    return to_json(fields)[:-len("}")]
 
 
-def with_times(part, server, epoch, own):
-    """A whole server in /servers.json; `own`: this master's name, if there are others."""
+def with_times(entry, server, epoch, own_master):
+    """Return the whole entry of a server in /servers.json. `own_master`: this master's name, "" if
+    there are no other masters."""
+    master = server.master or own_master
     return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
-        part, (server.master or own).encode(), server.first_seen + epoch, server.last_seen + epoch)
+        entry, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
 
 
 def get_servers_json(web, request):
-    """Every field of every server; ?game=, ?name= (a part of it), ?players_min=."""
-    def make(servers, wall):
-        rows = [with_times(part, server, web.epoch, web.registry.master)
-                for server, part in zip(servers, cached_entries(servers, "servers.json",
-                                                                server_json))]
+    """Every field of every server: ?game=, ?name= (a part of it), ?players_min=."""
+    def render(servers, wall):
+        own_master = web.registry.master
+        entries = []
+        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
+            entries.append(with_times(entry, server, web.epoch, own_master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            wall, web.registry.generation, b",\n".join(rows))
-    return web.list_answer(request, list_filter(web, request), JSON_TYPE, make)
+            wall, web.registry.generation, b",\n".join(entries))
+
+    return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
 
 
-# As the script in Hyperbol's document has them
+# These are the elements of the script in Hyperbol's document
 XML_SERVER = """\
 <server ip="%(address)s" port="%(port)s" responding="1" servername="%(name)s" gametype="%(mode)s" \
 playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
 skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
 """
-XML_SILENT = """\
+XML_SILENT_SERVER = """\
 <server ip="%(address)s" port="%(port)s" responding="0"/>
 """
 XML_FIELDS = "address port name mode players max_players map version flavor".split()
 
 
 def server_xml(server):
-    """A server in /servers.xml and in an exported file."""
-    fields = {name: getattr(server, name) for name in XML_FIELDS}
-    fields.update(skill=server.details.get("skill", "0"), ping=round(server.ping_ms or 0))
-    escaped = {name: html.escape(str(value)) for name, value in fields.items()}
-    return ((XML_SERVER if server.responding else XML_SILENT) % escaped).encode()
+    """Return a server's element in /servers.xml and in an exported file."""
+    values = {}
+    for name in XML_FIELDS:
+        values[name] = html.escape(str(getattr(server, name)))
+    skill = server.details.get("skill", "0")
+    values["skill"] = html.escape(skill)
+    values["ping"] = str(round(server.ping_ms or 0))
+    template = XML_SERVER if server.responding else XML_SILENT_SERVER
+    return (template % values).encode()
 
 
-def servers_xml(servers, wall):
-    """The document around them; `wall` is the time in seconds since 1970."""
-    made = utc(wall).replace(microsecond=0)
+def servers_xml(elements, wall):
+    """Return the XML document with these servers' elements. `wall`: seconds since 1970."""
+    rendered_at = utc(wall).replace(microsecond=0)
     head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n' % (
-        made.astimezone().isoformat(), made.isoformat())
-    return head.encode() + b"".join(servers) + b"</serverlist>\n"
+        rendered_at.astimezone().isoformat(), rendered_at.isoformat())
+    return head.encode() + b"".join(elements) + b"</serverlist>\n"
 
 
 def get_servers_xml(web, request):
-    return web.list_answer(
-        request, list_filter(web, request, "hyperbol"), "application/xml; charset=utf-8",
-        lambda servers, wall: servers_xml(cached_entries(servers, "servers.xml", server_xml), wall))
+    """The list in the XML of Hyperbol's document: ?game=, Hyperbol if it is left out."""
+    def render(servers, wall):
+        return servers_xml(cached_entries(servers, "servers.xml", server_xml), wall)
+
+    return web.list_response(request, query_filter(web, request, "hyperbol"), XML_TYPE, render)
+
+
+# The limits in the official Luanti list's score
+LUANTI_FULL_SHARE = 0.8             # players beyond this share of the room do not count
+LUANTI_LARGE_SERVER = 200           # a server that announces more room loses LUANTI_PENALTY
+LUANTI_PENALTY = 8
+LUANTI_SLOW_PING_S = 0.4            # a longer ping costs points
+# A server that speaks both of these protocol versions spans two incompatible generations
+LUANTI_OLD_PROTOCOL, LUANTI_NEW_PROTOCOL = 32, 36
+LUANTI_MIXED_FACTOR = 0.6
 
 
 def luanti_entry(server):
-    """Its place in the list, by the operator's priority and the official list's score; the entry.
-    """
-    told = server.luanti_announcement
-    entry = {**told, "address": told.get("address") or server.address, "port": server.port,
-             "ping": (server.ping_ms or 0) / 1000}
-    # Who is beyond 80 % of the room does not count
-    points = (min(told["clients"], int(0.8 * told["clients_max"])) + min(4, told["pop_v"] / 2)
-              + min(8, told["game_time"] / MONTH) - 8 * max(0, entry["ping"] - 0.4)
-              - 8 * (told["clients_max"] > 200))
-    if told["proto_min"] <= 32 and told["proto_max"] > 36:      # two incompatible generations
-        points *= 0.6
-    return (-server.priority, -points), to_json(entry)
+    """Return a sort key and the JSON entry of a server in Luanti's list. The key is the operator's
+    priority, and then the score."""
+    announcement = server.luanti_announcement
+    ping_s = (server.ping_ms or 0) / 1000
+    entry = {
+        **announcement,
+        "address": announcement.get("address") or server.address,
+        "port": server.port,
+        "ping": ping_s,
+    }
+    sort_key = -server.priority, -luanti_score(announcement, ping_s)
+    return sort_key, to_json(entry)
+
+
+def luanti_score(announcement, ping_s):
+    """Return the score by which the official Luanti list sorts servers."""
+    room = announcement["clients_max"]
+    points = min(announcement["clients"], int(LUANTI_FULL_SHARE * room))
+    points += min(4, announcement["pop_v"] / 2)             # the average number of players
+    points += min(8, announcement["game_time"] / MONTH)     # how long the world has been played
+    points -= LUANTI_PENALTY * max(0, ping_s - LUANTI_SLOW_PING_S)
+    if room > LUANTI_LARGE_SERVER:
+        points -= LUANTI_PENALTY
+    if (announcement["proto_min"] <= LUANTI_OLD_PROTOCOL
+            and announcement["proto_max"] > LUANTI_NEW_PROTOCOL):
+        points *= LUANTI_MIXED_FACTOR
+    return points
 
 
 def get_list(web, request):
-    """Luanti's list, as the official one gives it to clients. What it had at most is not kept."""
-    def make(servers, wall):
-        shown = [server for server in servers if server.luanti_announcement]
-        ranked = sorted(cached_entries(shown, "list", luanti_entry))
+    """Luanti's list, as the official one gives it to clients. The largest totals ever are not
+    kept, so `total_max` has the present ones."""
+    def render(servers, wall):
+        announced = [server for server in servers if server.luanti_announcement]
+        ranked = sorted(cached_entries(announced, "list", luanti_entry))
         entries = b",\n".join([entry for _, entry in ranked])
-        total = b'{"clients":%d,"servers":%d}' % (
-            sum(server.players for server in shown), len(shown))
+        players = sum(server.players for server in announced)
+        total = b'{"clients":%d,"servers":%d}' % (players, len(announced))
         return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (entries, total, total)
-    return web.list_answer(request, ListFilter("luanti"), JSON_TYPE, make)
+
+    return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render)
 
 
 # --- Pages ---------------------------------------------------------------------------------------
 
-# What to put into a game server's settings, by protocol
-ANNOUNCE = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
+class Contact(NamedTuple):
+    """A line that the operator of a game server can copy."""
+
+    reader: str                         # whom the line is for, and where it belongs
+    line: str                           # a %-template with host, port, game and page
+
+
+# The line is for the settings of a game server, or a command to run beside it
+ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
 CONTACTS = {
-    "iceball": ("Iceball servers, in svsave/pub/server.json",
-                '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
-    "subspace": ("SubSpace zones (asss)", "Directory:Server1 = %(host)s, port %(port)d"),
-    "aio": ("AIO servers", "master server %(host)s, port %(port)d"),
-    "luanti": ("Luanti servers, in minetest.conf",
-               "server_announce = true, and serverlist_url = http://%(page)s"),
-    "hyperbol": ("Hyperbol servers", ANNOUNCE),
-    "quake3": ("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
-               'set sv_master1 "%(host)s:%(port)d"'),
+    "iceball": Contact("Iceball servers, in svsave/pub/server.json",
+                       '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
+    "subspace": Contact("SubSpace zones (asss)",
+                        "Directory:Server1 = %(host)s, port %(port)d"),
+    "aio": Contact("AIO servers", "master server %(host)s, port %(port)d"),
+    "luanti": Contact("Luanti servers, in minetest.conf",
+                      "server_announce = true, and serverlist_url = http://%(page)s"),
+    "hyperbol": Contact("Hyperbol servers", ANNOUNCE_COMMAND),
+    "quake3": Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
+                      'set sv_master1 "%(host)s:%(port)d"'),
 }
 
 
 def contact_lines(listeners, host, settings):
-    """(game, whom it is for, line for the settings of its game servers or to run beside them).
-
-    Of what listens, of Luanti and of the operator's own games; of several ports of one protocol the
-    last takes announcements, but of HTTP the first is named."""
-    ports = {listener.protocol: listener.port for listener in listeners}
-    page = next((endpoint_text(host, listener.port) for listener in listeners
-                 if listener.protocol == "http"), "")
-    ports["luanti"] = settings["luanti.enabled"]
+    """Return (game, reader, line) for each game that game servers can announce here: for what
+    listens, for Luanti and for the operator's own games. `host`: this master's name."""
+    ports = {"luanti": settings["luanti.enabled"]}
+    page = ""
+    for listener in listeners:
+        # Of a protocol's ports the last takes announcements
+        ports[listener.protocol] = listener.port
+        if listener.protocol == "http" and not page:
+            page = endpoint_text(host, listener.port)
     contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
-    contacts.update({game: (title + " servers", ANNOUNCE)
-                     for game, title in settings["games"].items()})
-    return [(game, whom, line % {"host": host, "port": ports.get(game), "game": game,
-                                 "page": page})
-            for game, (whom, line) in contacts.items() if page or "%(page)s" not in line]
+    for game, title in settings["games"].items():
+        contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
+    lines = []
+    for game, (reader, line) in contacts.items():
+        if page or "%(page)s" not in line:
+            values = {"host": host, "port": ports.get(game), "game": game, "page": page}
+            lines.append((game, reader, line % values))
+    return lines
 
 
-def day_total(recent, games):
-    """The last day's hourly player counts of these games together."""
-    days = [recent[game, "", 0] for game in games if (game, "", 0) in recent]
-    hours = [[value for value in hour if value is not None] for hour in zip(*days)]
-    return [sum(known) if known else None for known in hours]
+def day_total(hourly_players, games):
+    """Return the last day's hourly player counts of these games together. A count is None if none
+    of the games has one for that hour."""
+    days = []
+    for game in games:
+        whole_game = game, "", 0
+        if whole_game in hourly_players:
+            days.append(hourly_players[whole_game])
+    totals = []
+    for counts in zip(*days):
+        recorded = [count for count in counts if count is not None]
+        totals.append(sum(recorded) if recorded else None)
+    return totals
 
 
 def get_page(web, request):
-    wanted = list_filter(web, request)
-    game, look, recent = wanted.game, web.look, web.hourly_players
+    """The list page: ?game=, ?name= and ?players_min= as in /servers.json."""
+    list_filter = query_filter(web, request)
 
-    def make(servers, wall):
-        counts = {id: len(listed) for id, listed in web.registry.games.items() if listed}
-        rows = list_rows(look, servers[:PAGE_ROWS], recent, web.epoch, wall)
-        day = day_total(recent, [game] if game else counts) if wanted == ListFilter(game) else ()
-        contacts = contact_lines(web.core.listeners, web.settings["server.public_address"]
-                                 or "THIS-HOST", web.settings)
-        return list_page(look, wanted, servers, rows, counts, contacts, sparkline(day))
-    return web.list_answer(request, wanted, HTML_TYPE, make)
+    def render(servers, wall):
+        return render_list(web, list_filter, servers, wall)
+
+    return web.list_response(request, list_filter, HTML_TYPE, render)
 
 
-def as_shown(server, epoch):
-    """A server as pages show it: its times are the wall clock's."""
-    shown = copy.copy(server)
-    shown.first_seen += epoch
-    shown.last_seen += epoch
-    return shown
+def render_list(web, list_filter, servers, wall):
+    """Return the list page with these servers."""
+    game, hourly_players = list_filter.game, web.hourly_players
+    counts = {}
+    for id, listed in web.registry.games.items():
+        if listed:
+            counts[id] = len(listed)
+    rows = list_rows(web.look, servers[:PAGE_ROWS], hourly_players, web.epoch, wall)
+    day = ()
+    if list_filter == ListFilter(game):
+        day = day_total(hourly_players, [game] if game else counts)
+    host = web.settings["server.public_address"] or "THIS-HOST"
+    contacts = contact_lines(web.core.listeners, host, web.settings)
+    return list_page(web.look, list_filter, servers, rows, counts, contacts, sparkline(day))
+
+
+def with_wall_times(server, epoch):
+    """Return a copy of a server whose times are those of the wall clock, as pages need them."""
+    copied = copy.copy(server)
+    copied.first_seen += epoch
+    copied.last_seen += epoch
+    return copied
 
 
 def get_server(web, request):
-    key, span = asked_server(request)
-    game, address, port = key
-    wall, database = request.now + web.epoch, web.core.database
-    listed, known, series = web.registry.get(*key), None, None
+    """One server's page: ?game=, ?address=, ?port= and ?span=. A server that is not listed any
+    more is shown if the database knows it."""
+    query = query_history(request)
+    wall = request.now + web.epoch
+    database = web.core.database
+    remembered = series = None
+
+    def read_database():
+        return (database.known(*query.key),
+                database.history(*query.key, query.span, wall))
+
     if database is not None:
-        known, series = from_disk(request, lambda: (
-            database.known(*key), database.history(*key, span, wall)))
+        remembered, series = from_disk(request, read_database)
+    listed = web.registry.get(*query.key)
     if listed:
-        shown = as_shown(listed, web.epoch)
-    elif known:
-        shown = Server(game, address, port, address, known.last_seen, 0.0, known.name)
+        shown = with_wall_times(listed, web.epoch)
+    elif remembered:
+        shown = Server(query.game, query.address, query.port, source=query.address,
+                       now=remembered.last_seen, lifetime=0.0, name=remembered.name)
     else:
-        raise HttpError(404, "No server %s of %s is known here." % (endpoint_text(address, port),
-                                                                    game))
-    if known:                           # it may have been here before it was listed this time
-        shown.first_seen = min(shown.first_seen, known.first_seen)
+        endpoint = endpoint_text(query.address, query.port)
+        raise HttpError(404, "No server %s of %s is known here." % (endpoint, query.game))
+    if remembered:                      # the server may have been here before
+        shown.first_seen = min(shown.first_seen, remembered.first_seen)
     base = web.look.url or "http://" + request.header("Host")
-    return HttpResponse(server_page(web.look, shown, listed, series, span, wall, base), HTML_TYPE)
+    page = server_page(web.look, shown, listed, series, query.span, wall, base)
+    return HttpResponse(page, HTML_TYPE)
 
 
 def get_banner(web, request):
-    """A picture of one server for other pages, 560 × 95."""
-    key, _ = asked_server(request)
-    found, database = web.registry.get(*key), web.core.database
-    state, players, address = "is not known here", "", endpoint_text(*key[1:])
-    if found:
-        state = found.map if found.responding else "not responding"
-        players = "%d/%s" % (found.players, found.max_players or "?")
+    """A picture of one server for other pages, 560 × 95 pixels: ?game=, ?address=, ?port=."""
+    query = query_history(request)
+    server = web.registry.get(*query.key)
+    database = web.core.database
+    endpoint = endpoint_text(query.address, query.port)
+    name, state, players, status = "", "is not known here", "", 404
+    if server:
+        name, status = server.name, 200
+        state = server.map if server.responding else "not responding"
+        players = "%d/%s" % (server.players, server.max_players or "?")
     elif database:
-        found, = from_disk(request, lambda: [database.known(*key)])
-        if found:
-            state = "not listed since %s UTC" % minute(found.last_seen)
-    svg = fill(BANNER, name=found and clean(found.name) or address, state=state, players=players,
-               game=web.look.game_title(clean(key[0])), address=address,
-               spark=sparkline(web.hourly_players.get(key, ())))
-    return HttpResponse(svg.encode(), "image/svg+xml", 200 if found else 404, BANNER_FIELDS)
+        remembered, = from_disk(request, lambda: [database.known(*query.key)])
+        if remembered:
+            name, status = remembered.name, 200
+            state = "not listed since %s UTC" % minute(remembered.last_seen)
+    svg = fill(BANNER, name=clean(name) or endpoint, state=state, players=players,
+               game=web.look.game_title(clean(query.game)), address=endpoint,
+               spark=sparkline(web.hourly_players.get(query.key, ())))
+    return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
 
 def get_history_json(web, request):
-    """The player counts of one server, or with a game alone of all its servers: ?game=, ?address=,
-    ?port=, ?span=day|week|month|year."""
-    key, span = asked_server(request)
-    database, wall = web.core.database, request.now + web.epoch
+    """The player counts of one server, or, with a game alone, of all its servers: ?game=,
+    ?address=, ?port=, ?span=day|week|month|year."""
+    query = query_history(request)
+    database = web.core.database
+    wall = request.now + web.epoch
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
-    series = from_disk(request, lambda: database.history(*key, span, wall))
-    game, address, port = key
-    return HttpResponse(to_json({
-        "game": game, "address": address, "port": port, "span": span, "start": series.start,
-        "step": series.step, "players": series.means, "peak": series.peaks}), JSON_TYPE)
+    series = from_disk(request, lambda: database.history(*query.key, query.span, wall))
+    body = to_json({
+        "game": query.game,
+        "address": query.address,
+        "port": query.port,
+        "span": query.span,
+        "start": series.start,
+        "step": series.step,
+        "players": series.means,
+        "peak": series.peaks,
+    })
+    return HttpResponse(body, JSON_TYPE)
 
 
 # --- Announcements by HTTP -----------------------------------------------------------------------
 
-ANNOUNCED_TTL_S = 120               # `announce` repeats it after half of this
+ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after half of this
 REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}        # all others: 403
 FORM_TYPE = "application/x-www-form-urlencoded"
-# The fields of an announcement beside game and port, and the lowest number where one is expected
-ANNOUNCED_FIELDS = "action name mode map version description players max_players".split()
+ANNOUNCED_TEXTS = "name mode map version description".split()
+# The lowest value of each field that is a number
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
-# In a form a character has twelve bytes at most: of the four bytes of UTF-8 each as %F0; those of
-# the names above have three
+ANNOUNCED_FIELDS = ("game", "port", "action", *ANNOUNCED_TEXTS, "players", "max_players")
+# In a form a character has twelve bytes at most, because each of the four bytes that UTF-8 may need
+# is written as in %F0. A character of the fields' names has three.
 FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
 FORM_NAME_BYTES = 3 * len("max_players")
-# What bytes.translate() takes to leave digits as they are, and blanks of all else
+# For bytes.translate(): leaves digits as they are, and makes everything else a space
 DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
 
 
-def announced_fields(request):
-    """The fields of an announcement, a form or a JSON object; raises HttpError and Refused."""
-    type = (request.header("Content-Type") or FORM_TYPE).partition(";")[0].strip().lower()
-    body = request.luanti or request.body
-    # A `{` comes by `curl -d`, which says it is a form
-    if request.luanti or type == "application/json" or body[:1] == b"{":
-        return json_fields(body)
+def post_announce(web, request):
+    """An announcement by HTTP. The server's address is that of the connection."""
+    check_no_web_page(request)
+    game, port = "announce", 0              # for the record of outcomes, until both are read
+    try:
+        values = announced_values(request)
+        game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
+        port = announced_number("port", values.get("port"))
+        if request.luanti_json:
+            return announce_luanti(web, request, port, values)
+        fields = announced_fields(values)
+        action = announced_text("action", values.get("action", ""))
+        if action == "stop":
+            return stop_announced(web, request, game, port)
+        if action not in ("", "announce"):
+            raise Refused("bad packet", "action: expected stop, or nothing")
+        return announce_server(web, request, game, port, fields)
+    except Refused as refused:
+        web.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
+                                    str(refused))
+        raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+
+
+def check_no_web_page(request):
+    """Raise HttpError if a web page in somebody's browser has sent this request.
+
+    Browsers send one of these fields (the second only over HTTPS and to their own machine). What a
+    page says of itself and of the host proves nothing, because its name may lead here (DNS
+    rebinding)."""
+    if request.header("Origin") or request.header("Sec-Fetch-Site") not in ("", "none"):
+        raise HttpError(403, "A web page may not announce servers here.")
+
+
+def announced_values(request):
+    """Return the values of an announcement by name, as they were sent: those of a form or of a
+    JSON object. Raise HttpError and Refused."""
+    if request.luanti_json:
+        return json_values(request.luanti_json)
+    content_type = request.header("Content-Type") or FORM_TYPE
+    type, _, _ = content_type.partition(";")
+    type = type.strip().lower()
+    # `curl -d` says that it sends a form, also when it sends a JSON object
+    if type == "application/json" or request.body.startswith(b"{"):
+        return json_values(request.body)
     if type != FORM_TYPE:
         raise HttpError(415, "Expected %s or application/json, not %s." % (
             FORM_TYPE, ascii(type[:100])))
-    return form_fields(body)
+    return form_values(request.body)
 
 
-def json_fields(body):
-    """The fields of a JSON object but for those that are null; raises Refused."""
+def json_values(body):
+    """Return the members of a JSON object that are not null. Raise Refused."""
     numbers = body.translate(DIGITS_ALONE).split()
     if max(map(len, numbers), default=0) > NUMBER_DIGITS:
         raise Refused("bad packet", "a number of more than %d digits" % NUMBER_DIGITS)
     try:
-        fields = json.loads(body.decode("utf-8-sig")).items()
+        members = json.loads(body.decode("utf-8-sig")).items()
     except (ValueError, RecursionError, AttributeError):
         raise Refused("bad packet", "the body is not a JSON object in UTF-8 "
                                     'such as {"game": "hyperbol", "port": 27888}') from None
-    admit_fields(len(fields))
-    return {name: value for name, value in fields if value is not None}
+    check_field_count(len(members))
+    return {name: value for name, value in members if value is not None}
 
 
-def form_fields(body):
-    """The fields of a form that an announcement can have, as texts; raises Refused."""
+def form_values(body):
+    """Return the values of a form that an announcement can have, as texts. Raise Refused."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
-    admit_fields(len(pairs))
-    values = {}
+    check_field_count(len(pairs))
+    raw_values = {}
     for pair in pairs:
         name, _, value = pair.partition(b"=")
-        values[urllib.parse.unquote_to_bytes(name[:FORM_NAME_BYTES])] = value[:FORM_VALUE_BYTES]
-    fields = {}
-    for name in ("game", "port", *ANNOUNCED_FIELDS):
-        value = values.get(name.encode())
-        if value is not None:
-            # As bytes all survives: curl under Windows sends the console's encoding
-            value = urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
-            fields[name] = decode_legacy(value, TEXT_CHARACTERS)
-    return fields
+        raw_name = urllib.parse.unquote_to_bytes(name[:FORM_NAME_BYTES])
+        raw_values[raw_name] = value[:FORM_VALUE_BYTES]
+    values = {}
+    for name in ANNOUNCED_FIELDS:
+        raw_value = raw_values.get(name.encode())
+        if raw_value is not None:
+            # Bytes keep every encoding; curl under Windows sends that of the console
+            value = urllib.parse.unquote_to_bytes(raw_value.replace(b"+", b" "))
+            values[name] = decode_legacy(value, TEXT_CHARACTERS)
+    return values
 
 
-def admit_fields(count):
+def check_field_count(count):
+    """Raise Refused if an announcement has too many fields."""
     if count > ANNOUNCED_FIELDS_MAX:
         raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
 
 
-def announced_value(name, value):
-    """What is kept of a field; raises Refused."""
-    if name in ANNOUNCED_NUMBERS:
-        text = "" if isinstance(value, (list, dict)) else str(value)    # which may be long
-        match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)       # Lua writes 27500.0
-        low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
-        if not match or not low <= int(match[1]) <= high:
-            raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
-        return int(match[1])
-    if isinstance(value, (bool, list, dict)):
-        raise Refused("bad packet", "%s is not a text" % name)
-    return clean(str(value), TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
-
-
 def announced_game(web, value):
-    game = announced_value("game", value)
+    """Return the game of an announcement, if it can be announced here. Raise Refused."""
+    game = announced_text("game", value)
     games = [*web.core.http_announcers, *web.settings["games"]]
     if game in games:
         return game
@@ -7739,267 +8015,357 @@ def announced_game(web, value):
     raise Refused("bad packet", reason)
 
 
-def post_announce(web, request):
-    """An announcement by HTTP; the address is the connection's."""
-    # Browsers send these two, the first only over HTTPS and to their own machine. What a page says
-    # of itself and of Host proves nothing: its name may lead here (DNS rebinding)
-    if request.header("Origin") or request.header("Sec-Fetch-Site") not in ("", "none"):
-        raise HttpError(403, "A web page may not announce servers here.")
-    game, port = "announce", 0
-    try:
-        sent = announced_fields(request)
-        game = announced_game(web, "luanti" if request.luanti else sent.get("game", ""))
-        port = announced_value("port", sent.get("port"))
-        if request.luanti:
-            return take_luanti(web, request, port, sent)
-        fields = {name: announced_value(name, sent[name])
-                  for name in ANNOUNCED_FIELDS if name in sent}
-        return take_announcement(web, request, game, port, **fields)
-    except Refused as refused:
-        web.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
-                                    str(refused))
-        raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+def announced_fields(values):
+    """Return the attributes of Server that an announcement sets. Raise Refused."""
+    fields: Dict[str, Any] = {}
+    for name in ANNOUNCED_TEXTS:
+        if name in values:
+            fields[name] = announced_text(name, values[name])
+    for name in ("players", "max_players"):
+        if name in values:
+            fields[name] = announced_number(name, values[name])
+    return fields
 
 
-def take_announcement(web, request, game, port, action="", **fields):
-    """List the server, have it queried, or end it; raises Refused."""
+def announced_text(name, value):
+    """Return a field that is a text, cleaned. Raise Refused."""
+    if isinstance(value, (bool, list, dict)):
+        raise Refused("bad packet", "%s is not a text" % name)
+    return clean(str(value), TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
+
+
+def announced_number(name, value):
+    """Return a field that is a number. Raise Refused."""
+    text = "" if isinstance(value, (list, dict)) else str(value)
+    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
+    low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
+    number = int(match.group(1)) if match else -1
+    if not low <= number <= high:
+        raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
+    return number
+
+
+def announce_server(web, request, game, port, fields):
+    """List a server, or have it queried if the master can query servers of its game. Return the
+    response. Raise Refused."""
     registry, source, now = web.registry, request.address, request.now
     address = web.rules.listed_address(source)
-    server, polled = registry.get(game, address, port), web.core.http_announcers.get(game)
-    answer: Dict[str, Any] = {"listed": True, "ttl": ANNOUNCED_TTL_S}
-    if action == "stop":                # only from the address that it is announced from
-        queried = polled and polled.stop_polling(source, port)
-        if server and server.source == source and not server.master:
-            registry.remove_own(server)
-        elif not queried and game != "luanti":
-            raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
-                source, port, game))
-        registry.record_outcome(source, game, port, "stopped", now)
-        answer.update(listed=False, reason="stopped")
-    elif action not in ("", "announce"):
-        raise Refused("bad packet", "action: expected stop, or nothing")
-    elif polled:
-        polled.on_http_announcement(source, port, fields, now)
+    polled_game = web.core.http_announcers.get(game)
+    if polled_game:
+        polled_game.on_http_announcement(source, port, fields, now)
         server = registry.get(game, address, port)
         if not (server and server.responding):
-            answer.update(listed=False, reason=(
-                "waiting for its answer to a query on UDP port %d; the page /check tells what came "
-                "of it" % (port + polled.offset)))
-    else:                               # it cannot be queried: it is listed with what it says
-        if not server or "name" in fields:
-            fields["name"] = fields.get("name") or endpoint_text(address, port)
-        registry.list_or_refresh((game, address, port), source, now, ANNOUNCED_TTL_S, fields)
-        if not server:
-            registry.record_outcome(source, game, port, "listed", now)
-    return HttpResponse(to_json(answer), JSON_TYPE)
+            return announce_response("waiting for its answer to a query on UDP port %d; the page "
+                                     "/check tells what came of it" % (port + polled_game.offset))
+        return announce_response()
+    server = registry.get(game, address, port)
+    if not server or "name" in fields:
+        fields["name"] = fields.get("name") or endpoint_text(address, port)
+    registry.list_or_refresh((game, address, port), source, now, ANNOUNCED_TTL_S, fields)
+    if not server:
+        registry.record_outcome(source, game, port, "listed", now)
+    return announce_response()
 
 
-def take_luanti(web, request, port, told):
-    """Luanti's own announcement, answered in words that its game server logs; raises Refused."""
-    if told.get("action") == "delete":
-        take_announcement(web, request, "luanti", port, "stop")
+def stop_announced(web, request, game, port):
+    """Remove a server that signs off, if it was announced from the same address. Return the
+    response; raise HttpError if there is no such server."""
+    registry, source = web.registry, request.address
+    server = registry.get(game, web.rules.listed_address(source), port)
+    polled_game = web.core.http_announcers.get(game)
+    was_queried = polled_game and polled_game.stop_polling(source, port)
+    if server and server.source == source and not server.master:
+        registry.remove_own(server)
+    elif not was_queried and game != "luanti":
+        raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
+            source, port, game))
+    registry.record_outcome(source, game, port, "stopped", request.now)
+    return announce_response("stopped")
+
+
+def announce_response(reason=""):
+    """Return the response to an announcement. `reason`: why the server is not listed; "" if it
+    is."""
+    result: Dict[str, Any] = {"listed": not reason, "ttl": ANNOUNCED_TTL_S}
+    if reason:
+        result["reason"] = reason
+    return HttpResponse(to_json(result), JSON_TYPE)
+
+
+def announce_luanti(web, request, port, values):
+    """Take the announcement of a Luanti game server, which logs the sentence that it gets. Return
+    the response. Raise Refused."""
+    if values.get("action") == "delete":
+        stop_announced(web, request, "luanti", port)
         return HttpResponse(b"Removed from the list.\n")
-    before = web.registry.outcomes.get(request.address, "luanti", port)
-    web.core.http_announcers["luanti"].on_http_announcement(request.address, port, told,
-                                                            request.now)
-    if before and before.outcome in ("silent", "address"):
+    last_outcome = web.registry.outcomes.get(request.address, "luanti", port)
+    luanti = web.core.http_announcers["luanti"]
+    luanti.on_http_announcement(request.address, port, values, request.now)
+    if last_outcome and last_outcome.outcome in ("silent", "address"):
         raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
-                             "/check tells what to do." % before.detail)
+                             "/check tells what to do." % last_outcome.detail)
     return HttpResponse(b"Request has been filed.\n", status=202)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
 
-# What became of a packet: a title, and what to do, with the detail noted then
-OUTCOMES = {key: (title, " ".join(advice.split())) for key, title, advice in re.findall(
-    "^(.+?): (.*)\n((?:    .*\n)+)", """\
-announced: Announced, but the answer did not come back
-    This master answered and is waiting for the game server's reply. If that does not change,
-    a firewall or router between the game server and here lets packets out but not in: open
-    UDP, or forward the game's port.
-version: Wrong version
-    This master does not list %s. Another version of the game server is needed.
-bad packet: A packet that cannot be read
-    What is wrong with it: %s. If the port is the one for this game, update the game server,
-    or fix what announces it.
-silent: It does not answer queries
-    There was %s. Open that UDP port in the firewall and forward it in the router.
-address: Another address
-    Players would be sent elsewhere: %s. Leave server_address in minetest.conf empty, or set it to
-    a name of the machine that the game server runs on.
-banned: Banned
-    The operator of this master has excluded this address: %s. If that is a mistake, ask its
-    operator.
-limit: Over the limit
-    It is not listed: %s. Stop one of the others, or ask this master's operator for more.
-busy: Try again
-    This master could not ask the game server when it announced itself: %s. The game server's
-    next announcement does that; nothing is wrong with it.
-flood: Too many packets
-    More than %s packets per second come from this address, and the rest are not read. Does a
-    game server announce itself in a loop? If many share the address, ask this master's
-    operator for more.
-name: The name is refused
-    Not under this name: %s. Give the server another name.
-game: The game is refused
-    It is not listed: %s. Its operator chooses this master's games.
-owner: Announced from elsewhere
-    It is not accepted: %s. If you know of no other announcer, ask this master's operator.
-password: Another password
-    It is not accepted: %s. Wait, or set the former password again.
-stopped: Signed off
-    The game server said that it was stopping.
-listed: Listed
-    All is well.
-private: Listed under a private address
-    Players elsewhere cannot reach it. This master's operator can name its public address in
-    [server] public_address or [address_map].
-ipv6: Listed under an IPv6 address
-    The page shows it, but the list that this game's players get has room for IPv4 addresses
-    only. Let the game server announce itself by IPv4.
-unconfirmed: Not heard since a restart
-    It was listed before this master was restarted, and stays for a while. Is the game server
-    running, and does it still announce itself here?
-gone: No longer listed
-    It was listed then, and has since fallen silent, or this master's settings no longer allow
-    it. Is the game server running, and does it still announce itself here?
-""", re.M)}
-IPV4_LISTS = "subspace", "hyperbol"     # games whose own lists have room for no other address
+class OutcomeText(NamedTuple):
+    """How the page /check shows an outcome."""
+
+    title: str
+    advice: str                         # what to do; %s stands for the recorded detail
+
+
+OUTCOMES = {
+    "announced": OutcomeText(
+        "Announced, but the answer did not come back",
+        "This master answered and is waiting for the game server's reply. If that does not change, "
+        "a firewall or router between the game server and here lets packets out but not in: open "
+        "UDP, or forward the game's port."),
+    "version": OutcomeText(
+        "Wrong version",
+        "This master does not list %s. Another version of the game server is needed."),
+    "bad packet": OutcomeText(
+        "A packet that cannot be read",
+        "What is wrong with it: %s. If the port is the one for this game, update the game server, "
+        "or fix what announces it."),
+    "silent": OutcomeText(
+        "It does not answer queries",
+        "There was %s. Open that UDP port in the firewall and forward it in the router."),
+    "address": OutcomeText(
+        "Another address",
+        "Players would be sent elsewhere: %s. Leave server_address in minetest.conf empty, or set "
+        "it to a name of the machine that the game server runs on."),
+    "banned": OutcomeText(
+        "Banned",
+        "The operator of this master has excluded this address: %s. If that is a mistake, ask its "
+        "operator."),
+    "limit": OutcomeText(
+        "Over the limit",
+        "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
+    "busy": OutcomeText(
+        "Try again",
+        "This master could not ask the game server when it announced itself: %s. The game server's "
+        "next announcement does that; nothing is wrong with it."),
+    "flood": OutcomeText(
+        "Too many packets",
+        "More than %s packets per second come from this address, and the rest are not read. Does a "
+        "game server announce itself in a loop? If many share the address, ask this master's "
+        "operator for more."),
+    "name": OutcomeText(
+        "The name is refused",
+        "Not under this name: %s. Give the server another name."),
+    "game": OutcomeText(
+        "The game is refused",
+        "It is not listed: %s. Its operator chooses this master's games."),
+    "owner": OutcomeText(
+        "Announced from elsewhere",
+        "It is not accepted: %s. If you know of no other announcer, ask this master's operator."),
+    "password": OutcomeText(
+        "Another password",
+        "It is not accepted: %s. Wait, or set the former password again."),
+    "stopped": OutcomeText(
+        "Signed off",
+        "The game server said that it was stopping."),
+    "listed": OutcomeText(
+        "Listed",
+        "All is well."),
+    "private": OutcomeText(
+        "Listed under a private address",
+        "Players elsewhere cannot reach it. This master's operator can name its public address in "
+        "[server] public_address or [address_map]."),
+    "ipv6": OutcomeText(
+        "Listed under an IPv6 address",
+        "The page shows it, but the list that this game's players get has room for IPv4 addresses "
+        "only. Let the game server announce itself by IPv4."),
+    "unconfirmed": OutcomeText(
+        "Not heard since a restart",
+        "It was listed before this master was restarted, and stays for a while. Is the game server "
+        "running, and does it still announce itself here?"),
+    "gone": OutcomeText(
+        "No longer listed",
+        "It was listed then, and has since fallen silent, or this master's settings no longer "
+        "allow it. Is the game server running, and does it still announce itself here?"),
+}
+IPV4_LISTS = "subspace", "hyperbol"     # games whose own lists have room only for IPv4 addresses
+
+
+def get_check(web, request):
+    """What became of the packets that an address sent, by default the client's: ?address=,
+    ?port=."""
+    address, port = query_endpoint(request, request.address)
+    wall = request.now + web.epoch
+    listed = listed_from(web, address, port)
+    findings = [finding(outcome, detail)
+                for outcome, detail in current_outcomes(web, request, address, listed)]
+    findings += recorded_findings(web, address, port, listed, wall)
+    return HttpResponse(check_page(web.look, address, port, findings, listed, wall), HTML_TYPE)
+
+
+def listed_from(web, address, port):
+    """Return copies, with wall times, of the servers that are listed at this address or announced
+    from it. `port`: 0 for all ports."""
+    servers = []
+    for server in web.registry.servers():
+        if address in (server.address, server.source) and port in (0, server.port):
+            servers.append(with_wall_times(server, web.epoch))
+    return servers
+
+
+def current_outcomes(web, request, address, listed):
+    """Return what holds for an address now, as (outcome, detail), each once: how its listed
+    servers stand, a ban, a flood."""
+    rules = web.rules
+    outcomes = [(listed_outcome(server), "") for server in listed if server.responding]
+    ban_reason = rules.ban_reason(address, rules.listed_address(address))
+    if ban_reason:
+        outcomes.append(("banned", ban_reason))
+    if rules.datagram_limiter.is_nearly_empty(address, request.now):
+        datagrams_per_s, _ = web.settings["limits.datagrams"]
+        outcomes.append(("flood", "%g" % datagrams_per_s))
+    return list(dict.fromkeys(outcomes))
+
+
+def listed_outcome(server):
+    """Return how a listed server stands, as a key of OUTCOMES."""
+    if not server.confirmed:
+        return "unconfirmed"
+    if server.address in LOCAL_NETWORKS:
+        return "private"
+    if ":" in server.address and server.game in IPV4_LISTS:
+        return "ipv6"
+    return "listed"
+
+
+def recorded_findings(web, address, port, listed, wall):
+    """Return the findings about packets that came from an address, the latest first.
+
+    Only the address that was asked for is shown: which machine is behind a public address stays
+    private."""
+    confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
+    findings = []
+    for source, protocol, packet_port, record in web.registry.outcomes:
+        if address not in (source, web.rules.listed_address(source)):
+            continue
+        if port and packet_port not in (0, port):
+            continue
+        if record.outcome == "banned":          # current_outcomes() says what holds now
+            continue
+        if record.outcome in ("announced", "listed") and packet_port in confirmed_ports:
+            continue
+        outcome = "gone" if record.outcome == "listed" else record.outcome
+        arrival = fill(ARRIVAL, when=time_tag(record.at + web.epoch, wall),
+                       protocol=web.look.game_title(protocol),
+                       peer=endpoint_text(address, packet_port) if packet_port else address)
+        findings.append((record.at, finding(outcome, record.detail, arrival)))
+    findings.sort(key=lambda timed_finding: timed_finding[0], reverse=True)
+    return [shown for _, shown in findings[:CHECK_FINDINGS]]
 
 
 def finding(outcome, detail, arrival=""):
+    """Return the HTML of one finding. `arrival`: the HTML that says when a packet came."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     return fill(FINDING, outcome=title, arrival=arrival,
                 todo=advice.replace("%s", detail or "nothing more is known"))
 
 
-def listed_outcome(server):
-    """Where a listed server stands, as one of OUTCOMES."""
-    if not server.confirmed:
-        return "unconfirmed"
-    if server.address in LOCAL_NETWORKS:
-        return "private"
-    return "ipv6" if ":" in server.address and server.game in IPV4_LISTS else "listed"
-
-
-def get_check(web, request):
-    """What became of what an address sent."""
-    address, port = asked_place(request, request.address)
-    rules, wall = web.rules, request.now + web.epoch
-    listed = [as_shown(server, web.epoch) for server in web.registry.servers()
-              if address in (server.address, server.source) and port in (0, server.port)]
-    state = [(listed_outcome(server), "") for server in listed if server.responding]
-    ban = rules.ban_reason(address, rules.listed_address(address))
-    if ban:
-        state.append(("banned", ban))
-    if rules.datagram_limiter.is_nearly_empty(address, request.now):
-        state.append(("flood", "%g" % web.settings["limits.datagrams"][0]))
-    findings = [finding(*outcome) for outcome in dict.fromkeys(state)]
-    findings += arrivals(web, address, port, listed, wall)
-    return HttpResponse(check_page(web.look, address, port, findings, listed, wall), HTML_TYPE)
-
-
-def arrivals(web, address, port, listed, wall):
-    """The findings about what came from there, the latest first. The address is the one that was
-    asked for: which machine is behind a public one is not told."""
-    well = {server.port for server in listed if server.confirmed and server.responding}
-    findings = []
-    for source, protocol, announced, note in web.registry.outcomes:
-        if address not in (source, web.rules.listed_address(source)):
-            continue
-        if port and announced not in (0, port):
-            continue
-        # Of a ban the page tells what holds now
-        if note.outcome == "banned":
-            continue
-        if note.outcome in ("announced", "listed") and announced in well:
-            continue
-        arrival = fill(ARRIVAL, when=time_tag(note.at + web.epoch, wall),
-                       protocol=web.look.game_title(protocol),
-                       peer=endpoint_text(address, announced) if announced else address)
-        outcome = "gone" if note.outcome == "listed" else note.outcome
-        findings.append((note.at, finding(outcome, note.detail, arrival)))
-    findings.sort(key=lambda timed: timed[0], reverse=True)
-    return [shown for _, shown in findings[:CHECK_FINDINGS]]
-
-
 # --- For the operator ----------------------------------------------------------------------------
 
-METRICS = """\
-received_total          Packets and pieces of requests received.
-sent_total              Packets and answers sent.
-bytes_in_total          Bytes received.
-bytes_out_total         Bytes sent.
-malformed_total         Packets and connections that broke their protocol.
-limited_total           Packets, connections and requests turned away by a limit.
-unsent_total            Packets that the system refused to send.
-errors_total            Packets and connections ended by a fault of the program.
-connections_total       Connections accepted.
-servers                 Listed servers that respond.
-players                 Players on listed servers.
-playing                 Players in the game rather than watching.
-loop_delay_max_seconds  The longest round of the event loop in the last minutes.
-connections             Open connections.
-http_requests_total     HTTP requests by route and status.
-news_dropped_total      News that was not told, as there was too much in that minute.
-generation              How often a list has changed: a number that grows.
-cluster_connected       1 while the link to the other masters works.
-cluster_lag_seconds     How old what is known of their servers may be.
-cluster_pending         Own servers of which they are to be told.
-cluster_reconnects_total  How often the link was made anew.
-cluster_servers         Listed servers by the master that has heard them.
-trouble                 1 while something does not work.
-info                    The program.
-"""
+# The metrics and their help. A name that ends in _total is a counter, any other is a gauge
+METRICS = {
+    "received_total": "Packets and pieces of requests received.",
+    "sent_total": "Packets and answers sent.",
+    "bytes_in_total": "Bytes received.",
+    "bytes_out_total": "Bytes sent.",
+    "malformed_total": "Packets and connections that broke their protocol.",
+    "limited_total": "Packets, connections and requests turned away by a limit.",
+    "unsent_total": "Packets that the system refused to send.",
+    "errors_total": "Packets and connections ended by a fault of the program.",
+    "connections_total": "Connections accepted.",
+    "servers": "Listed servers that respond.",
+    "players": "Players on listed servers.",
+    "playing": "Players in the game rather than watching.",
+    "loop_delay_max_seconds": "The longest round of the event loop in the last minutes.",
+    "connections": "Open connections.",
+    "http_requests_total": "HTTP requests by route and status.",
+    "news_dropped_total": "News that was not told, as there was too much in that minute.",
+    "generation": "How often a list has changed: a number that grows.",
+    "cluster_connected": "1 while the link to the other masters works.",
+    "cluster_lag_seconds": "How old what is known of their servers may be.",
+    "cluster_pending": "Own servers of which they are to be told.",
+    "cluster_reconnects_total": "How often the link was made anew.",
+    "cluster_servers": "Listed servers by the master that has heard them.",
+    "trouble": "1 while something does not work.",
+    "info": "The program.",
+}
 
 
 def get_metrics(web, request):
-    """The Prometheus text format, version 0.0.4."""
+    """All metrics in the Prometheus text format, version 0.0.4."""
+    values = metric_values(web, request.now)
+    lines = []
+    for name, help in METRICS.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append("# HELP masterserver_%s %s\n" % (name, help))
+        lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
+        for labels, value in values[name].items():
+            lines.append("masterserver_%s%s %r\n" % (name, labels, value))
+    return HttpResponse("".join(lines).encode(), METRICS_TYPE)
+
+
+def metric_values(web, now):
+    """Return the values of all metrics by name, and then by their labels as text."""
     core = web.core
-    values = collections.defaultdict(dict)          # by name and labels
+    values = collections.defaultdict(dict)
     for protocol, tally in core.tallies.items():
         for field, value in vars(tally).items():
             values[field + "_total"]['{protocol="%s"}' % protocol] = value
-    for game, census in web.registry.census(request.now).items():
+    for game, census in web.registry.census(now).items():
         for field, value in census._asdict().items():
             values[field]['{game="%s"}' % game] = value
-    for counted, value in web.requests.items():
-        values["http_requests_total"]['{route="%s",status="%d"}' % counted] = value
+    for (route, status), value in web.request_counts.items():
+        values["http_requests_total"]['{route="%s",status="%d"}' % (route, status)] = value
     for where in core.health:
         values["trouble"]['{where="%s"}' % where] = 1
-    for name, value in {**core.gauges, "generation": web.registry.generation}.items():
+    for name, value in core.gauges.items():
         values[name][""] = value
+    values["generation"][""] = web.registry.generation
     for name, value in core.cluster.items():
-        values["cluster_" + name] = (
-            {'{master="%s"}' % master: count for master, count in value.items()}
-            if isinstance(value, dict) else {"": float(value)})
+        if isinstance(value, dict):             # servers by master
+            for master, count in value.items():
+                values["cluster_" + name]['{master="%s"}' % master] = count
+        else:
+            values["cluster_" + name][""] = float(value)
     values["info"]['{version="%s"}' % __version__] = 1
-    text = ""
-    for name, help in re.findall("(.+?) +(.+)", METRICS):
-        kind = "counter" if name.endswith("_total") else "gauge"
-        text += "# HELP masterserver_%s %s\n# TYPE masterserver_%s %s\n" % (name, help, name, kind)
-        for labels, value in values[name].items():
-            text += "masterserver_%s%s %r\n" % (name, labels, value)
-    return HttpResponse(text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+    return values
 
 
 def get_healthz(web, request):
     """200 as long as it serves; `trouble` says what does not work."""
     health = web.core.health
-    return HttpResponse(to_json({
-        "status": "trouble" if health else "ok", "trouble": dict(health),
-        "servers": web.registry.total, "version": __version__,
-        "cluster": web.core.cluster}) + b"\n", JSON_TYPE)
+    body = to_json({
+        "status": "trouble" if health else "ok",
+        "trouble": dict(health),
+        "servers": web.registry.total,
+        "version": __version__,
+        "cluster": web.core.cluster,
+    })
+    return HttpResponse(body + b"\n", JSON_TYPE)
 
 
 def allowed_methods(route):
+    """Return the methods that a route takes, for the header field Allow."""
     return "POST, OPTIONS" if route == "/announce" else "GET, HEAD, OPTIONS"
 
 
 def text_route(text, type, setting=""):
-    """A route to a text, or to that of the file which a setting names."""
-    return lambda web, request: public(
-        (web.settings.texts.get(setting) or text).encode(), type)
+    """Return the function of a route to a text, or to the text of the file that a setting
+    names."""
+    def get_text(web, request):
+        file_text = web.settings.texts.get(setting)
+        return public_response((file_text or text).encode(), type)
+
+    return get_text
 
 
 ROUTES = {
@@ -8026,66 +8392,89 @@ ROUTES = {
 
 # --- News ----------------------------------------------------------------------------------------
 
-def escaped_markdown(name):
-    """A name that Markdown shows as it is written: a backslash stands before every mark."""
-    return re.sub("[!-/:-@[-`{-~]", r"\\\g<0>", name)
+# A run of one mark of ASCII. Each of these is a mark in some form of Markdown.
+MARK = "[%s]" % re.escape(string.punctuation)
+EQUAL_MARKS = re.compile(r"(%s)\1*" % MARK)
+ZERO_WIDTH_SPACE = "\u200b"
 
 
-def parted_marks(name):
-    """A name for Slack's format, which has no backslash and which others take for Markdown: a
-    zero-width space parts each mark, or run of equal marks, from what it would act on."""
-    return re.sub(r"([!-/:-@[-`{-~])\1*", "\\g<0>\u200b", name)
+def escape_markdown(name):
+    """Return a name with a backslash before every mark, so that Markdown shows it as it is."""
+    return re.sub(MARK, r"\\\g<0>", name)
+
+
+def separate_marks(name):
+    """Return a name for Slack's format, which has no backslash, and which others take for
+    Markdown: a zero-width space follows each mark, or run of equal marks, so that it does not act
+    on what follows."""
+    return EQUAL_MARKS.sub(r"\g<0>" + ZERO_WIDTH_SPACE, name)
 
 
 def news_text(server, settings, escape=str):
-    """What [notify] text says of this server; `escape` makes a name harmless in the format."""
-    game = server.details.get("gamename", server.game)
+    """Return the text of a message about a server, as [notify] text has it. `escape(name)` makes a
+    name harmless in the format of the message."""
     titles = {**GAME_TITLES, **settings["games"]}
-    return string.Template(settings["notify.text"]).safe_substitute(
-        name=escape(server.name or endpoint_text(server.address, server.port)),
-        game=escape(titles.get(server.game, game)), map=escape(server.map or "?"),
-        url=settings["http.url"] and settings["http.url"] + server_link(server),
-        players=server.players, max_players=server.max_players or "?").strip()
+    title = titles.get(server.game)
+    if title is None:
+        title = server.details.get("gamename", server.game)
+    url = settings["http.url"]
+    if url:
+        url += server_link(server)
+    name = server.name or endpoint_text(server.address, server.port)
+    text = string.Template(settings["notify.text"]).safe_substitute(
+        name=escape(name),
+        game=escape(title),
+        map=escape(server.map or "?"),
+        url=url,
+        players=server.players,
+        max_players=server.max_players or "?")
+    return text.strip()
 
 
-def discord_news(server, settings, shown):
-    text = news_text(server, settings, escaped_markdown)
+def discord_news(server, settings, entry):
+    """Return the media type and the body of a message to Discord. (`entry` is for json_news.)"""
+    text = news_text(server, settings, escape_markdown)
     return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
 
 
-def slack_news(server, settings, shown):
-    text = news_text(server, settings, parted_marks)
+def slack_news(server, settings, entry):
+    """Return the media type and the body of a message in Slack's format."""
+    text = news_text(server, settings, separate_marks)
     return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
 
 
-def text_news(server, settings, shown):
+def text_news(server, settings, entry):
+    """Return the media type and the body of a message as plain text."""
     return TEXT_TYPE, news_text(server, settings).encode()
 
 
-def json_news(server, settings, shown):
+def json_news(server, settings, entry):
+    """Return the media type and the body of a message for other programs. `entry`: the server as
+    in /servers.json."""
     text = to_json(news_text(server, settings))
-    return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, shown)
+    return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
 
 
-# By the format that [webhooks] names: what makes the type and the body of a message about a server;
-# `shown` is the server as /servers.json has it
+# By the format that [webhooks] names
 NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
 
 
 # ================================================================================================
 # 10  The table of protocols
 #
-# To add a game: write its class in section 7, add a row here, its settings in section 3 and its
-# title in section 9, put its packets into the tests; README.md shows how. The listener's port is
-# the setting plus `offset`; where the setting is empty, the row is left out.
+# To add a game: write its class in section 7, add an entry here, its settings in section 3 and its
+# title in section 9, and put its packets into the tests. README.md shows how. A protocol listens on
+# the port in its setting plus `offset`; if the setting is empty, the protocol is switched off.
 # ================================================================================================
 
 class ProtocolEntry(NamedTuple):
+    """One protocol on one port."""
+
     name: str
-    transport: str                  # udp or tcp; "": no socket of its own
-    setting: str                    # its port, or ports; "" stands for any free port
-    offset: int
-    make: Callable[[Core], Any]     # a UdpProtocol or a TcpProtocol
+    transport: str                  # "udp" or "tcp"; "" for a protocol without a socket of its own
+    setting: str                    # its port, or ports; "" for any free port
+    offset: int                     # from the port in the setting to the one to listen on
+    make: Callable[[Core], Any]     # creates the UdpProtocol or the TcpProtocol
 
 
 PROTOCOLS = (
@@ -8097,7 +8486,7 @@ PROTOCOLS = (
     ProtocolEntry("quake3", "udp", "quake3.port", 0, Quake3),
     ProtocolEntry("http", "tcp", "http.ports", 0, Web),
     ProtocolEntry("luanti", "", "", 0, Luanti),
-    # Last: in a tick it asks those that the others have just named
+    # The last one, because its tick then queries servers that the others have just named
     ProtocolEntry("poll", "udp", "", 0, lambda core: core.poller),
 )
 

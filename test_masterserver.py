@@ -5292,7 +5292,7 @@ class Site(socketserver.ThreadingTCPServer):
     def answer(self, data):
         web = web_of(self.servers, template=self.template)
         if self.down:
-            web.answer = mock.Mock(side_effect=ms.HttpError(503, "It is down."))
+            web.respond = mock.Mock(side_effect=ms.HttpError(503, "It is down."))
         out = answered(web.session("127.0.0.1", 0.0), data)
         if b"Content-Type: text/html" in out:
             self.asked.append((data.split()[1].decode(), int(out[9:12])))
@@ -5886,7 +5886,7 @@ class FuzzTest(unittest.TestCase):
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
-    MAY_STAY = {*"queriers counts games subscribers lists titles requests".split(),
+    MAY_STAY = {*"queriers counts games subscribers lists titles requests request_counts".split(),
                 "waiting", "by_source", "altered", "tags"}
     DECODERS = (ms.parse_zone_list, ms.parse_hyperbol_list, ms.parse_hyperbol_greeting, ms.aio_info,
                 ms.luanti_goodbye, lambda data: ms.quake3_info(ms.quake3_pairs(data)))
@@ -6330,7 +6330,7 @@ class HttpTest(WebCase):
     def test_iceball_gets_an_empty_list_for_a_refusal(self):
         self.list()
         self.registry.rules.blocked = ms.Networks([ms.read_network("192.0.2.66")])
-        self.web.trusted = ms.Networks([ms.read_network("127.0.0.1")])
+        self.web.trusted_proxies = ms.Networks([ms.read_network("127.0.0.1")])
         for client, times, status in (("192.0.2.5", 51, 429), ("192.0.2.66", 1, 403)):
             request = http_request("/master.json", "X-Forwarded-For: " + client)
             for _ in range(times):
@@ -6413,7 +6413,7 @@ class HttpTest(WebCase):
         self.assertEqual((status, headers["Connection"], headers["Retry-After"], session.done),
                          (429, "close", "5", True))
         self.assertIn(b"connections", self.readable_by_iceball(data))
-        self.assertEqual(self.web.requests["none", 429], 1)
+        self.assertEqual(self.web.request_counts["none", 429], 1)
         self.assertFalse(self.web.speaks_first)
 
     def test_the_body_of_an_error_is_what_its_reader_expects(self):
@@ -6500,7 +6500,7 @@ class HttpTest(WebCase):
         self.assertEqual((session.tick(38.9), session.done), (b"", False), "it is in use")
         self.web.tick(1.0)
         self.assertEqual(len(self.servers("/master.json")), 1)
-        self.assertEqual(self.web.requests["/master.json", 200], 4)
+        self.assertEqual(self.web.request_counts["/master.json", 200], 4)
 
     def test_what_is_one_client_s_is_not_cached(self):
         for request in (http_request("/check"), http_request("/nope"), http_request("/healthz"),
@@ -6530,7 +6530,7 @@ class HttpTest(WebCase):
         self.assertEqual(self.get("/robots.txt", address="203.0.113.8", now=1.0)[0], 200)
 
     def trust(self, *networks):
-        self.web.trusted = ms.Networks(map(ms.read_network, networks))
+        self.web.trusted_proxies = ms.Networks(map(ms.read_network, networks))
 
     def test_whose_request_it_is_behind_a_proxy(self):
         self.trust("127.0.0.0/8", "2001:db8:1::/48")
@@ -6613,7 +6613,7 @@ class HttpTest(WebCase):
             found.append(status)
         self.assertEqual((found, session.job, session.done), ([200, 200, 404, 200], None, False))
         self.assertEqual(self.web.charge.call_count, 4, "each pays once")
-        self.assertEqual(self.web.requests["/server", 404], 1)
+        self.assertEqual(self.web.request_counts["/server", 404], 1)
 
 
 class ListsTest(WebCase):
@@ -7334,7 +7334,7 @@ class LuantiTest(WebCase):
         return [peer for _, peer in queries]
 
     def found(self, now=0.0):
-        self.web.forget_answers()
+        self.web.forget_responses()
         return json.loads(self.get("/list?proto_version_min=37", now=now)[2].decode("utf-8"))
 
     def names(self):
@@ -7928,7 +7928,7 @@ class BannerTest(unittest.TestCase):
                  "Is my server listed? · " + title, "")):
             for url in "", "https://games.example":
                 web.look = web.look._replace(url=url)
-                web.forget_answers()
+                web.forget_responses()
                 found = {attributes.get("property") or attributes.get("name"):
                          attributes["content"] for tag, attributes in
                          Outline(page_of(web, path)).tags if "content" in attributes}
