@@ -944,6 +944,17 @@ def keep_latest(table, key, value, most):
         table.popitem(last=False)
 
 
+# One encoder is kept: json.dumps() would create one at each call, in a quarter of the time that one
+# server takes.
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def to_json(value):
+    """Return compact JSON in UTF-8, without \\u escapes: the Iceball client fails on them. Texts
+    have been cleaned, so they need none."""
+    return ENCODER.encode(value).encode()
+
+
 def endpoint_text(address, port):
     return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
 
@@ -1052,43 +1063,47 @@ class Tally:
 # ================================================================================================
 # 5  Registry
 #
-# The listed servers of all games, the rules that the operator has set for them, and what was
-# heard last from whom. It knows nothing of protocols, sockets or disks. Times are those of the
-# monotonic clock that is handed in.
+# The listed servers of all games, the rules that the operator has set for them, and what became of
+# the last packets from each source. It knows nothing of protocols, sockets or disks. All times are
+# those of the monotonic clock that is handed in.
 # ================================================================================================
 
 class Refused(Exception):
-    """A server that is not to be listed: `outcome` is a key of OUTCOMES (section 9); the reason
-    in words."""
+    """A server that may not be listed. The text gives the reason; `outcome` is a key of OUTCOMES
+    (section 9)."""
 
     def __init__(self, outcome, reason):
         super().__init__(reason)
         self.outcome = outcome
 
 
-# The settings that give the rates of the limiters in Rules, in their order
-LIMITS = ("limits.datagrams", "limits.datagrams", "limits.connections", "limits.requests",
-          "limits.requests")
-
-
 class Rules:
-    """What the operator has decided about addresses: public ones, bans, marks, limits.
+    """What the operator has decided about addresses: public addresses, bans, marks and limits.
 
-    The limiters are shared by all protocols: datagrams, messages within a connection, new
-    connections, and requests (what costs more than a look-up, or gets an answer longer than
-    itself). What comes by UDP may have a forged address, so it has limiters of its own: a flood in
-    somebody's name takes nothing from what he does by TCP. `answers` is for those to the poller,
-    and has but the verdict."""
+    All protocols share the limiters. Packets by UDP may have a forged source, so they have
+    limiters of their own: a flood with somebody's address takes nothing from what he does by TCP.
+
+    datagram_limiter        datagrams
+    message_limiter         messages within a TCP connection
+    connection_limiter      new TCP connections
+    udp_request_limiter     requests by UDP that cost more than a look-up, or get an answer that is
+                            longer than themselves
+    request_limiter         the same by TCP
+    answer_limiter          answers to the poller; it only turns away blocked addresses
+    surplus_limiter         bytes that unproven sources get beyond what they sent, by use"""
 
     def __init__(self, settings):
-        (self.datagram_limiter, self.message_limiter, self.connection_limiter,
-         self.udp_request_limiter, self.request_limiter,
-         self.answer_limiter) = self.limiters = [Limiter(ANSWERS_RATE,
-                                                         self.verdict) for _ in range(6)]
+        self.datagram_limiter = Limiter(ANSWERS_RATE, self.verdict)
+        self.message_limiter = Limiter(ANSWERS_RATE, self.verdict)
+        self.connection_limiter = Limiter(ANSWERS_RATE, self.verdict)
+        self.udp_request_limiter = Limiter(ANSWERS_RATE, self.verdict)
+        self.request_limiter = Limiter(ANSWERS_RATE, self.verdict)
+        self.answer_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.surplus_limiter = Limiter(SURPLUS_BYTES)
         self.read(settings)
 
     def read(self, settings):
+        """Take these settings. Every bucket is full again, because verdicts may have changed."""
         self.public_address = settings["server.public_address"]
         self.address_map = settings["address_map"]
         self.official = settings["official"]
@@ -1096,30 +1111,22 @@ class Rules:
         self.games = settings["games"]
         self.blocked = Networks(settings["blocked"])
         self.exempt = Networks(settings["limits.exempt"])
-        # Why one is blocked is for the operator alone
+        # The reason for a block is for the operator alone, so blocked networks have none here
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])
         self.refuse_names = settings["server.refuse_names"]
         self.max_servers = settings["limits.servers"]
         self.max_servers_per_source = settings["limits.servers_per_source"]
-        for limiter, name in zip(self.limiters, LIMITS):
-            limiter.set_rate(settings[name])
-        self.answer_limiter.set_rate(ANSWERS_RATE)             # who is blocked may have changed
+        self.datagram_limiter.set_rate(settings["limits.datagrams"])
+        self.message_limiter.set_rate(settings["limits.datagrams"])
+        self.connection_limiter.set_rate(settings["limits.connections"])
+        self.udp_request_limiter.set_rate(settings["limits.requests"])
+        self.request_limiter.set_rate(settings["limits.requests"])
+        self.answer_limiter.set_rate(ANSWERS_RATE)
         _, self.requests_at_once = settings["limits.requests"]
 
-    def request_tokens(self, tokens):
-        """What a request that costs so many tokens takes from the bucket: half of a full bucket at
-        most, so that the smallest bucket lets it through now and then."""
-        return min(tokens, self.requests_at_once / 2)
-
-    def believes_claim(self, source, claimed):
-        """May a server say that it has this address? Only one on a local network, and no
-        loopback."""
-        if source not in LOCAL_NETWORKS or not is_unicast(claimed):
-            return False
-        return not is_loopback(canonical_address(claimed))
-
     def listed_address(self, source, claimed=""):
-        """Where players find a server that sends from `source` and claims to be at `claimed`."""
+        """Return the address at which players find a server that sends from `source` and says that
+        it is at `claimed` ("" if it says nothing)."""
         if claimed and self.believes_claim(source, claimed):
             return canonical_address(claimed)
         if source in self.address_map:
@@ -1128,31 +1135,52 @@ class Rules:
             return self.public_address
         return source
 
+    def believes_claim(self, source, claimed):
+        """May a server at this source say that it has another address? Only a server on a local
+        network may, and it may not name a loopback address."""
+        if source not in LOCAL_NETWORKS or not is_unicast(claimed):
+            return False
+        return not is_loopback(canonical_address(claimed))
+
     def verdict(self, address):
-        """For the limiters: BLOCKED, EXEMPT or 0."""
+        """Return BLOCKED, EXEMPT or 0 (neither) for the limiters."""
         number = address_number(address)
         if self.blocked.find(number) is not None:
             return BLOCKED
-        return EXEMPT if self.exempt.find(number) is not None else 0.0
+        if self.exempt.find(number) is not None:
+            return EXEMPT
+        return 0.0
 
     def exempts(self, address):
-        # The table costs less than the verdict, and knows most of them
-        return (self.datagram_limiter.table.get(address) or self.verdict(address)) == EXEMPT
+        """Is this address free of all limits by source?"""
+        # The limiter's table knows most addresses, and costs less than a verdict
+        full_at = self.datagram_limiter.table.get(address)
+        return (full_at or self.verdict(address)) == EXEMPT
 
     def allow_surplus(self, use, address, size, now):
         """May a source that has proven nothing get `size` bytes more than it sent?
 
-        All of them share one bucket: a limit by source does not bind those who forge sources. Each
-        `use` has its own: a flood of pings keeps nobody from the list."""
-        return size <= 0 or self.exempts(address) or self.surplus_limiter.allow(use, now, size)
+        All such sources share one bucket, because a limit by source does not bind those who forge
+        sources. Each `use` has a bucket of its own, so that a flood of pings keeps nobody from the
+        list."""
+        if size <= 0 or self.exempts(address):
+            return True
+        return self.surplus_limiter.allow(use, now, size)
 
     def surplus_is_spent(self, use, address, now):
         """Would allow_surplus() refuse this source even a few bytes?"""
         return self.surplus_limiter.is_nearly_empty(use, now) and not self.exempts(address)
 
+    def request_tokens(self, tokens):
+        """Return how many tokens a request takes that costs this many: half of a full bucket at
+        most, so that even the smallest bucket lets it through now and then."""
+        return min(tokens, self.requests_at_once / 2)
+
     def ban_reason(self, *addresses):
-        """Why none of these addresses may announce, or ""."""
-        for address in set(addresses) if self.bans else ():
+        """Return why one of these addresses may not announce servers; "" if all may."""
+        if not self.bans:
+            return ""
+        for address in set(addresses):
             reason = self.bans.find(address_number(address))
             if reason is not None:
                 return reason or "banned, no reason given"
@@ -1164,65 +1192,91 @@ class Rules:
         `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
         for key, limit in source_limits(source, self.max_servers_per_source):
             if counts.get(key, 0) >= limit and not self.exempts(source):
-                network = key[-3:] + " network" if ":" in key else "address"
+                network = key[-len("/64"):] + " network" if ":" in key else "address"
                 raise Refused("limit", "at most %d servers of one %s are %s"
                               % (limit, network, participle))
 
-    def operator_marks(self, place):
-        return self.official.get(place, False), self.priority.get(place, 0)
+    def operator_marks(self, endpoint):
+        """Return whether the operator marks the server at this (address, port) as official, and
+        its priority."""
+        return self.official.get(endpoint, False), self.priority.get(endpoint, 0)
 
 
+# How a server can be known to be there
+VERIFICATIONS = "handshake", "query", "connection", "self-reported"
 NO_DETAILS = {}
 
 
 class Server:
-    """One listed server. Identity is (game, address, port); the rest is what it told last.
+    """One listed server. Its identity is (game, address, port). The other attributes are what it
+    said last, and what this master knows about it.
 
+    source       the address that its packets come from; behind a router not the same as `address`
     first_seen, last_seen   seconds of the monotonic clock
-    ping_ms      milliseconds; None: it was not asked
+    lifetime     seconds that it stays listed after last_seen; infinite if a connection or polls
+                 decide when it leaves
+    verified     how it is known to be there, one of VERIFICATIONS
+    players, max_players    max_players is 0 if it is not known
+    playing      players in the game rather than watching; None if that is not known
+    ping_ms      milliseconds; None if this master does not query it
+    responding   False if the ini names it and it does not answer; game lists leave it out
+    confirmed    it was heard since this program started
+    pinned       the ini names it, so it stays listed even if it does not answer
+    official, priority      the operator's marks
+    details      further texts by name; its page shows them, except UNSHOWN_DETAILS (section 8)
     flavor       Hyperbol's: 0 is unofficial
-    responding   it answers the poller; a list by TCP or UDP leaves it out if not
-    details      further texts by name; its page shows them, but for UNSHOWN_DETAILS (section 8)
-    source       the address that its packets come from (differs from `address` behind a router)
-    lifetime     seconds that it stays listed after last_seen; infinite where a connection or the
-                 poller decides
-    playing      in ships, on the field; None: the protocol is silent
-    verified     how it is known to be there: handshake, query, connection, or self-reported
-    luanti_announcement what Luanti's told, as its list has it
-    aio_published_name   the name as an AIO server has published it, with its counter of players
-    zone_owner the announcer that a SubSpace zone belongs to, as texts: see ZoneOwner
-    fingerprint  of the packet that, repeated, changes nothing; see Registry.by_fingerprint
+    luanti_announcement     what a Luanti server has announced, as Luanti's list has it
+    aio_published_name      the name that an AIO server has published, with its counter of players
+    zone_owner   the announcer that a SubSpace zone belongs to, as texts; see ZoneOwner
     sender       the address and UDP port that an Iceball server announces from
-    official, priority   the operator's marks
-    confirmed    heard from since this program started
-    pinned       named by the ini: it stays, as not responding, however long it is silent
-    master       the master that has heard it; "": this one
-    rank         as ranking() made it; None after a change
-    entry_cache  its entry of each list, as rendered last
+    fingerprint  of the packet that says nothing new about it; see Registry.by_fingerprint
+    master       the other master that has heard it; "" if this one has
+    rank         see ranking(); None after a change
+    entry_cache  its rendered entries by list; see cached_entries(); None after a change
     """
 
     __slots__ = (
-        "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
-        "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
-        "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
-        "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
-        "zone_owner", "fingerprint", "sender", "master")
+        "game", "address", "port", "source", "first_seen", "last_seen", "lifetime", "name", "mode",
+        "map", "version", "players", "max_players", "verified", "description", "playing", "flavor",
+        "responding", "ping_ms", "details", "aio_published_name", "luanti_announcement",
+        "zone_owner", "fingerprint", "sender", "master", "official", "priority", "confirmed",
+        "pinned", "rank", "entry_cache")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
                  aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS):
-        self.game, self.address, self.port, self.source = game, address, port, source
+        self.game = game
+        self.address = address
+        self.port = port
+        self.source = source
         self.first_seen = self.last_seen = now
-        self.lifetime, self.name, self.mode, self.map = lifetime, name, mode, map
-        self.version, self.players, self.max_players = version, players, max_players
-        self.verified, self.description, self.playing = verified, description, playing
-        self.flavor, self.responding, self.ping_ms = flavor, responding, ping_ms
-        self.details, self.aio_published_name = details, aio_published_name
-        self.luanti_announcement, self.zone_owner = luanti_announcement, zone_owner
-        self.fingerprint, self.sender, self.master = None, None, ""
-        self.official, self.priority, self.confirmed, self.pinned = False, 0, True, False
-        self.rank = self.entry_cache = None
+        self.lifetime = lifetime
+        self.name = name
+        self.mode = mode
+        self.map = map
+        self.version = version
+        self.players = players
+        self.max_players = max_players
+        self.playing = playing
+        self.description = description
+        self.details = details
+        self.flavor = flavor
+        self.verified = verified
+        self.responding = responding
+        self.ping_ms = ping_ms
+        self.aio_published_name = aio_published_name
+        self.luanti_announcement = luanti_announcement
+        self.zone_owner = zone_owner
+        self.official = False
+        self.priority = 0
+        self.confirmed = True
+        self.pinned = False
+        self.master = ""
+        self.sender = None
+        self.fingerprint = None
+        self.rank = None
+        self.entry_cache = None
 
     @property
     def key(self) -> Key:
@@ -1230,15 +1284,23 @@ class Server:
 
 
 def ranking(server):
-    """The order of every list: the operator's priority, official, players, name, identity."""
+    """Return the sort key of every list: the operator's priority, official servers, players, name,
+    identity."""
     if server.rank is None:
-        server.rank = (-server.priority, not server.official, -server.players,
-                       server.name.casefold(), server.address, server.port, server.game)
+        server.rank = (
+            -server.priority,
+            not server.official,
+            -server.players,
+            server.name.casefold(),
+            server.address,
+            server.port,
+            server.game,
+        )
     return server.rank
 
 
 class Census(NamedTuple):
-    """The responding servers of one game, and who is on them."""
+    """How many servers of one game respond, and how many players are on them."""
 
     servers: int = 0
     players: int = 0
@@ -1246,14 +1308,16 @@ class Census(NamedTuple):
 
 
 def census_of(servers):
-    counts = collections.defaultdict(lambda: [0, 0, 0])
+    """Return a Census for each game of these servers."""
+    totals = {}
     for server in servers:
-        if server.responding:
-            count = counts[server.game]
-            count[0] += 1
-            count[1] += server.players
-            count[2] += server.players if server.playing is None else server.playing
-    return {game: Census(*count) for game, count in counts.items()}
+        if not server.responding:
+            continue
+        playing = server.players if server.playing is None else server.playing
+        total = totals.get(server.game, Census())
+        totals[server.game] = Census(
+            total.servers + 1, total.players + server.players, total.playing + playing)
+    return totals
 
 
 class PacketOutcome(NamedTuple):
@@ -1267,141 +1331,137 @@ class PacketOutcome(NamedTuple):
 class PacketOutcomes:
     """What became of the last packets, by source, protocol and announced port.
 
-    A source that fills its share loses its own oldest note; when all are too many, the source goes
-    that was silent for longest."""
+    A source has OUTCOMES_PER_SOURCE entries at most, and all have OUTCOMES_KEPT; the entries of
+    the source that was silent for longest make room. In one second OUTCOMES_PER_S are added at
+    most."""
 
     def __init__(self):
-        # By source_key(), and then by address, protocol and port
+        # By source_key(), and then by (source, protocol, port); the latest ones stand at the end
         self.by_source = collections.OrderedDict()
         self.total = 0
-        self.this_second, self.second_ends = 0, 0.0     # how many were added in it
+        self.second_ends = 0.0          # when the present second ends
+        self.this_second = 0            # how many were added in it
 
-    def add(self, source, protocol, port, outcome, now, detail):
-        if now >= self.second_ends:
-            self.this_second, self.second_ends = 0, now + 1.0
-        elif self.this_second >= OUTCOMES_PER_S:
+    def add(self, packet, outcome, now, detail):
+        """Remember an outcome. `packet`: its (source, protocol, announced port)."""
+        if not self.has_time_for_one(now):
             return
-        self.this_second += 1
-        note = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
-        shared = source_key(source)
-        notes = self.by_source.get(shared)
-        if notes is None:
-            notes = self.by_source[shared] = collections.OrderedDict()
+        source, _, _ = packet
+        shared_key = source_key(source)
+        outcomes = self.by_source.get(shared_key)
+        if outcomes is None:
+            outcomes = self.by_source[shared_key] = collections.OrderedDict()
         else:
-            self.by_source.move_to_end(shared)
-        self.total -= len(notes)
-        keep_latest(notes, (source, protocol, port), note, OUTCOMES_PER_SOURCE)
-        self.total += len(notes)
+            self.by_source.move_to_end(shared_key)
+        self.total -= len(outcomes)
+        record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
+        keep_latest(outcomes, packet, record, OUTCOMES_PER_SOURCE)
+        self.total += len(outcomes)
         while self.total > OUTCOMES_KEPT:
             _, oldest = self.by_source.popitem(last=False)
             self.total -= len(oldest)
 
+    def has_time_for_one(self, now):
+        """May another outcome be added in this second? It is counted."""
+        if now >= self.second_ends:
+            self.second_ends = now + 1.0
+            self.this_second = 0
+        if self.this_second >= OUTCOMES_PER_S:
+            return False
+        self.this_second += 1
+        return True
+
     def get(self, source, protocol, port):
-        """The PacketOutcome, or None."""
+        """Return the last PacketOutcome, or None."""
         return self.by_source.get(source_key(source), {}).get((source, protocol, port))
 
     def __iter__(self):
-        """(address, protocol, port, PacketOutcome), those of the source heard longest ago first."""
-        for notes in self.by_source.values():
-            for (address, protocol, port), note in notes.items():
-                yield address, protocol, port, note
+        """Yield (source, protocol, port, PacketOutcome). Sources that were silent for longest come
+        first."""
+        for outcomes in self.by_source.values():
+            for (source, protocol, port), record in outcomes.items():
+                yield source, protocol, port, record
+
+
+class Subscription(NamedTuple):
+    """A function that is called on changes of listed servers."""
+
+    call: Callable[[str, Server], Any]
+    game: str                           # "" for every game
+    events: Sequence[str]
+    every_master: bool                  # also for servers that other masters have heard
 
 
 class Registry:
-    """The servers by identity, their expiry, and a generation that moves when a list changes.
+    """The listed servers by identity, with their expiry, and a generation number that grows when a
+    list changes.
 
-    Own ones are those that this master has heard itself. Another master's are in all lists; they
-    are no protocol's business: only Cluster lists, changes and removes them."""
+    A server is an own one if this master has heard it. Servers that only other masters have heard
+    are in all lists too, but no protocol deals with them: only Cluster lists, changes and removes
+    them."""
 
-    master = ""                         # this master's name, among several
+    master = ""                         # this master's name among several
 
     def __init__(self, rules):
         self.rules = rules
-        self.games = collections.defaultdict(dict)          # servers by game, address and port
-        # Of games that nobody but their servers names, with the source of the server that brought
-        # the game; both go with its last server
-        self.titles, self.title_sources = {}, {}
-        self.sources = collections.defaultdict(int)         # how many, by source_keys()
+        self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
+        # The titles of games that only their servers name, and the source of the server that has
+        # brought the game. Both are dropped with the game's last server
+        self.titles = {}
+        self.title_sources = {}
+        self.sources = collections.defaultdict(int)         # counts of own servers by source_keys()
         self.total = 0
         self.generation = 0
-        self.subscribers = []                  # whom to tell: call, game ("": all), events, whose
-        self.altered = set()                # own, listed, changed or gone since the disk was told
-        # nobody could be heard before: no silence counts
+        self.subscriptions = []
+        self.altered = set()                # keys of own servers that the disk has to be told about
+        # Before this time nothing could be received, so a server's silence before it is not held
+        # against the server
         self.silence_counts_from = -math.inf
-        # The shortcut of the hot path: the fingerprint of a packet, and the server that it is from
-        # and about which it says nothing new. changed() ends the shortcut, whoever changed the
-        # server: another master, the operator, the server itself
+        # The shortcut of the hot path: a packet with this fingerprint comes from this server and
+        # says nothing new about it. changed() ends the shortcut, whatever has changed the server:
+        # another master, the operator, or the server itself
         self.by_fingerprint = {}
         self.outcomes = PacketOutcomes()
         self.census_cache = RenderedList(self, "", census_of)
 
     def subscribe(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
-        """Have `call(event, server)` called for a game, or for all: for own servers, or for all.
-        """
-        self.subscribers.append((call, game, events, every_master))
+        """Have `call(event, server)` called on these events.
+
+        `game`: only for servers of this game, "" for all; `every_master`: also for servers that
+        other masters have heard, and not only for our own."""
+        self.subscriptions.append(Subscription(call, game, events, every_master))
 
     def get(self, game, address, port):
+        """Return the listed server with this identity, or None."""
         return self.games.get(game, {}).get((address, port))
 
-    def set_fingerprint(self, server, fingerprint):
-        """From now on a packet with this fingerprint says nothing new about the server."""
-        self.forget_fingerprint(server)
-        server.fingerprint = fingerprint
-        self.by_fingerprint[fingerprint] = server
+    def servers(self, game=""):
+        """Return a new list of all servers, or those of a game, in the order of ranking()."""
+        if game:
+            tables = [self.games.get(game, {})]
+        else:
+            tables = list(self.games.values())
+        servers = []
+        for table in tables:
+            servers += list(table.values())
+        servers.sort(key=ranking)
+        return servers
 
-    def forget_fingerprint(self, server):
-        if server.fingerprint is not None:
-            self.by_fingerprint.pop(server.fingerprint, None)
-            server.fingerprint = None
-
-    def forget_fingerprints(self):
-        """Every server is read in full once more."""
-        for server in self.by_fingerprint.values():
-            server.fingerprint = None
-        self.by_fingerprint.clear()
-
-    def check_admission(self, key, source, name=None, pinned=False):
-        """Raise Refused if a server that is not listed yet may not be.
-
-        `name`: None if it has not told it; `pinned`: named in the ini, without limits."""
-        game, address, port = key
-        if not 0 < port <= 65535:
-            raise Refused("bad packet", "port %d cannot be listed" % port)
-        # Whoever sent us a packet has an address, but 0.* and a link-local one mean nothing to
-        # others
-        if address != source and not is_unicast(address) or source[:2] == "0." or "%" in source:
-            raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        self.check_rules(source, address, port, name)
-        if pinned:
-            return
-        # Another master's server that announces itself here as well takes no further room
-        if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
-            raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
-        self.rules.check_source_limit(self.sources, source, "listed")
-
-    def check_rules(self, source, address, port, name):
-        """Raise Refused for who is banned, and for a refused name."""
-        ban = self.rules.ban_reason(source, address)
-        if ban:
-            raise Refused("banned", ban)
-        self.check_name(name, address, port)
-
-    def check_name(self, name, address="", port=0):
-        """Raise Refused for a refused name; the place itself, for want of a name, never is."""
-        for pattern in self.rules.refuse_names if name else ():
-            if pattern.search(name) and name != endpoint_text(address, port):
-                raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
+    def census(self, now):
+        """Return a Census by game, at most RENDER_S old."""
+        return self.census_cache.get(now)
 
     def list_or_refresh(self, key: Key, source: str, now: float, lifetime: float,
                         fields: Mapping[str, Any], pinned: bool = False) -> Server:
-        """List a server, or refresh it, with what it told; raises Refused.
+        """List a server, or refresh it, and return it. Raise Refused.
 
-        `fields`: attributes of Server."""
+        `fields`: the attributes of Server that it has told."""
         game, address, port = key
         server = self.get(game, address, port)
         if server is None or server.master:
             self.check_admission(key, source, fields.get("name"), pinned)
-            if server is not None:      # another master's: now it is an own one, and never left
+            if server is not None:
+                # Another master's server becomes an own one; for subscribers it never left
                 self.detach(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
@@ -1416,26 +1476,70 @@ class Registry:
         self.update(server, {**fields, "confirmed": True, "pinned": pinned})
         return server
 
+    def check_admission(self, key, source, name=None, pinned=False):
+        """Raise Refused if a server that is not listed yet may not be listed.
+
+        `name`: None if it is not known yet; `pinned`: the ini names the server, so limits do not
+        hold for it."""
+        game, address, port = key
+        if not 0 < port <= 65535:
+            raise Refused("bad packet", "port %d cannot be listed" % port)
+        if not self.can_be_listed(source, address):
+            raise Refused("bad packet", "%s cannot be the address of a server" % address)
+        self.check_rules(source, address, port, name)
+        if pinned:
+            return
+        # Another master's server that announces itself here as well needs no further room
+        if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
+            raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
+        self.rules.check_source_limit(self.sources, source, "listed")
+
+    @staticmethod
+    def can_be_listed(source, address):
+        """Does the address mean something to players? A source that has sent a packet has an
+        address, but 0.* and a link-local address mean nothing elsewhere."""
+        if source.startswith("0.") or "%" in source:
+            return False
+        return address == source or is_unicast(address)
+
+    def check_rules(self, source, address, port, name):
+        """Raise Refused if an address is banned or the name is refused."""
+        ban_reason = self.rules.ban_reason(source, address)
+        if ban_reason:
+            raise Refused("banned", ban_reason)
+        self.check_name(name, address, port)
+
+    def check_name(self, name, address="", port=0):
+        """Raise Refused if the name matches a refused pattern. The "address:port" that stands for a
+        missing name is always allowed."""
+        if not name or not self.rules.refuse_names:
+            return
+        if name == endpoint_text(address, port):
+            return
+        for pattern in self.rules.refuse_names:
+            if pattern.search(name):
+                raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
+
     def insert(self, server):
-        """A new server, admitted or restored."""
-        place = server.address, server.port
-        server.official, server.priority = self.rules.operator_marks(place)
-        self.games[server.game][place] = server
+        """List a server that was admitted, or restored from the disk or another master."""
+        endpoint = server.address, server.port
+        server.official, server.priority = self.rules.operator_marks(endpoint)
+        self.games[server.game][endpoint] = server
         self.count_source(server, 1)
         self.total += 1
         self.changed("listed", server)
 
     def confirm(self, server, now):
-        """The server was heard from, with nothing new."""
+        """Note that a server was heard and said nothing new."""
         server.last_seen = now
         if not server.confirmed:
             self.update(server, {"confirmed": True})
 
     def update(self, server, fields):
-        """Take over what the server told; the lists change only if something did."""
-        most = fields.get("max_players", server.max_players) or PLAYERS_MAX
-        if fields.get("players", 0) > most:
-            fields = {**fields, "players": most}
+        """Set attributes of a server. Lists change only if one of them has another value."""
+        max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
+        if fields.get("players", 0) > max_players:
+            fields = {**fields, "players": max_players}
         different = [item for item in fields.items() if getattr(server, item[0]) != item[1]]
         if different:
             for name, value in different:
@@ -1443,18 +1547,78 @@ class Registry:
             self.changed("changed", server)
 
     def remove_own(self, server):
-        """An own server goes; None, or another master's, changes nothing."""
+        """Remove a server that this master has heard. Do nothing for None, and for a server that
+        only another master has heard."""
         if server is not None and not server.master:
             self.remove_any(server)
 
     def remove_any(self, server):
-        """The same, whoever has heard it; one that has left already changes nothing."""
+        """Remove a server, whichever master has heard it. Do nothing if it has been removed
+        already."""
         if server is None or self.get(*server.key) is not server:
             return
         self.detach(server)
-        if not self.games[server.game] and self.titles.pop(server.game, ""):
+        has_other_servers = bool(self.games[server.game])
+        if not has_other_servers and self.titles.pop(server.game, ""):
             del self.games[server.game], self.title_sources[server.game]
         self.changed("gone", server)
+
+    def detach(self, server):
+        """Take a server out of the tables without telling subscribers."""
+        del self.games[server.game][server.address, server.port]
+        self.count_source(server, -1)
+        self.total -= 1
+        self.forget_fingerprint(server)
+
+    def count_source(self, server, difference):
+        """Count an own server for its source: 1 for one more, -1 for one fewer."""
+        if server.master:
+            return
+        for key in source_keys(server.source):
+            self.sources[key] += difference
+            if not self.sources[key]:
+                del self.sources[key]
+
+    def changed(self, event, server):
+        """Do what every change of a server requires: a new generation, an end of what was cached
+        for it, and the calls of subscribers. `event`: "listed", "changed" or "gone"."""
+        if event != "gone":
+            self.clamp_players(server)
+        self.generation += 1
+        server.rank = server.entry_cache = None
+        self.forget_fingerprint(server)
+        if not server.master and len(self.altered) < ALTERED_SERVERS:
+            self.altered.add(server.key)
+        for call, game, events, every_master in self.subscriptions:
+            if event in events and game in ("", server.game):
+                if every_master or not server.master:
+                    call(event, server)
+
+    @staticmethod
+    def clamp_players(server):
+        """Bound the players: no list shows more of them than the server has room for."""
+        server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
+        if server.playing is not None:
+            server.playing = clamp(server.playing, server.players)
+
+    def set_fingerprint(self, server, fingerprint):
+        """From now on, take a packet with this fingerprint as one that says nothing new about the
+        server."""
+        self.forget_fingerprint(server)
+        server.fingerprint = fingerprint
+        self.by_fingerprint[fingerprint] = server
+
+    def forget_fingerprint(self, server):
+        """Have the next packet of a server read in full."""
+        if server.fingerprint is not None:
+            self.by_fingerprint.pop(server.fingerprint, None)
+            server.fingerprint = None
+
+    def forget_fingerprints(self):
+        """Have the next packet of every server read in full."""
+        for server in self.by_fingerprint.values():
+            server.fingerprint = None
+        self.by_fingerprint.clear()
 
     def set_game_title(self, server, title):
         """Give the server's game a title, unless an earlier server has given it one."""
@@ -1462,60 +1626,41 @@ class Registry:
             self.titles[server.game] = title
             self.title_sources[server.game] = server.source
 
-    def detach(self, server):
-        """Out of the tables, and nobody is told."""
-        del self.games[server.game][server.address, server.port]
-        self.count_source(server, -1)
-        self.total -= 1
-        self.forget_fingerprint(server)
-
-    def count_source(self, server, by):
-        for key in source_keys(server.source) if not server.master else ():
-            self.sources[key] += by
-            if not self.sources[key]:
-                del self.sources[key]
-
-    def changed(self, event, server):
-        if event != "gone":             # no list counts more players than there is room for
-            server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
-            if server.playing is not None:
-                server.playing = clamp(server.playing, server.players)
-        self.generation += 1
-        server.rank = server.entry_cache = None
-        self.forget_fingerprint(server)
-        if len(self.altered) < ALTERED_SERVERS and not server.master:
-            self.altered.add(server.key)
-        for call, game, events, every_master in self.subscribers:
-            if event in events and game in ("", server.game):
-                if every_master or not server.master:
-                    call(event, server)
-
     def apply_rules(self, settings):
-        """After a reload: marks as the settings now have them. Servers that are now banned, whose
-        game is no longer served or whose address is another one now, go; if they may come back,
-        their next announcement lists them again."""
-        rules, before = self.rules, copy.copy(self.rules)
-        rules.read(settings)
+        """Apply the rules of new settings to all listed servers.
+
+        Servers leave that are banned now, whose game is no longer served, or that have another
+        public address now. Those that may come back are listed again at their next
+        announcement."""
+        old_rules = copy.copy(self.rules)
+        self.rules.read(settings)
         self.forget_fingerprints()
         for server in self.servers():
-            leaves = server.game in before.games and server.game not in rules.games
-            listed_at = before.listed_address(server.source)
-            if server.address == listed_at != rules.listed_address(server.source):
-                leaves = True
-            try:
-                self.check_rules(server.source, server.address, server.port, server.name)
-            except Refused:
-                leaves = True
-            if leaves:
+            if self.must_leave(server, old_rules):
                 self.remove_any(server)
             else:
-                official, priority = rules.operator_marks((server.address, server.port))
+                official, priority = self.rules.operator_marks((server.address, server.port))
                 self.update(server, {"official": official, "priority": priority})
 
+    def must_leave(self, server, old_rules):
+        """Do the present rules end the listing of a server that was listed under the old rules?"""
+        rules = self.rules
+        if server.game in old_rules.games and server.game not in rules.games:
+            return True
+        old_address = old_rules.listed_address(server.source)
+        new_address = rules.listed_address(server.source)
+        if server.address == old_address and old_address != new_address:
+            return True
+        try:
+            self.check_rules(server.source, server.address, server.port, server.name)
+        except Refused:
+            return True
+        return False
+
     def expire(self, now):
-        """Drop every server that was silent for its lifetime; called once a second."""
+        """Remove every own server that was silent for its lifetime. Called once a second."""
         # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
-        silent = [server for listed in self.games.values() for server in listed.values()
+        silent = [server for table in self.games.values() for server in table.values()
                   if server.last_seen + server.lifetime <= now]
         for server in silent:
             if self.is_silent(server.source, server.last_seen, server.lifetime, now):
@@ -1526,21 +1671,14 @@ class Registry:
         silence prove anything?"""
         if now < max(heard_at, self.silence_counts_from) + seconds:
             return False
-        # A flood in its name keeps its own packets out: then silence proves little
-        return (now >= heard_at + FLOODED_LIFETIMES * seconds
-                or not self.rules.datagram_limiter.is_nearly_empty(source, now))
-
-    def servers(self, game=""):
-        """All servers, or those of a game, in the master's order; the list is the caller's."""
-        games = [self.games.get(game, {})] if game else list(self.games.values())
-        return sorted([server for listed in games for server in list(listed.values())], key=ranking)
-
-    def census(self, now):
-        """A Census by game; at most RENDER_S old."""
-        return self.census_cache.get(now)
+        if now >= heard_at + FLOODED_LIFETIMES * seconds:
+            return True
+        # A flood with its address keeps the source's own packets out, so silence proves little
+        return not self.rules.datagram_limiter.is_nearly_empty(source, now)
 
     def forget_entries(self):
-        """What was made of servers no longer holds, though none has changed."""
+        """Forget all rendered entries: something that they depend on has changed, though no server
+        has."""
         self.generation += 1
         for server in self.servers():
             server.entry_cache = None
@@ -1548,142 +1686,169 @@ class Registry:
     def record_outcome(self, source, protocol, port, outcome, now, detail=""):
         """Remember what became of a packet, for the operator of that game server.
 
-        `port`: as announced, 0 if it could not be read; `outcome`: a key of OUTCOMES (section 9).
-        """
-        self.outcomes.add(source, protocol, port, outcome, now, detail)
+        `port`: the announced one, 0 if it could not be read; `outcome`: a key of OUTCOMES
+        (section 9)."""
+        self.outcomes.add((source, protocol, port), outcome, now, detail)
 
 
-def cached_entries(servers, name, render):
-    """Each server's part of the list `name`, rendered when the server has changed since."""
-    out = []
+def cached_entries(servers, list_name, render):
+    """Return each server's entry in a list. `render(server)` renders it if the server has changed
+    since the last time."""
+    entries = []
     for server in servers:
-        made = server.entry_cache
-        if made is None:
-            made = server.entry_cache = {}
-        part = made.get(name)
-        if part is None:
-            part = made[name] = render(server)
-        out.append(part)
-    return out
+        cache = server.entry_cache
+        if cache is None:
+            cache = server.entry_cache = {}
+        entry = cache.get(list_name)
+        if entry is None:
+            entry = cache[list_name] = render(server)
+        entries.append(entry)
+    return entries
 
 
 class RenderedList:
-    """What `make(servers)` gives for one game's servers ("": all), made anew when a list has
-    changed: at most once in RENDER_S, a short list sooner, so that it takes a tenth of the time at
-    most."""
+    """Caches `render(servers)` for the servers of one game, or of all ("").
 
-    def __init__(self, registry, game, make):
-        self.registry, self.game, self.make = registry, game, make
+    It is rendered again after a change, but not before RENDER_S have passed, or less for a short
+    list, so that rendering takes a tenth of the time at most."""
+
+    def __init__(self, registry, game, render):
+        self.registry = registry
+        self.game = game
+        self.render = render
         self.generation = -1
         self.due = 0.0
-        self.made = None
+        self.rendered = None
 
     def get(self, now):
+        """Return the list as rendered last, after rendering it if that is due."""
         registry = self.registry
         if registry.generation != self.generation and now >= self.due:
             servers = registry.servers(self.game)
-            self.made = self.make(servers)
+            self.rendered = self.render(servers)
             self.generation = registry.generation
             self.due = now + min(RENDER_S, RENDER_SERVER_S * len(servers))
-        return self.made
+        return self.rendered
 
 
 # ================================================================================================
 # 6  Storage
 #
-# The list and the history of player counts in one SQLite file. It knows sqlite3 and the name of its
-# file, no server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come
-# in, rows go out. The disk thread alone calls it, but for the start and the stop. A damaged file is
-# renamed and a new one begun; any other trouble (a full disk, a lock) is raised as sqlite3.Error,
-# and the next call opens the file again.
+# The list of servers and the history of their player counts, in one SQLite file. SavedList carries
+# servers from the registry to the file and back. Database knows sqlite3 and the name of its file,
+# but no server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come
+# in, and rows go out. Only the disk thread calls it, except at the start and at the end. A damaged
+# file is renamed and a new one begun. Any other trouble (a full disk, a lock) is raised as
+# sqlite3.Error, and the next call opens the file again.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
-# The longest of each, so that a whole one is always there
+# The longest month and year, so that a whole one is always there
 WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
-# A sample on disk is one number for a minute, mean and peak for the other steps. A number has 16
-# bits, little-endian: 0 is away, n + 1 is n players.
+# A stored sample is one number for a minute, and mean and peak for longer steps. A number has 16
+# bits, little-endian: 0 means away, n + 1 means n players.
 PLAYERS, MEAN_AND_PEAK = struct.Struct("<H"), struct.Struct("<HH")
 
 
 class Sample(NamedTuple):
     """The players of a server or a game in one step of time."""
+
     mean: int
     peak: int
 
 
 class BlockForm(NamedTuple):
-    """How the samples of one step are kept: those of `covers` seconds are one row of the table.
+    """How the samples of one step are kept. All samples of `covers` seconds are one block, which is
+    a row of the table.
 
     A block has 120, 384 or 672 bytes. A WITHOUT ROWID table moves what exceeds 1,002 bytes to a
-    page of its own, which would waste most of it: hence a week of hours and not a fortnight."""
-    step: int                           # seconds
-    covers: int
-    kept: int                           # seconds, from the end of a block on
-    sample: struct.Struct
+    page of its own, and most of that page would be empty. So a block has a week of hours and not a
+    fortnight."""
 
-    def begin(self, at):
-        """When the block with the sample of this time begins."""
+    step: int                           # seconds of one sample
+    covers: int                         # seconds of a block
+    kept: int                           # seconds for which a block is kept after its end
+    sample: struct.Struct               # PLAYERS or MEAN_AND_PEAK
+
+    def block_start(self, at):
+        """Return when the block begins that has the sample of this time."""
         return at // self.covers * self.covers
 
+    def block_starts(self, times):
+        """Return when the blocks begin that have the samples of these times, a range."""
+        return range(self.block_start(times.start), times.stop, self.covers)
+
     def offset(self, at):
-        """The bytes in its block before the sample of this time."""
-        return at % self.covers // self.step * self.sample.size
+        """Return the offset in bytes of the sample of this time in its block."""
+        seconds = at % self.covers
+        return seconds // self.step * self.sample.size
 
-    def empty(self):
-        return bytes(self.covers // self.step * self.sample.size)
+    def empty_block(self):
+        """Return a block of gaps."""
+        samples = self.covers // self.step
+        return bytes(samples * self.sample.size)
 
-    def begins(self, times):
-        """When the blocks with the samples of these times begin."""
-        return range(self.begin(times.start), times.stop, self.covers)
+    def oldest_kept(self, wall):
+        """Return when the oldest block begins that is kept. The hour is added because a series
+        ends up to 16 minutes ago."""
+        return self.block_start(int(wall) - self.kept - HOUR)
 
-    def oldest(self, wall):
-        """When the oldest block begins that is kept; an hour more, as a series ends up to 16
-        minutes ago."""
-        return self.begin(int(wall) - self.kept - HOUR)
-
-    def samples(self, begin, block, times):
-        """A Sample by its time, of the block that begins then; without gaps."""
-        first = max(begin, times.start)
-        there = {}
+    def read_samples(self, start, block, times):
+        """Return the Samples of a block that begins at `start`, by their time, as far as they
+        belong to `times`. Gaps are left out."""
+        first = max(start, times.start)
+        samples = {}
         numbers = self.sample.iter_unpack(block[self.offset(first):])
         for at, stored in zip(range(first, times.stop, self.step), numbers):
-            # The one number of a minute is both
-            mean, peak = stored if len(stored) == 2 else stored * 2
+            if self.sample is PLAYERS:
+                mean, = stored
+                peak = mean
+            else:
+                mean, peak = stored
             if mean:
-                there[at] = Sample(mean - 1, peak - 1)
-        return there
+                samples[at] = Sample(mean - 1, peak - 1)
+        return samples
 
 
-BLOCKS = {form.step: form for form in (
-    BlockForm(MINUTE, HOUR, DAY, PLAYERS), BlockForm(QUARTER, DAY, MONTH, MEAN_AND_PEAK),
-    BlockForm(HOUR, WEEK, YEAR, MEAN_AND_PEAK))}
-SPANS = {"day": (MINUTE, DAY), "week": (QUARTER, WEEK), "month": (QUARTER, MONTH),
-         "year": (HOUR, YEAR)}
-SAMPLE_MAX = 65534
+BLOCK_FORMS = {
+    MINUTE: BlockForm(MINUTE, HOUR, DAY, PLAYERS),
+    QUARTER: BlockForm(QUARTER, DAY, MONTH, MEAN_AND_PEAK),
+    HOUR: BlockForm(HOUR, WEEK, YEAR, MEAN_AND_PEAK),
+}
+# The step and the length of each series that is shown, in seconds
+SPANS = {
+    "day": (MINUTE, DAY),
+    "week": (QUARTER, WEEK),
+    "month": (QUARTER, MONTH),
+    "year": (HOUR, YEAR),
+}
+SAMPLE_MAX = 65534                      # players; one more would not fit into 16 bits
+MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER = 60, 15
+HOUR_OF_MINUTES = struct.Struct("<60H")     # a block of minutes
 
 STORAGE_BUSY_S = 0.2        # how long SQLite waits for another program's lock
 
-# Nothing is dropped for its age before samples have come for so long without a jump of the clock: a
-# clock that runs two years ahead, until NTP sets it, would make everything too old
+# Nothing is deleted for its age before samples have come for so long without a jump of the clock: a
+# clock that runs two years ahead, until NTP sets it, would make everything too old.
 STEADY_S = DAY
-# A jump: a sample's wall clock is before that of the last sample, or so much after it. Samples come
-# every minute; a restart of the machine takes some minutes
+# The clock has jumped if a sample's wall clock is before that of the last sample, or so much after
+# it. Samples come every minute, and a restart of the machine takes some minutes.
 JUMP_S = HOUR
-# What was sampled under a clock that ran ahead is dropped after so long: longer, as the clock of a
-# machine without network may stand at 1970 for days
+# What was sampled while the clock ran ahead is deleted after so long. This is more than STEADY_S,
+# because the clock of a machine without network may stand at 1970 for days.
 AHEAD_S = MONTH
 
-# What changes each minute stands apart from the texts: 150 rows share a page, so that a minute
-# rewrites few of them. `server` has every server seen within a year; with address '' and port 0 the
-# sum of a game; and with game '' two rows of the file itself: its number, as the port, and the
-# clock of the samples (port -1; first_seen: since when there was no jump; last_seen: of the last
-# one). Its ids are never given out twice (AUTOINCREMENT), so that the blocks of a forgotten server
-# belong to nobody else. Blocks sort by time first: one sample of all servers lies together, and so
-# does what has become too old. There is no NOT NULL: no row from outside breaks a constraint, so a
-# broken one means damage. PRAGMA user_version = 1 says what the tables are, and what the bytes in a
-# block mean.
+# `server` has every server that was seen within a year. A row with address '' and port 0 is the sum
+# of a game. Two rows with game '' are about the file itself: one has an id of this installation as
+# its port; the other, with port -1, has the clock of the samples (first_seen: since when it has not
+# jumped; last_seen: the last sample). `listed` has the servers of the list. It has what changes
+# each minute, apart from the texts: 150 rows share a page, so a minute rewrites few pages.
+#
+# AUTOINCREMENT gives no id twice, so the blocks of a forgotten server belong to nobody else. Blocks
+# are sorted by time first: one sample of all servers lies together, and so does what has become too
+# old. There is no NOT NULL: no row from outside breaks a constraint, so a broken one means damage.
+# PRAGMA user_version = 1 is the version of the tables and of the bytes in a block.
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -1694,24 +1859,23 @@ SCHEMA = (
 
 
 class ListedRow(NamedTuple):
-    """A listed server as it is stored, and as masters tell it to each other.
+    """A listed server as it is stored, and as masters send it to each other. The times are seconds
+    of the wall clock."""
 
-    The times are wall-clock seconds; `fields` is a JSON list in the order of STORED (section 11),
-    and before it is encoded the list itself."""
     game: str
     address: str
     port: int
     expires: float
     first_seen: float
     last_seen: float
-    fields: Any
+    fields: str                         # a JSON list, in the order of STORED_FIELDS
 
     @property
-    def key(self) -> Tuple[str, str, int]:
+    def key(self) -> Key:
         return self.game, self.address, self.port
 
     def has_types(self) -> bool:
-        """Is each value of the type that an encoded row has there?"""
+        """Has each value the type that it should have?"""
         return tuple(map(type, self)) == (str, str, int, float, float, float, str)
 
 
@@ -1720,7 +1884,8 @@ DISK_ERRORS = sqlite3.Error, OSError        # what any method of Database may ra
 
 
 class Series(NamedTuple):
-    """Player counts from `start` on, one every `step` seconds."""
+    """Player counts from `start` on, one for every `step` seconds."""
+
     start: int
     step: int
     means: Counts
@@ -1728,128 +1893,160 @@ class Series(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What is remembered of a server, listed or gone. Wall-clock seconds; the name as stored."""
+    """What the database knows of a server, listed or not: when it was seen, in seconds of the wall
+    clock, and its name."""
+
     first_seen: float
     last_seen: float
     name: str
 
 
-def stored_fields(text: str) -> List[Any]:
-    """The list in a row's `fields`."""
-    return json.loads(text)
+def stored_values(fields: str) -> List[Any]:
+    """Return the list in the column `fields` of a row."""
+    return json.loads(fields)
 
 
-def mean_and_peak(samples):
-    """Of the samples that are no gaps, as 4 bytes; 0 and 0 where all are gaps."""
-    here = [sample for sample in samples if sample] or [0]
-    return MEAN_AND_PEAK.pack((sum(here) + len(here) // 2) // len(here), max(here))
+def mean_and_peak(numbers):
+    """Return mean and peak of stored numbers as 4 bytes. Gaps (0) do not count; if all are gaps,
+    the result is a gap."""
+    present = [number for number in numbers if number]
+    if not present:
+        return MEAN_AND_PEAK.pack(0, 0)
+    half = len(present) // 2
+    rounded_mean = (sum(present) + half) // len(present)
+    return MEAN_AND_PEAK.pack(rounded_mean, max(present))
 
 
 def series_end(step, wall):
-    """Where a series ends, so that it never closes with a gap which the next sample fills. The
-    running minute may have no sample yet. The others are made of minutes when the first sample of
-    the next quarter hour comes, within a minute."""
-    late = MINUTE if step == MINUTE else QUARTER + MINUTE
-    return (int(wall) - late) // step * step + step
+    """Return when a series ends: after the last step that is certainly complete, because a series
+    must not end with a gap that the next sample fills.
+
+    The running minute may have no sample yet. Longer steps are made of minutes when the first
+    sample of the next quarter of an hour comes, up to a minute late."""
+    late_s = MINUTE if step == MINUTE else QUARTER + MINUTE
+    return (int(wall) - late_s) // step * step + step
 
 
 def means(samples, times):
-    """Of the samples by time, None for a gap."""
+    """Return the means of Samples at these times, None for a gap. `samples`: by time."""
     return [samples[at].mean if at in samples else None for at in times]
 
 
 def peaks(samples, times):
+    """Return the peaks of Samples at these times, None for a gap. `samples`: by time."""
     return [samples[at].peak if at in samples else None for at in times]
 
 
-# What says that the file itself is broken: SQLite (the bare class; a constraint), or values that
-# are not what was written. Locks, full disks and the like are sqlite3.OperationalErrors.
+# Errors that mean that the file itself is damaged: those of SQLite (the bare class; a constraint),
+# and values that are not what was written. Locks, full disks and the like are OperationalErrors.
 # https://www.sqlite.org/rescode.html
-DAMAGE = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError, json.JSONDecodeError,
-          struct.error, TypeError)
+DAMAGE_ERRORS = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError,
+                 json.JSONDecodeError, struct.error, TypeError)
+# Two kinds of damage that SQLite reports as OperationalErrors: text that is not UTF-8, and noise in
+# the head of the file
+DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
+
+
+def is_damage(error):
+    """Does this exception mean that the database file is damaged?"""
+    return type(error) in DAMAGE_ERRORS or str(error).startswith(DAMAGE_TEXTS)
 
 
 class Database:
     """One SQLite file. Every method may raise sqlite3.Error, or OSError if a damaged file cannot be
     renamed, and may be called again after that.
 
-    `set_aside`: where the last damaged file went.
-    """
+    `set_aside`: the name that the last damaged file has got, "" if there was none."""
 
     def __init__(self, path):
-        # SQLite's logs are beside the file that a link leads to, and a damaged file is renamed
-        # there; and a program that embeds us may work in another folder later
+        # SQLite's logs stand beside the file that a link leads to, and a damaged file is renamed
+        # there. A program that embeds this one may change its folder later
         self.path = os.path.realpath(path)
         self.set_aside = ""
         self._db: Optional[sqlite3.Connection] = None
-        self._wall = 0.0            # of the last call that knew it: names the files set aside
-        self._quarter = -1          # of the last sample
+        self._wall = 0.0            # of the last call that had it; names a damaged file
+        self._quarter = -1          # the quarter of an hour of the last sample
 
     def close(self):
-        """Close the file; a transaction that is open is rolled back."""
+        """Close the file. An open transaction is rolled back."""
         if self._db is not None:
             self._db.close()
             self._db = None
 
-    # -- the list
+    # The list
 
     def load(self, wall):
-        """All that is listed, as save() took it, with the time each was first seen ever."""
+        """Return a ListedRow for each listed server, as save() has got it, but with the time when
+        the server was seen first ever."""
         self._wall = wall
+        return self._run(self._load)
 
-        def work(db):
-            rows = [ListedRow(*row) for row in db.execute(
+    def _load(self, db):
+        rows = []
+        for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
-                " FROM listed JOIN server ON id = server ORDER BY server")]
-            for row in rows:
-                if not row.has_types():
-                    raise TypeError("a row has values of another type")
-                stored_fields(row.fields)
-            return rows
-        return self._run(work)
+                " FROM listed JOIN server ON id = server ORDER BY server"):
+            row = ListedRow(*columns)
+            if not row.has_types():
+                raise TypeError("a row has values of another type")
+            stored_values(row.fields)               # raises JSONDecodeError
+            rows.append(row)
+        return rows
 
-    def save(self, rows, gone):
-        """List these rows, new or changed, and list these keys no longer: one transaction. On
-        return it outlives the process."""
-        names = "game", "address", "port", "expires", "first_seen", "last_seen", "fields"
-        saved = [dict(zip(names, row)) for row in rows]
-        left = [dict(zip(names, key)) for key in gone]
-
+    def save(self, rows, departed):
+        """List these rows, new or changed, and no longer list the servers with the keys in
+        `departed`, all in one transaction. What is saved outlives the process."""
         def work(db):
-            self._keep_names(db, gone)
-            # Never back: the clock may stand at 1970, after a power cut
-            db.executemany(
-                "UPDATE server SET last_seen = max(last_seen, coalesce("
-                "(SELECT last_seen FROM listed WHERE server = id), 0))"
-                " WHERE game = :game AND address = :address AND port = :port", left)
-            db.executemany(
-                "DELETE FROM listed WHERE server = (SELECT id FROM server"
-                " WHERE game = :game AND address = :address AND port = :port)", left)
-            db.executemany(
-                "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
-                " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
-                " ON CONFLICT (game, address, port)"
-                " DO UPDATE SET fields = excluded.fields WHERE fields IS NOT excluded.fields",
-                saved)
-            db.executemany(
-                "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
-                " WHERE game = :game AND address = :address AND port = :port", saved)
+            self._remove_listed(db, departed)
+            self._insert_listed(db, rows)
+
         self._run(work)
 
-    def _keep_names(self, db, gone):
-        """Of servers that have left keep the name alone, the first of the fields: a stranger could
-        have thousands of them listed, one after another, each with many texts."""
-        for game, address, port in gone:
-            server = self._server_id(db, game, address, port)
-            row = db.execute("SELECT fields FROM server WHERE id = :server AND fields NOTNULL",
-                             {"server": server}).fetchone()
+    def _remove_listed(self, db, departed):
+        """No longer list these servers, but remember when they were seen last."""
+        self._keep_names(db, departed)
+        keys = [{"game": game, "address": address, "port": port}
+                for game, address, port in departed]
+        # last_seen never moves back: after a power cut the clock may stand at 1970
+        db.executemany(
+            "UPDATE server SET last_seen = max(last_seen, coalesce("
+            "(SELECT last_seen FROM listed WHERE server = id), 0))"
+            " WHERE game = :game AND address = :address AND port = :port", keys)
+        db.executemany(
+            "DELETE FROM listed WHERE server = (SELECT id FROM server"
+            " WHERE game = :game AND address = :address AND port = :port)", keys)
+
+    def _insert_listed(self, db, rows):
+        """List these rows, new or changed."""
+        names = ListedRow._fields
+        values = [dict(zip(names, row)) for row in rows]
+        db.executemany(
+            "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
+            " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
+            " ON CONFLICT (game, address, port)"
+            " DO UPDATE SET fields = excluded.fields WHERE fields IS NOT excluded.fields",
+            values)
+        db.executemany(
+            "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
+            " WHERE game = :game AND address = :address AND port = :port", values)
+
+    def _keep_names(self, db, departed):
+        """Drop everything but the names, the first of the fields, of servers that have left. A
+        stranger could have thousands of servers listed, one after another, each with many
+        texts."""
+        for game, address, port in departed:
+            server_id = self._server_id(db, game, address, port)
+            row = db.execute("SELECT fields FROM server WHERE id = :id AND fields NOTNULL",
+                             {"id": server_id}).fetchone()
             if row is not None:
                 fields, = row
-                db.execute("UPDATE server SET fields = :fields WHERE id = :server",
-                           {"fields": json.dumps(stored_fields(fields)[:1]), "server": server})
+                name_alone = json.dumps(stored_values(fields)[:1])
+                db.execute("UPDATE server SET fields = :fields WHERE id = :id",
+                           {"fields": name_alone, "id": server_id})
 
     def known(self, game, address, port):
-        """What is remembered of a server, also of one that left within the year."""
+        """Return what is Remembered of a server, also of one that left within the year; None if it
+        is not known."""
         def work(db):
             row = db.execute(
                 "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
@@ -1859,239 +2056,506 @@ class Database:
             if row is None:
                 return None
             first_seen, last_seen, fields = row
-            name, *_ = stored_fields(fields)
+            name, *_ = stored_values(fields)
             return Remembered(first_seen, last_seen, name)
+
         return self._run(work)
 
-    def number(self, chosen):
-        """A number that is kept with the file: the first that was chosen."""
+    def installation_id(self, proposed):
+        """Return the number that is kept with this file. If there is none, keep the proposed
+        one."""
         def work(db):
-            db.execute("INSERT INTO server (game, address, port) SELECT '', '', :chosen WHERE NOT"
+            db.execute("INSERT INTO server (game, address, port) SELECT '', '', :proposed WHERE NOT"
                        " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)",
-                       {"chosen": chosen})
+                       {"proposed": proposed})
             number, = db.execute(
                 "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
             return number
+
         return self._run(work)
 
-    # -- history
+    # The history
 
-    def sample(self, wall, players):
-        """Once a minute: (game, address, port, players) of every server that responds; address ""
-        and port 0 are the sum of a game. Gives recent() when a quarter hour has ended. A second
-        sample of the same minute replaces the first."""
+    def add_samples(self, wall, samples):
+        """Store one minute's samples: (game, address, port, players) of every server that responds;
+        address "" and port 0 are the sum of a game. A second call in the same minute replaces the
+        first.
+
+        Return hourly_players() if a quarter of an hour has ended, else None."""
         self._wall = wall
         minute = int(wall) // MINUTE * MINUTE
-        ended = minute // QUARTER != self._quarter          # whichever way the clock went
+        quarter_ended = minute // QUARTER != self._quarter      # whichever way the clock went
 
         def work(db):
-            steady = self._note_clock(db, wall)
-            if ended:
+            steady_s = self._note_clock(db, wall)
+            if quarter_ended:
                 self._roll_up(db, minute)
-                self._drop_old(db, minute, steady)
+                self._drop_old(db, minute, steady_s)
                 self._drop_excess(db)
-            for game, address, port, count in players:
-                # Of sums nothing else keeps the time
-                db.execute(
-                    "INSERT INTO server (game, address, port, first_seen, last_seen)"
-                    " VALUES (:game, :address, :port, :wall, :wall)"
-                    " ON CONFLICT (game, address, port)"
-                    " DO UPDATE SET last_seen = excluded.last_seen WHERE address = ''",
-                    {"game": game, "address": address, "port": port, "wall": wall})
-                sample = PLAYERS.pack(clamp(count, SAMPLE_MAX) + 1)
-                server = self._server_id(db, game, address, port)
-                self._write_samples(db, BLOCKS[MINUTE], minute, server, sample)
+            for game, address, port, players in samples:
+                server_id = self._note_seen(db, game, address, port, wall)
+                stored = PLAYERS.pack(clamp(players, SAMPLE_MAX) + 1)
+                self._write_samples(db, BLOCK_FORMS[MINUTE], minute, server_id, stored)
+
         self._run(work)
         self._quarter = minute // QUARTER
-        return self.hourly_players(wall) if ended else None
+        return self.hourly_players(wall) if quarter_ended else None
 
     def history(self, game, address, port, span, wall):
-        """The last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or 'year'
-        (8,784 hours) of a server, or with "" and 0 of a game. Of minutes the peak is the mean.
-        Raises KeyError for another span."""
+        """Return the last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or
+        'year' (8,784 hours) of a server, or with address "" and port 0 of a game, as a Series. For
+        minutes, means and peaks are the same. Raises KeyError for another span."""
         step, length = SPANS[span]
-        form, end = BLOCKS[step], series_end(step, wall)
+        form, end = BLOCK_FORMS[step], series_end(step, wall)
         times = range(end - length, end, step)
 
         def work(db):
             samples = {}
-            server = self._server_id(db, game, address, port)
-            for begin in form.begins(times):
-                samples.update(form.samples(begin, self._block(db, form, begin, server), times))
+            server_id = self._server_id(db, game, address, port)
+            for start in form.block_starts(times):
+                block = self._block(db, form, start, server_id)
+                samples.update(form.read_samples(start, block, times))
             return samples
+
         samples = self._run(work)
         return Series(times.start, step, means(samples, times), peaks(samples, times))
 
     def hourly_players(self, wall):
-        """The hourly means of the last 24 hours, for every server and game that has any."""
-        form, end = BLOCKS[HOUR], series_end(HOUR, wall)
+        """Return the hourly means of the last 24 hours, by the key of every server and game that
+        has any."""
+        form, end = BLOCK_FORMS[HOUR], series_end(HOUR, wall)
         times = range(end - DAY, end, HOUR)
-        blocks = {"step": HOUR, "first": form.begin(times.start), "end": times.stop}
+        blocks = {"step": HOUR, "first": form.block_start(times.start), "end": times.stop}
 
         def work(db):
-            servers = collections.defaultdict(dict)
-            for game, address, port, begin, block in db.execute(
+            samples_by_key = collections.defaultdict(dict)
+            for game, address, port, start, block in db.execute(
                     "SELECT game, address, port, start, samples FROM block"
                     " JOIN server ON id = server"
                     " WHERE step = :step AND start >= :first AND start < :end", blocks):
-                samples = form.samples(begin, block, times)
+                samples = form.read_samples(start, block, times)
                 if samples:
-                    servers[game, address, port].update(samples)
-            return servers
+                    samples_by_key[game, address, port].update(samples)
+            return samples_by_key
+
         return {key: means(samples, times) for key, samples in self._run(work).items()}
 
     def _server_id(self, db, game, address, port):
-        """None for one that nobody has seen."""
+        """Return the id of a server; None if nobody has seen it."""
         row = db.execute("SELECT id FROM server"
                          " WHERE game = :game AND address = :address AND port = :port",
                          {"game": game, "address": address, "port": port}).fetchone()
-        return row and row[0]
+        if row is None:
+            return None
+        server_id, = row
+        return server_id
 
-    def _block(self, db, form, begin, server):
-        """The bytes of the samples from `begin` on; all are gaps if there is no such block."""
+    def _note_seen(self, db, game, address, port, wall):
+        """Return the id of a server or of a game's sum, after inserting it if it is new. Keep the
+        time for a sum; a server's time is kept with the list."""
+        db.execute(
+            "INSERT INTO server (game, address, port, first_seen, last_seen)"
+            " VALUES (:game, :address, :port, :wall, :wall)"
+            " ON CONFLICT (game, address, port)"
+            " DO UPDATE SET last_seen = excluded.last_seen WHERE address = ''",
+            {"game": game, "address": address, "port": port, "wall": wall})
+        return self._server_id(db, game, address, port)
+
+    def _block(self, db, form, start, server_id):
+        """Return the bytes of the block that begins at `start`; a block of gaps if there is
+        none."""
         row = db.execute(
-            "SELECT samples FROM block WHERE step = :step AND start = :begin AND server = :server",
-            {"step": form.step, "begin": begin, "server": server}).fetchone()
-        return row[0] if row else form.empty()
+            "SELECT samples FROM block WHERE step = :step AND start = :start AND server = :server",
+            {"step": form.step, "start": start, "server": server_id}).fetchone()
+        if row is None:
+            return form.empty_block()
+        block, = row
+        return block
 
-    def _write_samples(self, db, form, at, server, samples):
-        """Write the samples from the time `at` on, all of them in one block."""
-        begin, offset = form.begin(at), form.offset(at)
-        block = bytearray(self._block(db, form, begin, server))
+    def _write_samples(self, db, form, at, server_id, samples):
+        """Write stored samples from the time `at` on; they belong to one block."""
+        start, offset = form.block_start(at), form.offset(at)
+        block = bytearray(self._block(db, form, start, server_id))
         block[offset:offset + len(samples)] = samples
-        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :begin, :server, :block)",
-                   {"step": form.step, "begin": begin, "server": server, "block": block})
+        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)",
+                   {"step": form.step, "start": start, "server": server_id, "block": block})
 
     def _roll_up(self, db, minute):
-        """Make the quarter hours and the hour of the last minutes there are. Doing it again changes
-        nothing."""
-        # Not those that a clock running ahead has left
-        [(hour,)] = db.execute(
+        """Compute the quarter hours and the hour of the last block of minutes that is not after
+        `minute` (a clock that ran ahead leaves such blocks). Doing it again changes nothing."""
+        hour, = db.execute(
             "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
-            {"step": MINUTE, "minute": minute})
-        for server, block in db.execute(
+            {"step": MINUTE, "minute": minute}).fetchone()
+        for server_id, block in db.execute(
                 "SELECT server, samples FROM block WHERE step = :step AND start = :hour",
                 {"step": MINUTE, "hour": hour}).fetchall():
-            minutes = struct.unpack("<60H", block)
-            for step, size in ((QUARTER, 15), (HOUR, 60)):
-                samples = [mean_and_peak(minutes[at:at + size]) for at in range(0, 60, size)]
-                self._write_samples(db, BLOCKS[step], hour, server, b"".join(samples))
+            minutes = HOUR_OF_MINUTES.unpack(block)
+            quarters = []
+            for first in range(0, MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER):
+                quarters.append(mean_and_peak(minutes[first:first + MINUTES_EACH_QUARTER]))
+            self._write_samples(db, BLOCK_FORMS[QUARTER], hour, server_id, b"".join(quarters))
+            self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
 
     def _note_clock(self, db, wall):
-        """Note when this sample was taken: for how many seconds samples have come without a jump
-        of the clock."""
+        """Store the time of this sample. Return for how many seconds samples have come without a
+        jump of the clock."""
         row = db.execute("SELECT first_seen, last_seen FROM server WHERE game = '' AND port = -1"
                          ).fetchone()
         if row is None:
-            # A new file, or one of a program that did not keep the time of sums
+            # A new file, or one of an old program that did not keep the time of sums
             db.execute("UPDATE server SET last_seen = :wall WHERE address = '' AND game != ''",
                        {"wall": wall})
-        since, last = row or (wall, wall)
-        if not last <= wall <= last + JUMP_S:
-            since = wall
+            row = wall, wall
+        steady_since, last_sample = row
+        has_jumped = not last_sample <= wall <= last_sample + JUMP_S
+        if has_jumped:
+            steady_since = wall
         db.execute(
             "INSERT INTO server (game, address, port, first_seen, last_seen)"
             " VALUES ('', '', -1, :since, :wall) ON CONFLICT (game, address, port)"
             " DO UPDATE SET first_seen = excluded.first_seen, last_seen = excluded.last_seen",
-            {"since": since, "wall": wall})
-        return wall - since
+            {"since": steady_since, "wall": wall})
+        return wall - steady_since
 
-    def _drop_old(self, db, minute, steady):
-        """Drop what is too old, and what comes after now, if the clock has been right for long
-        enough: for `steady` seconds without a jump."""
-        if steady >= STEADY_S:
-            for form in BLOCKS.values():
+    def _drop_old(self, db, minute, steady_s):
+        """Delete what is too old, and what lies in the future, if the clock has been steady for
+        long enough. `steady_s`: for how many seconds."""
+        if steady_s >= STEADY_S:
+            for form in BLOCK_FORMS.values():
                 db.execute("DELETE FROM block WHERE step = :step AND start < :oldest",
-                           {"step": form.step, "oldest": form.oldest(minute)})
-            # Servers and sums, with their last block
+                           {"step": form.step, "oldest": form.oldest_kept(minute)})
+            # Servers and sums are deleted with their last block
             db.execute("DELETE FROM server WHERE game != '' AND last_seen < :oldest"
                        " AND id NOT IN (SELECT server FROM listed)",
-                       {"oldest": BLOCKS[HOUR].oldest(minute)})
-        if steady >= AHEAD_S:
-            for form in BLOCKS.values():
+                       {"oldest": BLOCK_FORMS[HOUR].oldest_kept(minute)})
+        if steady_s >= AHEAD_S:
+            for form in BLOCK_FORMS.values():
                 db.execute("DELETE FROM block WHERE step = :step AND start > :minute",
                            {"step": form.step, "minute": minute})
-            # As if they had left just now: they go within a year
+            # Servers seen in the future count as seen now, and so are deleted within a year
             db.execute("UPDATE server SET first_seen = min(first_seen, :minute),"
                        " last_seen = :minute WHERE game != '' AND last_seen > :minute",
                        {"minute": float(minute)})
 
     def _drop_excess(self, db):
-        """Forget those that were here for the shortest time, where they are too many: nobody who
-        lists one server after another, or renames one again and again, drives out others or fills
-        the disk."""
+        """If there are too many servers that are not listed, or too many games, forget those that
+        were here for the shortest time.
+
+        So a stranger who lists one server after another, or renames one again and again, neither
+        drives out others nor fills the disk."""
         servers = db.execute(
             "SELECT id, first_seen FROM server"
             " WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
-            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :most",
-            {"most": KNOWN_SERVERS}).fetchall()
-        sums = db.execute(
+            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :limit",
+            {"limit": KNOWN_SERVERS}).fetchall()
+        game_sums = db.execute(
             "SELECT id, first_seen FROM server WHERE address = '' AND game != ''"
-            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :most",
-            {"most": KNOWN_GAMES}).fetchall()
-        excess = servers + sums
+            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :limit",
+            {"limit": KNOWN_GAMES}).fetchall()
+        excess = servers + game_sums
         if not excess:
             return
         db.executemany("DELETE FROM server WHERE id = :id", [{"id": id} for id, _ in excess])
-        # Their blocks; not all of the table is read, as most of them came lately
+        # Only blocks since the first of them came are read, because most of them came lately
         first_seen = min(first_seen for _, first_seen in excess)
-        for form in BLOCKS.values():
-            db.execute("DELETE FROM block WHERE step = :step AND start >= :begin"
+        for form in BLOCK_FORMS.values():
+            db.execute("DELETE FROM block WHERE step = :step AND start >= :start"
                        " AND server NOT IN (SELECT id FROM server)",
-                       {"step": form.step, "begin": form.begin(first_seen)})
+                       {"step": form.step, "start": form.block_start(first_seen)})
 
-    # -- the file
+    # The file
 
     def _run(self, work):
-        """Do `work` in a transaction; if the file turns out to be damaged, once more in a new
-        one."""
-        for last in (False, True):
-            try:
-                with self._db or self._open() as db:
-                    return work(db)
-            except Exception as error:
-                # It rolls back, and the next call looks afresh at a file that was read-only
-                self.close()
-                # Noise in the head, and text that is not UTF-8, are OperationalErrors
-                damaged = type(error) in DAMAGE or str(error).startswith(
-                    ("Could not decode to UTF-8", "unsupported file format"))
-                if last or not damaged:
-                    raise
-            # Outside of `except`: the error keeps the file open, and Windows renames no such file
-            self._rename_damaged()
-        return None
+        """Return what `work(db)` returns, done in a transaction. If the file turns out to be
+        damaged, set it aside and do the work once more in a new file."""
+        try:
+            return self._transact(work)
+        except Exception as error:
+            if not is_damage(error):
+                raise
+        # After `except`: the exception keeps the file open, and Windows renames no open file
+        self._rename_damaged()
+        return self._transact(work)
+
+    def _transact(self, work):
+        """Return what `work(db)` returns, done in a transaction. An exception rolls it back and
+        closes the file, so that the next call sees whether the trouble has ended."""
+        try:
+            with self._db or self._open() as db:
+                return work(db)
+        except Exception:
+            self.close()
+            raise
 
     def _open(self):
-        # A transaction begins with the first statement that writes
+        """Open the file, create its tables if it is new, and return the connection."""
+        # With this isolation level a transaction begins with the first statement that writes
         db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
-        [(version,)] = db.execute("PRAGMA user_version")
+        version, = db.execute("PRAGMA user_version").fetchone()
         if not tables:
             db.executescript("; ".join(
                 ("BEGIN IMMEDIATE", *SCHEMA, "PRAGMA user_version = 1", "COMMIT")))
         elif not tables.issuperset(SCHEMA) or version not in (0, 1):
-            # 0: restored from a .dump, which does not tell
+            # Version 0 is a file restored from a .dump, which does not have the version
             raise sqlite3.OperationalError("it belongs to another program or to a later version of"
                                            " this one; change [server] database")
-        # A file system without shared memory has no log: SQLite's default is slower and as safe
+        # A file system without shared memory allows no log. Then SQLite's default, which is slower
+        # and as safe, stays in force
         with contextlib.suppress(sqlite3.OperationalError):
-            # With the log and NORMAL a commit is a write without fsync. It outlives the process; a
-            # power cut costs the last seconds and never the file.
+            # With the log and NORMAL a commit is a write without fsync. It outlives the process. A
+            # power cut costs the last seconds and never the file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
         return db
 
     def _rename_damaged(self):
+        """Rename the file and SQLite's logs after the time of the last call."""
         at = datetime.fromtimestamp(self._wall, timezone.utc)
-        name = self.path + at.strftime(".damaged-%Y%m%d-%H%M%S")
-        # The file itself last: if we are stopped on the way, the new file must not read an old log
+        new_path = self.path + at.strftime(".damaged-%Y%m%d-%H%M%S")
+        # The file itself is the last: if the program ends before that, no new file reads an old log
         for suffix in ("-wal", "-shm", "-journal", ""):
             if os.path.lexists(self.path + suffix):
-                os.replace(self.path + suffix, name + suffix)
-        self.set_aside = name
+                os.replace(self.path + suffix, new_path + suffix)
+        self.set_aside = new_path
         log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
-                    name)
+                    new_path)
+
+
+# --- The list on disk ----------------------------------------------------------------------------
+
+SAVE_LATE_S = 10.0          # a batch takes milliseconds; a disk that has to spin up takes seconds
+# After a restart, a server whose connection has ended (AIO's) has so long to come back. A server
+# that no protocol here can hear, because its listener is switched off, stays no longer either.
+RESTORED_S = 60.0
+RESTORE_WITHIN_S = HOUR     # a server that was last seen before that is not worth showing
+# An infinite lifetime is stored as a day, because a stored time must be finite.
+INFINITE_LIFETIME_S = DAY
+
+# The attributes of Server that are stored beside its identity and its times, in this order, with
+# their types. New ones are added at the end; values beyond the last are ignored.
+STORED_FIELDS: Dict[str, type] = {
+    "name": str,
+    "mode": str,
+    "map": str,
+    "version": str,
+    "players": int,
+    "max_players": int,
+    "playing": int,
+    "description": str,
+    "flavor": int,
+    "verified": str,
+    "responding": bool,
+    "details": dict,
+    "source": str,
+    "pinned": bool,
+    "luanti_announcement": dict,
+    "zone_owner": dict,
+}
+
+
+class ServerRecord(NamedTuple):
+    """A server on its way to a ListedRow: `values` are not encoded yet."""
+
+    game: str
+    address: str
+    port: int
+    expires: float
+    first_seen: float
+    last_seen: float
+    values: List[Any]                   # in the order of STORED_FIELDS
+
+
+def server_record(server, epoch):
+    """Return the ServerRecord of a server. `epoch`: wall clock minus monotonic clock."""
+    last_seen = server.last_seen + epoch
+    return ServerRecord(
+        server.game, server.address, server.port,
+        expires=last_seen + min(server.lifetime, INFINITE_LIFETIME_S),
+        first_seen=server.first_seen + epoch,
+        last_seen=last_seen,
+        values=[getattr(server, name) for name in STORED_FIELDS])
+
+
+def encoded_row(record):
+    """Return the ListedRow of a ServerRecord. For 10,000 servers this takes 60 ms."""
+    *other_columns, values = record
+    return ListedRow(*other_columns, ENCODER.encode(values))
+
+
+def restored_server(row, now, wall, clean_luanti):
+    """Return the server of a ListedRow, unconfirmed; None if the row cannot be understood. Raise
+    Refused.
+
+    `clean_luanti(announcement)` checks and cleans a Luanti server's announcement."""
+    fields = restored_fields(row.fields, clean_luanti)
+    source = fields.pop("source", row.address)
+    pinned = fields.pop("pinned", False)
+    if not is_unicast(row.address) or not is_unicast(source):
+        return None
+    if fields.get("verified") not in VERIFICATIONS or fields.get("flavor", 0) > 255:
+        return None
+    lifetime = row.expires - row.last_seen
+    if lifetime > INFINITE_LIFETIME_S - 1:
+        lifetime = math.inf if fields["verified"] == "query" else RESTORED_S
+    server = Server(row.game, row.address, row.port, source, now, lifetime, **fields)
+    server.confirmed = False
+    server.pinned = pinned
+    # Never in the future, though the clock may have been put back since
+    server.first_seen = min(now, row.first_seen + now - wall)
+    server.last_seen = min(now, row.last_seen + now - wall)
+    return server
+
+
+def restored_fields(fields, clean_luanti):
+    """Return the attributes in the column `fields` of a row, cleaned, by name. A value of the wrong
+    type is left out."""
+    cleaned = {}
+    for (name, kind), value in zip(STORED_FIELDS.items(), stored_values(fields)):
+        if type(value) is not kind:
+            continue
+        if name == "luanti_announcement":
+            cleaned[name] = clean_luanti(value) if value else {}
+        elif kind is str:
+            cleaned[name] = clean(value, TEXT_CHARACTERS)
+        elif kind is int:
+            cleaned[name] = clamp(value)
+        elif kind is dict:
+            cleaned[name] = {clean(key): clean(str(text)) for key, text in value.items()}
+        else:
+            cleaned[name] = value
+    return cleaned
+
+
+def report(health, where, trouble):
+    """Note that something does not work: /healthz shows it as long as it lasts, and the log says it
+    once. `health`: as in Core."""
+    if where not in health:
+        log.error("trouble with the %s: %s", where, trouble)
+    health[where] = trouble
+
+
+class SavedList:
+    """Saves the registry's servers to the database, and restores them after a restart.
+
+    One batch is written at a time. If that fails, the next batch has everything."""
+
+    def __init__(self, database, registry, disk, health, clean_luanti):
+        """`disk`: the WorkerThread for the database; `health`: as in Core; `clean_luanti`: as in
+        restored_server()."""
+        self.database = database
+        self.registry = registry
+        self.disk = disk
+        self.health = health
+        self.clean_luanti = clean_luanti
+        self.hourly_players = {}                        # the last day's counts; see Database
+        # When the batch was begun that is being written; None if there is none
+        self.batch_began: Optional[float] = None
+        self.sampled_minute = -1.0                      # of the last batch with all servers in it
+
+    def restore(self, now, wall, protocols):
+        """List the servers that were listed before the restart. `protocols`: those that run
+        now."""
+        try:
+            rows = self.database.load(wall)
+            self.hourly_players = self.database.hourly_players(wall)
+        except DISK_ERRORS as error:
+            report(self.health, "database", error_text(error))
+            return
+        registry = self.registry
+        registry.silence_counts_from = now
+        for row in rows:
+            registry.altered.add(row.key)           # so a server that is not restored is deleted
+            with contextlib.suppress(Refused):
+                self.restore_row(row, now, wall, protocols)
+        log.info("servers restored from before the restart, not confirmed until heard again: %d",
+                 registry.total)
+
+    def restore_row(self, row, now, wall, protocols):
+        """List the server of a row, unless it was last seen too long ago. Raise Refused."""
+        if wall - row.last_seen > RESTORE_WITHIN_S:
+            return
+        server = restored_server(row, now, wall, self.clean_luanti)
+        if server is None or not server.responding:     # the ini names a server that does not
+            return                                      # respond, so it is listed again anyway
+        if not any(protocol.serves(server) for protocol in protocols):
+            server.lifetime = min(server.lifetime, RESTORED_S)
+        self.registry.check_admission(server.key, server.source, server.name)
+        self.registry.insert(server)
+
+    def tick(self, now, wall):
+        """Once a second: save what has changed, and once a minute all servers with their
+        players."""
+        if self.batch_began is not None:
+            if now - self.batch_began >= SAVE_LATE_S:
+                report(self.health, "database",
+                       "nothing has been written for %d s or more" % SAVE_LATE_S)
+            return
+        samples = []
+        if wall // MINUTE != self.sampled_minute:
+            self.sampled_minute = wall // MINUTE
+            samples = self.minute_samples()
+            self.save_all_times()
+        if samples or self.registry.altered:
+            self.save(now, wall, samples)
+
+    def minute_samples(self):
+        """Return (game, address, port, players) of every server that responds, and the sum of each
+        game, as Database.add_samples() takes them."""
+        samples = []
+        for game, servers in self.registry.games.items():
+            total = 0
+            for server in servers.values():
+                if server.responding:
+                    samples.append((*server.key, server.players))
+                    total += server.players
+            samples.append((game, "", 0, total))
+        return samples
+
+    def save_all_times(self):
+        """Have the next batch save all own servers, because the times of all have moved."""
+        for servers in self.registry.games.values():
+            for server in servers.values():
+                if not server.master:
+                    self.registry.altered.add(server.key)
+
+    def save(self, now, wall, samples):
+        """Have the disk thread write the servers that have changed, and these samples."""
+        keys = self.registry.altered
+        self.registry.altered = set()
+        records = []
+        departed = set(keys)
+        for key in keys:
+            server = self.registry.get(*key)
+            if server and not server.master:
+                records.append(server_record(server, wall - now))
+                departed.discard(key)
+        self.batch_began = now
+
+        def write():
+            self.database.save([encoded_row(record) for record in records], departed)
+            return self.database.add_samples(wall, samples) if samples else None
+
+        def on_written(result, now):
+            self.on_written(keys, result)
+
+        self.disk.submit(write, on_written)
+
+    def on_written(self, keys, result):
+        """Take the result of a batch: hourly_players, None, or an exception. `keys`: the servers
+        in the batch."""
+        self.batch_began = None
+        if isinstance(result, Exception):
+            self.sampled_minute = -1.0              # so the next batch has all servers
+            if len(keys) < ALTERED_SERVERS:
+                self.registry.altered |= keys       # and those that have left
+            report(self.health, "database", error_text(result))
+            return
+        if result:
+            self.hourly_players = result
+        if self.health.pop("database", ""):
+            log.info("the list is saved again")
 
 
 # ================================================================================================
@@ -7010,17 +7474,6 @@ def public_response(body, type):
     })
 
 
-# One encoder is kept: json.dumps() would create one at each call, in a quarter of the time that one
-# server takes.
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def to_json(value):
-    """Return compact JSON in UTF-8, without \\u escapes: the Iceball client fails on them. Texts
-    have been cleaned, so they need none."""
-    return ENCODER.encode(value).encode()
-
-
 # --- One request ---------------------------------------------------------------------------------
 
 # The end of the head: an empty line. A pattern that began with the end of the line before would
@@ -8671,13 +9124,6 @@ def log_failure(error, tally, peer, protocol_name, data):
                   exc_info=error)
 
 
-def report(health, where, trouble):
-    """Something does not work: say so once, and at /healthz as long as it lasts."""
-    if where not in health:
-        log.error("trouble with the %s: %s", where, trouble)
-    health[where] = trouble
-
-
 class UdpSocket:
     """A UDP socket and its protocol. It reads and answers by a MessageVector if there is one, or
     else with one call for each datagram."""
@@ -9636,142 +10082,6 @@ def set_options(sock, options):
             sock.setsockopt(level, getattr(socket, name), value)
 
 
-# --- The list on disk ----------------------------------------------------------------------------
-
-SAVE_LATE_S = 10.0          # a batch takes milliseconds, a disk that has to spin up some seconds
-# For servers that live as long as their connection: AIO's come back. Nor do those stay for longer
-# which nothing here can hear, as their game's listener has been switched off
-RESTORED_S = 60.0
-RESTORE_WITHIN_S = HOUR     # who was last seen before that is not worth showing
-
-# What is saved of a server beside its identity and its times, in this order. New fields go last;
-# a longer row is an older program's.
-STORED: Dict[str, type] = {
-    "name": str, "mode": str, "map": str, "version": str, "players": int, "max_players": int,
-    "playing": int, "description": str, "flavor": int, "verified": str, "responding": bool,
-    "details": dict, "source": str, "pinned": bool, "luanti_announcement": dict,
-    "zone_owner": dict}
-
-CLEANERS: Dict[Union[str, type], Callable[[Any], Any]] = {
-    str: lambda text: clean(text, TEXT_CHARACTERS), int: clamp, bool: bool,
-    dict: lambda details: {clean(name): clean(str(text)) for name, text in details.items()},
-    "luanti_announcement": lambda told: told and luanti_fields(told)}
-
-
-def stored_row(server, epoch):
-    """Its ListedRow, the fields not yet encoded. `epoch`: wall clock minus monotonic clock."""
-    seen = server.last_seen + epoch
-    return ListedRow(
-        server.game, server.address, server.port, expires=seen + min(server.lifetime, DAY),
-        first_seen=server.first_seen + epoch, last_seen=seen,
-        fields=[getattr(server, name) for name in STORED])
-
-
-def encoded_row(row):
-    return row._replace(fields=ENCODER.encode(row.fields))
-
-
-def restored_server(row, now, wall):
-    """The server of a saved row, unconfirmed; None if it cannot be read. Raises Refused."""
-    game, address, port, expires, first_seen, last_seen, text = row
-    told = {name: CLEANERS.get(name, CLEANERS[kind])(value)
-            for (name, kind), value in zip(STORED.items(), stored_fields(text))
-            if type(value) is kind}
-    source, pinned = told.pop("source", address), told.pop("pinned", False)
-    if (not is_unicast(address) or not is_unicast(source)
-            or told.get("verified") not in VERIFIED or told.get("flavor", 0) > 255):
-        return None
-    server = Server(game, address, port, source, now, expires - last_seen, **told)
-    if server.lifetime > DAY - 1:           # it was infinite, for which a day stood once
-        server.lifetime = math.inf if server.verified == "query" else RESTORED_S
-    server.confirmed, server.pinned = False, pinned
-    # The clock may have been put back since
-    server.first_seen = min(now, first_seen + now - wall)
-    server.last_seen = min(now, last_seen + now - wall)
-    return server
-
-
-class SavedList:
-    """Carries the registry to the database and back. One batch is under way at a time; what fails
-    is tried again with the next one."""
-
-    def __init__(self, database, registry, disk, health):
-        self.database, self.registry, self.disk, self.health = database, registry, disk, health
-        self.hourly_players = {}                            # the last day's hourly player counts
-        self.began: Optional[float] = None          # the batch under way
-        self.minute = -1.0                          # of the last batch with everybody in it
-
-    def restore(self, now, wall, protocols):
-        """List what was listed before the restart; `protocols`: those that run now."""
-        try:
-            rows = self.database.load(wall)
-            self.hourly_players = self.database.hourly_players(wall)
-        except DISK_ERRORS as error:
-            report(self.health, "database", error_text(error))
-            return
-        registry = self.registry
-        registry.silence_counts_from = now
-        for row in rows:
-            registry.altered.add(row.key)           # a server that is not listed again is to go
-            with contextlib.suppress(Refused):
-                server = restored_server(row, now, wall)
-                if (server and server.responding            # else the ini names it anyway
-                        and wall - row.last_seen <= RESTORE_WITHIN_S):
-                    if not any(protocol.serves(server) for protocol in protocols):
-                        server.lifetime = min(server.lifetime, RESTORED_S)
-                    registry.check_admission(server.key, server.source, server.name)
-                    registry.insert(server)
-        log.info("restored as before the restart, unconfirmed: %s",
-                 plural(registry.total, "server"))
-
-    def tick(self, now, wall):
-        """Once a second: hand over what has changed, and once a minute everybody's players."""
-        if self.began is not None:
-            if now - self.began >= SAVE_LATE_S:
-                report(self.health, "database",
-                       "nothing has been written for %d s or more" % SAVE_LATE_S)
-            return
-        registry = self.registry
-        sample = []
-        if wall // MINUTE != self.minute:           # the times of all move
-            self.minute = wall // MINUTE
-            for game, listed in registry.games.items():
-                here = [server for server in listed.values() if server.responding]
-                sample += [(*server.key, server.players) for server in here]
-                sample.append((game, "", 0, sum(server.players for server in here)))
-                registry.altered.update((game, *place) for place, server in listed.items()
-                                        if not server.master)
-        if sample or registry.altered:
-            self.save(now, wall, sample)
-
-    def save(self, now, wall, sample):
-        """Have the disk thread write what has changed."""
-        keys, self.registry.altered = self.registry.altered, set()
-        servers = [self.registry.get(*key) for key in keys]
-        rows = [stored_row(server, wall - now) for server in servers
-                if server and not server.master]
-        gone = keys.difference(row.key for row in rows)
-        self.began = now
-
-        def write():
-            # Encoding 10,000 rows takes 60 ms
-            self.database.save(list(map(encoded_row, rows)), gone)
-            return self.database.sample(wall, sample) if sample else None
-
-        def written(result, now):
-            self.began = None
-            if not isinstance(result, Exception):
-                self.hourly_players = result or self.hourly_players
-                if self.health.pop("database", ""):
-                    log.info("the list is saved again")
-                return
-            self.minute = -1.0                          # the next batch is everybody, …
-            if len(keys) < ALTERED_SERVERS:
-                self.registry.altered |= keys           # … and who has gone
-            report(self.health, "database", error_text(result))
-        self.disk.submit(write, written)
-
-
 # --- Several masters, one list -------------------------------------------------------------------
 #
 # Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
@@ -10097,7 +10407,7 @@ class MasterLogs:
             values = list(json.loads(record))
             columns = len(ListedRow._fields)
             row = self.checked_row(ListedRow(*values[:columns]))
-            server = restored_server(row, time.monotonic(), time.time())
+            server = restored_server(row, time.monotonic(), time.time(), luanti_fields)
         except (ValueError, TypeError, RecursionError, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
@@ -10127,7 +10437,7 @@ def default_master_name(database):
     number = RANDOM.getrandbits(32)
     if database:
         with contextlib.suppress(*DISK_ERRORS):
-            number = database.number(number)
+            number = database.installation_id(number)
     host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())[:50]
     return "%s-%08x" % (host, number)
 
@@ -10142,7 +10452,7 @@ class Cluster:
     # The attributes that an own server takes over from another master that has heard it later. The
     # other attributes say how this master knows the server, who may change it, and whether the ini
     # names it; that is for each master to know.
-    TAKEN_OVER = STORED.keys() - {"source", "zone_owner", "pinned"}
+    TAKEN_OVER = STORED_FIELDS.keys() - {"source", "zone_owner", "pinned"}
 
     linked_at = 0.0                             # when the link began to work; 0 without a link
     # Since when another process has held this master's name; None if none does
@@ -10206,9 +10516,9 @@ class Cluster:
         records = []
         for (game, address, port), server in self.pending.items():
             if server:
-                records.append((stored_row(server, epoch), server.confirmed))
+                records.append((server_record(server, epoch), server.confirmed))
             else:
-                departed = ListedRow(game, address, port, 0.0, 0.0, 0.0, [])
+                departed = ServerRecord(game, address, port, 0.0, 0.0, 0.0, [])
                 records.append((departed, True))
         return records
 
@@ -10289,7 +10599,7 @@ class Cluster:
             else:
                 self.without_room[key] = None
         elif server.master:
-            self.copy_attributes(remote, server, (*STORED, "confirmed", "master"))
+            self.copy_attributes(remote, server, (*STORED_FIELDS, "confirmed", "master"))
         elif not self.own_entry_wins(server, remote):
             self.copy_attributes(remote, server, self.TAKEN_OVER)
 
@@ -10485,7 +10795,8 @@ class MasterServer:
         self.database = Database(path) if path else None
         self.saved_list = None
         if self.database is not None:
-            self.saved_list = SavedList(self.database, self.registry, self.disk, self.health)
+            self.saved_list = SavedList(
+                self.database, self.registry, self.disk, self.health, luanti_fields)
         if on_event:
             guarded_event = functools.partial(self.guarded, on_event)
             self.registry.subscribe(guarded_event, every_master=True)

@@ -1056,7 +1056,7 @@ class DatabaseCase(unittest.TestCase):
         database.save([listed_row(number, fields='["%0400d"]' % number)
                        for number in range(60)], set())
         for wall in (T0 - 60, T0):
-            database.sample(wall, [listed_key(number) + (number,) for number in range(60)])
+            database.add_samples(wall, [listed_key(number) + (number,) for number in range(60)])
         database.close()
         with open(self.path, "rb") as file:
             return file.read()
@@ -1065,7 +1065,7 @@ class DatabaseCase(unittest.TestCase):
         """Every operation once: nothing is raised, whatever is in the file."""
         database.load(T0)
         database.save([listed_row(number) for number in range(0, 90, 3)], {listed_key(2)})
-        database.sample(T0 + ms.QUARTER, [listed_key(number) + (1,) for number in range(90)])
+        database.add_samples(T0 + ms.QUARTER, [listed_key(number) + (1,) for number in range(90)])
         database.hourly_players(T0)
         for number in (0, 59):
             database.known(*listed_key(number))
@@ -1114,7 +1114,7 @@ class ListOnDisk(DatabaseCase):
         database.save([listed_row(1, 40)], set())
         database.save([], {self.A})
         self.assertEqual(database.known(*self.A)[:2], (T0, T0 + 50))
-        database.sample(T0, [self.TOTAL + (1,)])
+        database.add_samples(T0, [self.TOTAL + (1,)])
         for nobody in (("aio", *self.A[1:]), listed_key(9), self.TOTAL):
             self.assertIsNone(database.known(*nobody))
 
@@ -1123,10 +1123,10 @@ class ListOnDisk(DatabaseCase):
         total = self.TOTAL + (1,)
         database.save([listed_row(number, T0 + number) for number in range(30)], set())
         database.save([listed_row(1, T0 + 500)], set())     # all others are here for no time
-        database.sample(T0, [listed_key(number) + (1,) for number in range(30)] + [total])
+        database.add_samples(T0, [listed_key(number) + (1,) for number in range(30)] + [total])
         database.save([], {listed_key(number) for number in range(1, 30)})
         with mock.patch.object(ms, "KNOWN_SERVERS", 20):
-            database.sample(T0 + ms.HOUR, [total])
+            database.add_samples(T0 + ms.HOUR, [total])
         known = [number for number in range(30) if database.known(*listed_key(number))]
         self.assertEqual(known, [0, 1, *range(11, 30)])     # the one listed is not counted
         # With their history
@@ -1138,7 +1138,7 @@ class ListOnDisk(DatabaseCase):
                  "database.load(0)\n"
                  "database.save([('iceball', '192.0.2.1', port, 100.0, 0.0, 0.0, '[]')\n"
                  "               for port in range(1000)], set())\n"
-                 "database.sample(60, [('iceball', '192.0.2.1', 1, 5)])\n"
+                 "database.add_samples(60, [('iceball', '192.0.2.1', 1, 5)])\n"
                  "os.kill(os.getpid(), getattr(signal, 'SIGKILL', signal.SIGTERM))" % self.path)
         result = subprocess.run([sys.executable, "-c", child], cwd=HERE)
         self.assertNotEqual(result.returncode, 0)
@@ -1161,7 +1161,7 @@ class HistoryOnDisk(DatabaseCase):
     def test_minutes_and_their_bytes(self):
         database = self.database()
         for minute, players in ((0, 3), (1, 0), (3, 65_534), (4, 99_999), (5, -1)):
-            database.sample(T0 + 60 * minute + 7.5, [self.A + (players,)])
+            database.add_samples(T0 + 60 * minute + 7.5, [self.A + (players,)])
         means, peaks = self.series(database, T0 + 600)
         self.assertEqual(means, {T0: 3, T0 + 60: 0, T0 + 180: 65_534, T0 + 240: 65_534,
                                  T0 + 300: 0})
@@ -1199,7 +1199,8 @@ class HistoryOnDisk(DatabaseCase):
             if minute == 20:
                 database = self.database()          # and a restart in between
             if not 30 <= minute < 45:
-                database.sample(T0 + 60 * minute, [self.A + (minute % 15 * 2,), self.TOTAL + (7,)])
+                database.add_samples(T0 + 60 * minute, [self.A + (minute % 15 * 2,),
+                                                        self.TOTAL + (7,)])
         end = T0 + 2 * ms.HOUR
         # The mean of 0, 2 .. 28
         quarters = {at: 14 for at in (T0, T0 + 900, T0 + 2700)}
@@ -1220,7 +1221,7 @@ class HistoryOnDisk(DatabaseCase):
     def test_series_end_with_the_last_step_that_is_complete(self):
         database = self.database()
         for minute in range(150):
-            database.sample(T0 + 60 * minute, [self.A + (minute,)])
+            database.add_samples(T0 + 60 * minute, [self.A + (minute,)])
             for span, (step, length) in ms.SPANS.items() if minute >= 80 else ():
                 wall = T0 + 60 * minute + 1 + 58 * (minute % 2)
                 series = database.history(*self.A, span, wall)
@@ -1232,22 +1233,22 @@ class HistoryOnDisk(DatabaseCase):
         database = self.database()
         for wall, players in ((T0 - 20 * ms.HOUR, 0), (T0, 1), (T0 + 60, 2), (T0, 9),
                               (T0 + 5 * ms.HOUR, 4)):
-            database.sample(wall, [self.A + (players,)])
+            database.add_samples(wall, [self.A + (players,)])
         end = T0 + 6 * ms.HOUR
         # Back it overwrites, forwards it leaves a gap
         minutes = self.series(database, end)[0]
         self.assertEqual(minutes, {T0: 9, T0 + 60: 2, T0 + 5 * ms.HOUR: 4})
         self.assertEqual(self.series(database, end, "year")[0][T0], 6)          # of 5.5
         for wall in (0, 60, T0 + 7 * ms.HOUR):
-            database.sample(wall, [self.A + (3,)])
+            database.add_samples(wall, [self.A + (3,)])
             self.assertEqual(database.history(*self.A, "year", wall).means[-1], None)
         self.assertEqual(self.series(database, end)[0], minutes)
 
     def test_a_clock_that_was_ahead_costs_no_quarter_at_a_restart(self):
         database = self.database()
         for minute in (ms.YEAR // 60, 45, 55):
-            database.sample(T0 + 60 * minute, [self.A + (3,)])
-        self.database().sample(T0 + 65 * 60, [self.A + (5,)])
+            database.add_samples(T0 + 60 * minute, [self.A + (3,)])
+        self.database().add_samples(T0 + 65 * 60, [self.A + (5,)])
         self.assertEqual(self.series(database, T0 + 80 * 60, "week")[0], {T0 + 45 * 60: 3})
 
     def test_each_span_stays_whole_and_nothing_stays_for_ever(self):
@@ -1256,11 +1257,11 @@ class HistoryOnDisk(DatabaseCase):
         database.save([listed_row(2)], set())
         database.save([], {gone})
         for step, span in ((ms.MINUTE, "day"), (ms.QUARTER, "month"), (ms.HOUR, "year")):
-            covers, kept = ms.BLOCKS[step].covers, ms.BLOCKS[step].kept
+            covers, kept = ms.BLOCK_FORMS[step].covers, ms.BLOCK_FORMS[step].kept
             for wall in (T0, T0 + ms.QUARTER):
-                database.sample(wall, [gone + (5,), self.TOTAL + (5,)])
+                database.add_samples(wall, [gone + (5,), self.TOTAL + (5,)])
             for late in (kept - ms.HOUR, kept):
-                database.sample(T0 + late, [self.A + (1,)])
+                database.add_samples(T0 + late, [self.A + (1,)])
             wall = T0 + kept + (step != ms.MINUTE) * ms.MINUTE
             self.assertEqual(database.history(*gone, span, wall).means[0], 5, span)
             self.assertIsNotNone(database.known(*gone))
@@ -1272,7 +1273,7 @@ class HistoryOnDisk(DatabaseCase):
     def sample_steadily(self, database, wall, seconds=ms.DAY):
         """A sample an hour, as many as it takes until the clock is believed."""
         for late in range(0, seconds + 1, ms.HOUR):
-            database.sample(wall + late, [self.A + (1,)])
+            database.add_samples(wall + late, [self.A + (1,)])
 
     def sums_and_servers(self):
         return self.sql("SELECT game, address FROM server WHERE game != '' ORDER BY game, address")
@@ -1287,13 +1288,13 @@ class HistoryOnDisk(DatabaseCase):
             database = self.database()
             database.save([listed_row(2)], set())
             for wall in year:
-                database.sample(wall, [self.A + (7,), self.TOTAL + (7,)])
+                database.add_samples(wall, [self.A + (7,), self.TOTAL + (7,)])
             database.save([], {listed_key(2)})
             for wall in walls:
-                database.sample(T0 + wall, [self.A + (1,)])
+                database.add_samples(T0 + wall, [self.A + (1,)])
                 database.close()
             end = T0 + 6 * ms.HOUR
-            database.sample(end, [self.A + (1,)])
+            database.add_samples(end, [self.A + (1,)])
             self.assertEqual(list(self.series(database, end + ms.HOUR, "year")[0]), year, walls)
             self.assertEqual(database.history(*self.TOTAL, "year", end).means[-6:-1], [7] * 5)
             self.assertIsNotNone(database.known(*listed_key(2)))
@@ -1303,11 +1304,11 @@ class HistoryOnDisk(DatabaseCase):
         """After a day without a jump, which a restart does not begin anew."""
         for jump, dropped in ((ms.HOUR, True), (ms.HOUR + 1, False), (-1, False)):
             self.put(b"")
-            self.database().sample(T0, [self.A + (7,)])
+            self.database().add_samples(T0, [self.A + (7,)])
             wall = T0 + 2 * ms.YEAR
             for late in range(0, 20 * ms.HOUR, ms.HOUR):
                 database = self.database()
-                database.sample(wall + late, [self.A + (1,)])
+                database.add_samples(wall + late, [self.A + (1,)])
                 database.close()
             self.sample_steadily(database, wall + late + jump, 8 * ms.HOUR)
             [(oldest,)] = self.sql("SELECT min(start) FROM block")
@@ -1316,11 +1317,11 @@ class HistoryOnDisk(DatabaseCase):
 
     def test_what_was_sampled_ahead_of_time_goes_after_a_month(self):
         database = self.database()
-        database.sample(T0 + 9 * ms.YEAR, [listed_key(2) + (1,), self.TOTAL + (1,)])
+        database.add_samples(T0 + 9 * ms.YEAR, [listed_key(2) + (1,), self.TOTAL + (1,)])
         ahead = "SELECT count(*) FROM block WHERE start > %d" % (T0 + ms.YEAR)
         self.sample_steadily(database, T0, ms.MONTH - ms.HOUR)
         self.assertEqual(self.sql(ahead), [(1 + 1,)])
-        database.sample(T0 + ms.MONTH, [self.A + (1,)])
+        database.add_samples(T0 + ms.MONTH, [self.A + (1,)])
         self.assertEqual(self.sql(ahead), [(0,)])
         self.assertEqual(self.sql("SELECT count(*) FROM server WHERE last_seen > ?", T0 + ms.MONTH),
                          [(0,)])
@@ -1328,11 +1329,11 @@ class HistoryOnDisk(DatabaseCase):
     def test_the_sum_of_a_game_goes_with_its_last_block(self):
         """And not before, however long ago the game was first seen."""
         database = self.database()
-        number = database.number(77)
+        number = database.installation_id(77)
         old, young = ("old", "", 0), ("young", "", 0)
         for wall in (T0, T0 + ms.YEAR, T0 + ms.YEAR + ms.QUARTER):
-            database.sample(wall, [old + (5,)])
-        database.sample(T0 + ms.YEAR - 3 * ms.WEEK, [young + (5,)])
+            database.add_samples(wall, [old + (5,)])
+        database.add_samples(T0 + ms.YEAR - 3 * ms.WEEK, [young + (5,)])
         wall = T0 + 2 * ms.YEAR - 2 * ms.WEEK
         self.sample_steadily(database, wall)
         self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1"), ("old", "")])
@@ -1340,18 +1341,18 @@ class HistoryOnDisk(DatabaseCase):
         self.assertEqual(set(database.history(*old, "year", end).means), {None, 5})
         self.sample_steadily(database, T0 + 2 * ms.YEAR + ms.WEEK)
         self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1")])
-        self.assertEqual(database.number(78), number)
+        self.assertEqual(database.installation_id(78), number)
         self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"), [(1,)])
 
     def test_sums_of_too_many_games(self):
         """Those that were here for the shortest time go with their blocks; this has nothing to do
         with their age."""
         database = self.database()
-        number = database.number(77)
+        number = database.installation_id(77)
         with mock.patch.object(ms, "KNOWN_GAMES", 20):
             for minute in range(46):
                 renamed = [("renamed-%d-%d" % (minute, one), "", 0, 1) for one in range(30)]
-                database.sample(T0 + 60 * minute, renamed + [self.TOTAL + (7,), self.A + (7,)])
+                database.add_samples(T0 + 60 * minute, renamed + [self.TOTAL + (7,), self.A + (7,)])
         games = {game for game, address in self.sums_and_servers() if not address}
         self.assertIn("iceball", games)
         self.assertLessEqual(len(games), 20 + 30)
@@ -1359,13 +1360,13 @@ class HistoryOnDisk(DatabaseCase):
                                   " (SELECT id FROM server)"), [(0,)])
         self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"),
                          [(len(games) + 1,)])
-        self.assertEqual((database.number(78), len(self.series(database, T0 + 3000)[0])),
+        self.assertEqual((database.installation_id(78), len(self.series(database, T0 + 3000)[0])),
                          (number, 46))
 
     def test_sums_in_a_file_that_did_not_keep_their_time(self):
         """They stay for another year."""
         database = self.database()
-        database.sample(T0, [self.TOTAL + (5,)])
+        database.add_samples(T0, [self.TOTAL + (5,)])
         database.close()
         self.sql("DELETE FROM server WHERE game = ''")
         self.sql("UPDATE server SET last_seen = ?", T0 - 9.0 * ms.YEAR)
@@ -1382,8 +1383,8 @@ class HistoryOnDisk(DatabaseCase):
         for quarter in range(30 * 4):
             wall = start + quarter * ms.QUARTER
             players = [self.TOTAL + (1,)] + [self.A + (quarter // 4,)] * (quarter < 7 * 4)
-            fresh.append(database.sample(wall, players))
-            self.assertIsNone(database.sample(wall + 60, players))      # no quarter has ended
+            fresh.append(database.add_samples(wall, players))
+            self.assertIsNone(database.add_samples(wall + 60, players))      # no quarter has ended
         at = lambda hours, key: database.hourly_players(start + int(hours * ms.HOUR)).get(key)
         self.assertEqual(at(10.01, self.A), [None] * 14 + [0, 1, 2, 3, 4, 5, 6] + [None] * 3)
         self.assertEqual(fresh[40][self.A], at(10.01, self.A))
@@ -2788,8 +2789,8 @@ class SubSpaceWorld:
         world = SubSpaceWorld()
         world.zones = self.zones
         for server in self.registry.servers():
-            row = ms.stored_row(server, 0.0)
-            again = ms.restored_server((*row[:6], json.dumps(row[6])), 0.0, self.now)
+            row = ms.server_record(server, 0.0)
+            again = ms.restored_server(ms.encoded_row(row), 0.0, self.now, ms.luanti_fields)
             assert again is not None
             world.registry.insert(again)
         world.registry.silence_counts_from = 0.0
@@ -4029,9 +4030,9 @@ class AioTest(unittest.TestCase):
         self.assertEqual((len(framed) - 4, framed[3]), (int.from_bytes(framed[:3], "little"), 1))
         payload = zlib.decompress(framed[4:])
         self.assertEqual((payload[:3], payload.count(hexa("8269"))), (hexa("02 2c01"), 300))
-        made = aio.lists[ms.aio_binary_list].made
+        made = aio.lists[ms.aio_binary_list].rendered
         self.assertEqual(aio_ask(aio, b"\x0c", 5.0), binary)
-        self.assertIs(aio.lists[ms.aio_binary_list].made, made)                     # made once
+        self.assertIs(aio.lists[ms.aio_binary_list].rendered, made)                     # made once
 
     def test_names_and_players(self):
         """(published, name, players, maximum, in the text list, in the binary one)"""
@@ -4640,7 +4641,7 @@ class Quake3Test(unittest.TestCase):
                 self.assertIs(self.shake(tag, 42.0, **told), server)
                 self.assertEqual((server.game, server.map, {*events}, self.lists(question)),
                                  (game, "oa_dm1", {"changed"}, [1]), (tag, forged))
-                self.registry.subscribers.pop()
+                self.registry.subscriptions.pop()
                 self.registry.remove_own(server)
 
     def test_a_server_that_becomes_another_game(self):
@@ -4855,11 +4856,12 @@ class Quake3Test(unittest.TestCase):
         for number in range(1000):
             place = ("198.18.%d.%d" % divmod(number, 250), 27960)
             self.shake(place=place)
-        rows = [(*server.key, 900.0, 0.0, 0.0, json.dumps(ms.stored_row(server, 0.0)[-1]))
+        rows = [(*server.key, 900.0, 0.0, 0.0, json.dumps(ms.server_record(server, 0.0)[-1]))
                 for server in self.registry.servers()]
         self.start()
         for row in rows:
-            self.registry.insert(ms.restored_server(row, 0.0, 10.0))
+            self.registry.insert(ms.restored_server(ms.ListedRow(*row), 0.0, 10.0,
+                                                    ms.luanti_fields))
         self.poll(range(1, 4), info)
         self.assertEqual([server.confirmed for server in self.registry.servers()], [True] * 1000)
         self.assertEqual(self.registry.titles, {"openarena": "OpenArena"})
@@ -5886,7 +5888,7 @@ class FuzzTest(unittest.TestCase):
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
-    MAY_STAY = {*"queriers counts games subscribers lists titles requests request_counts".split(),
+    MAY_STAY = {*"queriers counts games subscriptions lists titles requests request_counts".split(),
                 "waiting", "by_source", "altered", "tags"}
     DECODERS = (ms.parse_zone_list, ms.parse_hyperbol_list, ms.parse_hyperbol_greeting, ms.aio_info,
                 ms.luanti_goodbye, lambda data: ms.quake3_info(ms.quake3_pairs(data)))
@@ -5952,11 +5954,12 @@ class FuzzTest(unittest.TestCase):
                data.decode("utf-8", "replace"))
         registry = self.core.registry
         with contextlib.suppress(ms.Refused, TypeError, ValueError, RecursionError):
-            server = ms.restored_server(row, self.now, 10.0)
+            server = ms.restored_server(ms.ListedRow(*row), self.now, 10.0,
+                                        ms.luanti_fields)
             if server is not None and registry.get(*server.key) is None:
                 registry.check_admission(server.key, server.source, server.name)
                 registry.insert(server)
-                json.dumps(ms.stored_row(server, 0.0)[-1])
+                json.dumps(ms.server_record(server, 0.0)[-1])
 
     def settings(self, path):
         lines = ["[%s]\n%s = %s\n" % (row.section, row.key or row.default.partition(" = ")[0],
@@ -7385,7 +7388,7 @@ class LuantiTest(WebCase):
             for key, most in ("clients_list", 4096), ("mods", 8192):
                 self.assertEqual(entry[key], names[:most // name_bytes])
             server, = self.registry.servers()
-            record = ms.to_json((*ms.encoded_row(ms.stored_row(server, 0.0)), True))
+            record = ms.to_json((*ms.encoded_row(ms.server_record(server, 0.0)), True))
             self.assertLess(len(ms.to_json(entry)), 14_000)
             self.assertLess(len(record), 30_000)
         page = self.get("/server?game=luanti&address=%s&port=36302" % self.HERE)[2].decode()
@@ -7701,12 +7704,13 @@ class LuantiTest(WebCase):
         self.say(LUANTI_UPDATE, now=1.0)
         server, = self.registry.servers()
         before = self.found()["list"]
-        row = ms.stored_row(server, 1000.0)
+        row = ms.server_record(server, 1000.0)
         self.registry.remove_own(server)
         for damage, kept in ((b'"uptime":300', True), (b'"uptime":-1', False)):
             text = ms.ENCODER.encode(row[6]).replace('"uptime":300', damage.decode())
             with contextlib.suppress(ms.Refused):
-                self.registry.insert(ms.restored_server((*row[:6], text), 5.0, 1005.0))
+                self.registry.insert(ms.restored_server(
+                    ms.ListedRow(*row[:6], text), 5.0, 1005.0, ms.luanti_fields))
             self.assertEqual(self.registry.total, kept)
             if kept:
                 self.assertFalse(self.registry.servers()[0].confirmed)
@@ -9307,7 +9311,8 @@ class SavedListTest(unittest.TestCase):
     def start(self, now: float = 0.0, wall: float = T0, **settings: str) -> ms.SavedList:
         database = ms.Database(self.path)
         self.addCleanup(database.close)
-        saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {})
+        saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {},
+                             ms.luanti_fields)
         everything = ms.UdpProtocol()
         everything.serves = lambda server: True
         saved.restore(now, wall, [everything])
@@ -9407,7 +9412,7 @@ class SavedListTest(unittest.TestCase):
                 ("handshake", "false", 100.0, 100.0), ("connection", "true", 86400.0, 60.0),
                 ("query", "true", 86400.0, math.inf), ("query", "false", 180.0, 180.0)):
             row = "x", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0, text % (verified, lasting)
-            server = ms.restored_server(row, 0.0, T0)
+            server = ms.restored_server(ms.ListedRow(*row), 0.0, T0, ms.luanti_fields)
             self.assertEqual(
                 (server.name, server.players, server.playing, server.flavor, server.verified,
                  server.details, server.lifetime, server.first_seen),
@@ -9431,7 +9436,7 @@ class SavedListTest(unittest.TestCase):
                 (good.replace("{}", '{"a\\u0000":"b\\u202e","c":5}'),
                  {"details": {"a": "b", "c": "5"}})):
             row = ("iceball", "203.0.113.9", 1, T0 + 100.0, T0 - 0.0, T0 - 0.0, text)
-            server = ms.restored_server(row, 0.0, T0)
+            server = ms.restored_server(ms.ListedRow(*row), 0.0, T0, ms.luanti_fields)
             self.assertEqual(server and {name: getattr(server, name) for name in expected or ()},
                              expected, text[:60])
         saved = self.start()
@@ -9472,7 +9477,7 @@ class SavedListTest(unittest.TestCase):
         registry = saved.registry
         one, two, three = (self.hear(saved, port, players=port) for port in (1, 2, 3))
         with mock.patch.object(saved.database, "save", wraps=saved.database.save) as save, \
-                mock.patch.object(saved.database, "sample", wraps=saved.database.sample) as sample:
+                mock.patch.object(saved.database, "add_samples", wraps=saved.database.add_samples) as sample:
             def saves(now: float) -> Any:
                 """The ports of the rows, of those gone, and the sample."""
                 save.reset_mock(), sample.reset_mock()
@@ -9594,8 +9599,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
                 os.remove(self.path)
             database = ms.Database(self.path)
             wall = time.time()
-            database.save([ms.stored_row(server, wall)[:6] + (json.dumps(
-                ms.stored_row(server, wall)[6]),) for server in (
+            database.save([ms.server_record(server, wall)[:6] + (json.dumps(
+                ms.server_record(server, wall)[6]),) for server in (
                     ms.Server(game, "203.0.113.9", 1000, "203.0.113.9", 0.0, math.inf, "N", **told)
                     for game, told in fields.items())], set())
             database.close()
@@ -10069,7 +10074,7 @@ class ClusterTest(ClusterCase):
         logs.link, logs.log_name = mock.Mock(), b"log"
         logs.link.ask.side_effect = [b"1", b"1", OSError("out of memory")]
         server = make_server()
-        records = [(ms.stored_row(server, 0.0), True)] * (2 * ms.CLUSTER_BATCH)
+        records = [(ms.server_record(server, 0.0), True)] * (2 * ms.CLUSTER_BATCH)
         self.assertRaises(OSError, logs.append_records, records)
         self.assertEqual([call.args[:2] for call in logs.link.ask.mock_calls],
                          [("RPUSH", b"p:log"), ("EXPIRE", b"p:log"), ("RPUSH", b"p:log")])
@@ -10147,7 +10152,7 @@ class ClusterTest(ClusterCase):
         a, b = map(self.start, "ab")
         core = make_core()._replace(registry=b.registry)
         hyperbol = ms.Hyperbol(core)
-        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {})
+        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {}, ms.luanti_fields)
         for port in range(1, 60):                       # more than one source may have
             a.registry.rules.max_servers_per_source = 100
             self.hear(a, port, math.inf, "hyperbol", flavor=3)
@@ -10161,11 +10166,11 @@ class ClusterTest(ClusterCase):
         write()
         (rows, gone), _ = saved.database.save.call_args
         self.assertEqual(([row[2] for row in rows], gone), ([99], set()))
-        self.assertEqual(len(saved.database.sample.call_args[0][1]), 60 + 2)
+        self.assertEqual(len(saved.database.add_samples.call_args[0][1]), 60 + 2)
         own = self.hear(b, 7, math.inf, "hyperbol")
         self.assertEqual(len(core.poller.targets), 1)
         b.registry.remove_own(own)                          # as others have it, it is shown
-        saved.began = None
+        saved.batch_began = None
         saved.tick(self.now, T0 + self.now)
         saved.disk.submit.call_args[0][0]()
         (rows, gone), _ = saved.database.save.call_args
@@ -10477,7 +10482,7 @@ class RedisTest(RedisCase):
         self.engine()
         image = os.path.join(self.folder, "image.db")
         database = ms.Database(image)
-        database.number(7)
+        database.installation_id(7)
         database.close()
 
         def start(number: int) -> ms.MasterServer:
@@ -10637,7 +10642,7 @@ class EngineLinkTest(unittest.TestCase):
             names = set()
             for path in "one", "one", "two":
                 database = ms.Database(os.path.join(folder, path))
-                names.add(database.number(len(names) + 7))
+                names.add(database.installation_id(len(names) + 7))
                 self.assertEqual(database.load(T0), [])
                 database.close()
         self.assertEqual(names, {7, 8})
@@ -13394,7 +13399,7 @@ def bench_luanti(bench, accepts):
     for number in range(1000):
         name = "%s's server %d" % (chance.choice(HOSTILE), number)
         mods = ["mod_%d" % chance.randrange(500) for _ in range(chance.randrange(20))]
-        row = ms.stored_row(ms.Server(
+        row = ms.server_record(ms.Server(
             "luanti", "127.0.%d.1" % (number % 100), 1024 + number, "127.0.0.1", 0.0, 1e6,
             **ms.luanti_server({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
             wall)
