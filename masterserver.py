@@ -2368,11 +2368,17 @@ class Querier:
         Either no datagram came at all, or one came that could not be read as an answer."""
         outcome = "silent"
         reason = "no answer from UDP port %d" % target.port
-        if target.answer_error:
+        error = target.answer_error
+        if error:
             outcome = "bad packet"
-            reason = "its answer from UDP port %d: %s" % (target.port, target.answer_error)
-        self.registry.record_outcome(target.address, self.game, target.server_port, outcome, now,
-                                     reason)
+            reason = "its answer from UDP port %d: %s" % (target.port, error)
+        self.record_outcome(target.address, target.server_port, outcome, now, reason)
+
+    def record_outcome(self, source, port, outcome, now, detail=""):
+        """Record for /check what became of the server at this address and port.
+
+        `outcome` is a key of OUTCOMES (section 9); `detail` is the reason in words."""
+        self.registry.record_outcome(source, self.game, port, outcome, now, detail)
 
 
 class Poller(UdpProtocol):
@@ -2406,11 +2412,13 @@ class Poller(UdpProtocol):
         """Take over the interval and the rate, and move waiting polls into the new interval."""
         self.interval = settings["poll.interval"]
         self.rate = settings["poll.rate"]
-        next_tick = self.ticked_at + TICK_S
+        now = self.ticked_at
+        next_tick = now + TICK_S
         for target in self.targets.values():
             # A query that is open or due at the next tick keeps its time: its poll has begun
-            if target.asked_at is None and target.due > next_tick:
-                target.due = next_slot(self.ticked_at, self.interval, target.phase)
+            has_begun = target.asked_at is not None or target.due <= next_tick
+            if not has_begun:
+                target.due = next_slot(now, self.interval, target.phase)
 
     # Targets
 
@@ -2426,8 +2434,10 @@ class Poller(UdpProtocol):
         If the target was a newcomer, it no longer is."""
         target = self.find(querier, address, server_port)
         if target is None:
-            return self.insert(Target(querier, address, server_port))
-        self.end_newcomer(target)
+            target = Target(querier, address, server_port)
+            self.insert(target)
+        else:
+            self.end_newcomer(target)
         return target
 
     def add_newcomer(self, querier, address, server_port):
@@ -2435,7 +2445,8 @@ class Poller(UdpProtocol):
 
         Return None if there is room for it. Otherwise a newcomer has been removed, perhaps this
         one; return its target."""
-        newcomer = self.insert(Target(querier, address, server_port))
+        newcomer = Target(querier, address, server_port)
+        self.insert(newcomer)
         same_source = self.newcomers.setdefault(newcomer.source, {})
         same_source[newcomer.key] = newcomer
         count = sum(map(len, self.newcomers.values()))
@@ -2444,12 +2455,11 @@ class Poller(UdpProtocol):
         return self.remove_one_newcomer()
 
     def insert(self, target):
-        """Enter this new target into the tables, and return it."""
+        """Enter this new target into the tables."""
         self.queriers.add(target.querier)
         self.targets[target.key] = target
         for key in source_keys(target.address):
             self.sources[key] += 1
-        return target
 
     def remove_one_newcomer(self):
         """Remove and return the oldest newcomer of the source that has the most newcomers.
@@ -2479,7 +2489,10 @@ class Poller(UdpProtocol):
 
     def remove(self, target):
         """Query this target no longer. Do nothing for None or a target that is removed already."""
-        if target is None or self.targets.get(target.key) is not target:
+        if target is None:
+            return
+        is_removed_already = self.targets.get(target.key) is not target
+        if is_removed_already:
             return
         self.end_newcomer(target)
         del self.targets[target.key]
@@ -2561,7 +2574,10 @@ class Poller(UdpProtocol):
     def due_targets(self, now):
         """Return the targets with a query to send or to give up now, the longest overdue first."""
         # Looking at all 10,000 takes a millisecond, less than keeping them in order
-        due = [target for target in self.targets.values() if target.due <= now]
+        due = []
+        for target in self.targets.values():
+            if target.due <= now:
+                due.append(target)
         due.sort(key=lambda target: target.due)
         return due
 
@@ -2581,7 +2597,8 @@ class Poller(UdpProtocol):
     def within_rate(self, targets):
         """Return those of the targets that the rate allows to query in this tick.
 
-        Listed servers come first, but they leave a share of the rate to newcomers."""
+        Listed servers come first, but they leave a share of the rate to newcomers. The sources
+        of the newcomers that are chosen go to the end of the queue of sources."""
         listed, newcomers = [], []
         for target in targets:
             if self.is_newcomer(target):
@@ -2592,8 +2609,9 @@ class Poller(UdpProtocol):
         share = max(1, self.rate // NEWCOMER_SHARE)
         share = min(share, self.rate // 2, len(newcomers))
         listed = listed[:self.rate - share]
+        remaining = self.rate - len(listed)
         newcomers = self.in_turns(newcomers)
-        newcomers = newcomers[:self.rate - len(listed)]
+        newcomers = newcomers[:remaining]
         for target in newcomers:
             self.newcomers.move_to_end(target.source)
         return listed + newcomers
@@ -2682,28 +2700,35 @@ class PolledGame(Querier):
         The server may be listed or a target already. `name` is the name that it has announced, or
         None if the announcement had none. Raise Refused if the server may not be queried."""
         self.check_newcomer(source, port, name)
-        if self.poller.find(self, source, port) is None:
+        poller = self.poller
+        is_new = poller.find(self, source, port) is None
+        if is_new:
             self.add_newcomer(source, port, now)
-        target = self.poller.poll_now(self, source, port, now)
-        outcome = "listed" if self.is_answering(target) else "announced"
-        self.registry.record_outcome(source, self.game, port, outcome, now)
+        target = poller.poll_now(self, source, port, now)
+        outcome = "announced"
+        if self.is_answering(target):
+            outcome = "listed"
+        self.record_outcome(source, port, outcome, now)
         return target
 
     def check_newcomer(self, source, port, name):
         """Raise Refused if a game server that has announced itself may not be queried.
 
         `name` is None if the server has not said its name."""
+        registry = self.registry
         address = self.rules.listed_address(source)
+        key = self.game, address, port
+        server = registry.get(*key)
         target = self.poller.find(self, source, port)
-        server = self.registry.get(self.game, address, port)
-        if server is not None and not server.master:
-            self.registry.check_rules(source, address, port, name)
+        is_listed_here = server is not None and not server.master
+        if is_listed_here:
+            registry.check_rules(source, address, port, name)
         else:
             is_pinned = target is not None and target.pinned
-            key = self.game, address, port
-            self.registry.check_admission(key, source, name, is_pinned)
+            registry.check_admission(key, source, name, is_pinned)
         if target is None:
-            self.rules.check_source_limit(self.poller.sources, source, "queried")
+            counts = self.poller.sources
+            self.rules.check_source_limit(counts, source, "queried")
 
     def add_newcomer(self, source, port, now):
         """Add a newcomer to the poller.
@@ -2717,8 +2742,8 @@ class PolledGame(Querier):
                                "try again in a minute")
         if removed.key == (self.game, source, port):
             raise busy
-        self.registry.record_outcome(removed.address, removed.querier.game, removed.server_port,
-                                     busy.outcome, now, str(busy))
+        removed.querier.record_outcome(
+            removed.address, removed.server_port, busy.outcome, now, str(busy))
 
     def is_answering(self, target):
         """Return whether the target's server is listed, as responding, by this master itself."""
@@ -2799,7 +2824,7 @@ class PolledGame(Querier):
                 self.core.resolve(host, done, "")
 
     def pinned_resolved(self, host, address, now):
-        """Note the address of a host that the ini names.
+        """Remember the address of a host that the ini names.
 
         `address` is "" if the look-up found none. The host's last address then stays in use."""
         self.hosts_asked.discard(host)
@@ -2815,12 +2840,15 @@ class PolledGame(Querier):
     def remove_unpinned(self):
         """Remove the targets and servers that the ini named before and names no longer."""
         for target in list(self.poller.targets.values()):
-            if target.querier is not self or not target.pinned:
+            was_named = target.querier is self and target.pinned
+            if not was_named:
                 continue
             endpoint = target.address, target.server_port
-            if endpoint not in self.pinned_by_address:
-                self.poller.remove(target)
-                self.registry.remove_own(self.listed_server(target))
+            if endpoint in self.pinned_by_address:
+                continue
+            server = self.listed_server(target)
+            self.poller.remove(target)
+            self.registry.remove_own(server)
 
     # Results of polls
 
@@ -2830,20 +2858,21 @@ class PolledGame(Querier):
         `fields` has attributes of Server, `lifetime` is in seconds. Return the Server. Return None
         if it is refused: it is then removed from the list, and from the poller unless the ini names
         it."""
+        source = target.address
+        port = target.server_port
         server_before = self.listed_server(target)
         was_responding = server_before is not None and server_before.responding
         try:
             server = self.list_answer(target, fields, now, lifetime)
         except Refused as refused:
-            self.registry.record_outcome(target.address, self.game, target.server_port,
-                                         refused.outcome, now, str(refused))
+            self.record_outcome(source, port, refused.outcome, now, str(refused))
             self.registry.remove_own(server_before)
-            self.stop_polling(target.address, target.server_port)
+            self.stop_polling(source, port)
             return None
         self.poller.end_newcomer(target)
-        if server.responding and not was_responding:
-            self.registry.record_outcome(target.address, self.game, target.server_port, "listed",
-                                         now)
+        has_come_back = server.responding and not was_responding
+        if has_come_back:
+            self.record_outcome(source, port, "listed", now)
         return server
 
     def list_answer(self, target, fields, now, lifetime):
@@ -2852,15 +2881,17 @@ class PolledGame(Querier):
         If the server was listed under another game, it leaves that game's list. Return the Server.
         Raise Refused if it may not be listed."""
         fields = {"responding": True, "verified": "query", **fields}
-        game = self.admitted_game(target.address, fields)
+        source = target.address
+        game = self.admitted_game(source, fields)
         server = self.listed_server(target)
-        if server is not None and server.game != game:
+        has_changed_game = server is not None and server.game != game
+        if has_changed_game:
             self.registry.remove_own(server)
         target.game = game
         address, port = self.listed_endpoint(target)
         key = game, address, port
-        return self.registry.list_or_refresh(key, target.address, now, lifetime, fields,
-                                             target.pinned)
+        return self.registry.list_or_refresh(
+            key, source, now, lifetime, fields, target.pinned)
 
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with this answer is listed.
@@ -2892,7 +2923,9 @@ class PolledGame(Querier):
 
         It has if another master has heard the server, or if the server, which is behind a router,
         answers at another address."""
-        return bool(server.master) or server.source != target.address
+        if server.master:
+            return True
+        return server.source != target.address
 
     def list_silent(self, target, server, is_gone, now):
         """Show a server that the ini names and that is silent as not responding.
@@ -3020,17 +3053,18 @@ class Iceball(UdpProtocol):
     game = "iceball"
 
     def __init__(self, core):
+        settings = core.settings
         self.registry = core.registry
         self.cookie = Cookie(os.urandom(16))
         self.draft = IceballDraft(self)
-        self.timeout = core.settings["iceball.timeout"]
+        self.timeout = settings["iceball.timeout"]
         # The time at which all servers have to prove their addresses again
         self.prove_at = -math.inf
         self.rejection_limiter = Limiter(ICEBALL_REJECTIONS)
         # The listed servers by the address and UDP port that they send from
         self.senders = {}
         self.registry.subscribe(self.forget_sender, "iceball", ["gone"])
-        self.read(core.settings)
+        self.read(settings)
 
     def read(self, settings):
         """Take over the version that players should have, and the versions to list."""
@@ -3043,7 +3077,8 @@ class Iceball(UdpProtocol):
         Without this, somebody who repeats a server's announcement with a forged source could keep
         it listed after it has left."""
         if now >= self.prove_at:
-            self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
+            pause = ICEBALL_PROOF_LIFETIMES * self.timeout
+            self.prove_at = now + pause
             self.registry.forget_fingerprints()
             self.draft.tick(now)
         return []
@@ -3056,8 +3091,10 @@ class Iceball(UdpProtocol):
         in these short loops, their waits overlap, and an announcement costs only 1.11 times as
         much as it does with 100 servers."""
         sources = [source for source, _ in peers]
-        fingerprints = list(map(hash, zip(data, sources)))
-        servers = list(map(self.registry.by_fingerprint.get, fingerprints))
+        packets = zip(data, sources)
+        fingerprints = list(map(hash, packets))
+        by_fingerprint = self.registry.by_fingerprint
+        servers = list(map(by_fingerprint.get, fingerprints))
         for server in servers:
             if server is not None:
                 server.last_seen = now
@@ -3087,33 +3124,38 @@ class Iceball(UdpProtocol):
         """Return an MSOK, or BADV or BADF if the announcement cannot be listed (perhaps b"").
 
         Raise Malformed if it is too short to have versions."""
-        if len(data) < ICEBALL_VERSIONS.size:
+        size = len(data)
+        if size < ICEBALL_VERSIONS.size:
             raise Malformed("an announcement too short for its versions")
-        _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
-        if hbversion != ICEBALL_HBVERSION:
-            reason = "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
+        reason = self.version_reason(data)
+        if reason:
             return self.reject(source, now, "version", reason)
-        if self.accepted_versions and not self.is_accepted(version):
-            return self.reject(source, now, "version", self.version_reason(version))
-        # The length comes last, because the announcements of other versions may differ in length
-        if len(data) != ICEBALL_ANNOUNCEMENT_BYTES:
-            reason = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
+        # The length comes second, because the announcements of other versions may differ in length
+        if size != ICEBALL_ANNOUNCEMENT_BYTES:
+            reason = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT_BYTES)
             return self.reject(source, now, "bad packet", reason)
-        registry = self.registry
         port, = ICEBALL_PORT.unpack_from(data)
-        if registry.get("iceball", registry.rules.listed_address(source), port) is None:
+        registry = self.registry
+        address = registry.rules.listed_address(source)
+        server = registry.get("iceball", address, port)
+        if server is None:
             registry.record_outcome(source, "iceball", port, "announced", now)
         return self.msok(data, source, now)
 
-    def is_accepted(self, version):
-        """Return whether the settings accept this version, or all builds of it."""
+    def version_reason(self, data):
+        """Return why the versions in this announcement are not listed, or "" if they are."""
+        _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
+        if hbversion != ICEBALL_HBVERSION:
+            return "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
+        accepted = self.accepted_versions
+        if not accepted:
+            return ""
         any_build = version & ~ICEBALL_BUILD_BITS
-        return version in self.accepted_versions or any_build in self.accepted_versions
-
-    def version_reason(self, version):
-        """Return the reason, for /check, why this version is not listed."""
-        accepted = ", ".join(map(iceball_version_text, sorted(self.accepted_versions)))
-        return "Iceball version %s, only %s" % (iceball_version_text(version), accepted)
+        if version in accepted or any_build in accepted:
+            return ""
+        text = iceball_version_text(version)
+        accepted_text = ", ".join(map(iceball_version_text, sorted(accepted)))
+        return "Iceball version %s, only %s" % (text, accepted_text)
 
     def reject(self, source, now, outcome, reason):
         """Return BADV or BADF, or b"" for no answer; record the reason for /check.
@@ -3124,7 +3166,8 @@ class Iceball(UdpProtocol):
         few. Packets from loopback cannot be forged."""
         self.registry.record_outcome(source, "iceball", 0, outcome, now, reason)
         if not is_loopback(source):
-            if source in self.registry.sources:
+            has_listed_server = source in self.registry.sources
+            if has_listed_server:
                 return b""
             if not self.rejection_limiter.allow(source, now):
                 return b""
@@ -3134,14 +3177,19 @@ class Iceball(UdpProtocol):
 
     def msok(self, data, source, now):
         """Return the MSOK with a cookie for this announcement (86 bytes)."""
-        trimmed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
+        body = data[len(ICEBALL_HEAD):]
+        trimmed = body.rstrip(b"\0")
         surplus = len(trimmed) - ICEBALL_TRIMMED_BYTES
-        if surplus > 0 and not self.registry.rules.allow_surplus("cookie", source, surplus, now):
-            # The end of the map's name is lost until the next announcement of the burst brings
-            # it, a second later
-            trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
-        # No address has a "=", so that none can begin with the announcement's first digits
-        mac = self.cookie.make(source.encode() + b"=" + trimmed, now)
+        if surplus > 0:
+            rules = self.registry.rules
+            if not rules.allow_surplus("cookie", source, surplus, now):
+                # The end of the map's name is lost for now. The next announcement of the burst
+                # brings it, a second later
+                trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
+        # The "=" ends the address. Without it, the cookie of an announcement that begins with a
+        # digit would also be valid for a longer address that ends in this digit
+        message = source.encode() + b"=" + trimmed
+        mac = self.cookie.make(message, now)
         return ICEBALL_COOKIE + mac + trimmed
 
     def accept_handshake(self, data, peer, now):
@@ -3178,12 +3226,14 @@ class Iceball(UdpProtocol):
         """Return the announcement (86 bytes) that the cookie in this handshake carries.
 
         Raise Malformed if the cookie is not one that went to this source, or is too old."""
+        mac = data[ICEBALL_MAC]
         trimmed = data[ICEBALL_TRIMMED]
         message = source.encode() + b"=" + trimmed
-        if not self.cookie.is_valid(data[ICEBALL_MAC], message, now):
+        if not self.cookie.is_valid(mac, message, now):
             raise Malformed("a cookie that went to another address, or is older than %d s"
                             % COOKIE_WINDOW_S)
-        return (ICEBALL_HEAD + trimmed).ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
+        packet = ICEBALL_HEAD + trimmed
+        return packet.ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
 
     def sends_for_another(self, sender, port):
         """Return whether a new server has to be refused because of where it sends from.
@@ -3211,11 +3261,12 @@ class Iceball(UdpProtocol):
         `claimed_address` is the address that the server gives itself, or ""; `fields` has
         attributes of Server. Return the Server, or None if it is refused."""
         registry = self.registry
-        address = registry.rules.listed_address(source, claimed_address)
+        rules = registry.rules
+        address = rules.listed_address(source, claimed_address)
+        key = "iceball", address, port
         fields["verified"] = "handshake"
         try:
-            server = registry.list_or_refresh(("iceball", address, port), source, now,
-                                              self.timeout, fields)
+            server = registry.list_or_refresh(key, source, now, self.timeout, fields)
         except Refused as refused:
             registry.record_outcome(source, "iceball", port, refused.outcome, now, str(refused))
             return None
@@ -3233,8 +3284,9 @@ class Iceball(UdpProtocol):
         """Forget where a server sends from, when it leaves or sends from elsewhere.
 
         `event` is the registry's name for what has happened to the server."""
-        if self.senders.get(server.sender) is server:
-            del self.senders[server.sender]
+        sender = server.sender
+        if self.senders.get(sender) is server:
+            del self.senders[sender]
 
 
 # The first byte of each packet of the draft
@@ -3245,6 +3297,8 @@ DRAFT_NUMBER = b"\4"
 DRAFT_STILL_HERE = b"\5"
 DRAFT_NO_SESSION = b"\6"
 DRAFT_WRONG_VERSION = b"\7"
+# The packets in which a game server returns the id of its session
+DRAFT_SESSION_KINDS = DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE
 DRAFT_KINDS = (DRAFT_REQUEST, DRAFT_ID, DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE,
                DRAFT_NO_SESSION, DRAFT_WRONG_VERSION)
 # A game server's packets begin with the kind and hbversion, or with the kind and its session's id
@@ -3314,7 +3368,7 @@ class IceballDraft:
         kind = data[:1]
         if kind == DRAFT_REQUEST:
             return self.answer_request(data, peer, now)
-        if kind not in (DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE):
+        if kind not in DRAFT_SESSION_KINDS:
             raise Malformed("type %d is sent by masters only" % ord(kind))
         session = self.session_of(peer, data[DRAFT_IDENTITY], now)
         if session is None:
@@ -3325,7 +3379,8 @@ class IceballDraft:
         if server is None or not name:
             return b""
         head = data[:DRAFT_FIELD_VALUE.start]
-        return head + draft_value_bytes(getattr(server, name))
+        stored = getattr(server, name)
+        return head + draft_value_bytes(stored)
 
     def answer_request(self, data, peer, now):
         """Return a new id for this request, or the right version, or b"" if a limit forbids it.
@@ -3336,18 +3391,18 @@ class IceballDraft:
             raise Malformed("a request without a version")
         if version != DRAFT_HBVERSION:
             return DRAFT_WRONG_VERSION + DRAFT_HBVERSION
-        text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
-        claimed_address = text.decode("ascii", "replace")
-        _, _, port = DRAFT_REQUEST_HEAD.unpack_from(data)
+        claimed_address, port = read_draft_request(data)
         source, _ = peer
         rules = self.registry.rules
         address = rules.listed_address(source, claimed_address)
         identity = struct.pack("<I", RANDOM.getrandbits(32))
         head = DRAFT_ID_HEAD.pack(DRAFT_ID, identity, port)
         answer = head + draft_value_bytes(address)
-        if not rules.allow_surplus("id", source, len(answer) - len(data), now):
+        surplus = len(answer) - len(data)
+        if not rules.allow_surplus("id", source, surplus, now):
             return b""
-        session = DraftSession(identity, claimed_address, port, now + self.iceball.timeout)
+        ends = now + self.iceball.timeout
+        session = DraftSession(identity, claimed_address, port, ends)
         keep_latest(self.requests, peer, session, DRAFT_REQUESTS)
         return answer
 
@@ -3369,12 +3424,14 @@ class IceballDraft:
 
         Return the Server, or None if it is refused."""
         source, _ = peer
-        server = self.iceball.list_proven(source, session.claimed_address, session.port, now,
-                                          fields)
+        server = self.iceball.list_proven(
+            source, session.claimed_address, session.port, now, fields)
         if server is None:
             return None
         self.requests.pop(peer, None)
-        self.keep_session(session._replace(ends=now + self.iceball.timeout), peer)
+        ends = now + self.iceball.timeout
+        prolonged = session._replace(ends=ends)
+        self.keep_session(prolonged, peer)
         if not server.name:
             name = endpoint_text(server.address, server.port)
             self.registry.update(server, {"name": name})
@@ -3387,7 +3444,8 @@ class IceballDraft:
         max_servers = rules.max_servers_per_source
         if rules.exempts(source):
             max_servers = rules.max_servers
-        keep_latest(self.sessions[source], peer, session, DRAFT_SESSIONS * max_servers)
+        limit = DRAFT_SESSIONS * max_servers
+        keep_latest(self.sessions[source], peer, session, limit)
 
     def tick(self, now):
         """Forget the sessions that have ended. Only listed game servers have sessions."""
@@ -3397,6 +3455,16 @@ class IceballDraft:
                     del sessions[peer]
             if not sessions:
                 del self.sessions[address]
+
+
+def read_draft_request(data):
+    """Return the address, perhaps "", and the port that a request for an id has.
+
+    Raise Malformed if it has none."""
+    text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
+    _, _, port = DRAFT_REQUEST_HEAD.unpack_from(data)
+    claimed_address = text.decode("ascii", "replace")
+    return claimed_address, port
 
 
 def read_draft_field(data):
