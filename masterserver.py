@@ -2157,8 +2157,8 @@ class Session:
     done = False
     # Bytes that have been received and not yet answered
     buffer = b""
-    # True for a game server that publishes itself here: if there are too many connections, it is
-    # among the last to be closed
+    # True for the connection of a game server that publishes itself here. If there are too many
+    # connections, those of such servers are closed last
     kept = False
     # Work for the disk thread; its result is handed to resume()
     job: Optional[Callable[[], Any]] = None
@@ -2231,12 +2231,12 @@ class Core(NamedTuple):
     settings: Settings
     registry: Registry
     poller: Poller
-    # Called as resolve(host, done, source, like=""). This looks up the address of a host name in
-    # another thread and returns at once. The event loop later calls done(address, now), where the
-    # address is "" if the host has none. `source` is the address of the client that named the
-    # host, or "" if the ini names it. If a host has several addresses, `like` is chosen if it is
-    # one of them; otherwise one of the same family as `like`, if the host has one. Raises Refused
-    # if too many look-ups for clients are waiting; the client has to try again.
+    # resolve(host, done, source, like="") has the address of a host name looked up in another
+    # thread, and returns at once. The event loop later calls done(address, now); the address is
+    # "" if the host has none. `source` is the address of the client that named the host, or "" if
+    # the ini names it. If a host has several addresses, `like` is chosen if it is one of them, and
+    # otherwise one of the same family as `like`, if there is one. resolve() raises Refused if too
+    # many look-ups for clients are waiting; the client then has to try again
     resolve: Callable[..., None]
     # The games whose servers may be announced by HTTP, by their ids
     http_announcers: Dict[str, PolledGame]
@@ -2318,7 +2318,7 @@ class Target:
         self.source = source_key(address)
         # The game under which the server is listed; a Quake III server's answer names it
         self.game = querier.game
-        # When the server is polled within each interval: 0 is the begin, 1 the end
+        # When the server is polled within each interval: 0 is its start, 1 its end
         self.phase = RANDOM.random()
 
 
@@ -2547,8 +2547,9 @@ class Poller(UdpProtocol):
         raise Malformed(error_text)
 
     def end_query(self, target, has_further_question, now):
-        """Schedule what follows an answer: a further question at the next tick, or the next poll.
-        """
+        """Schedule what comes after an answer to this target's query.
+
+        A further question goes out at the next tick. Without one the poll is over."""
         target.missed_polls = 0
         target.restarted_polls = 0
         if has_further_question:
@@ -2569,7 +2570,8 @@ class Poller(UdpProtocol):
                 to_query.append(target)
             else:
                 self.miss_poll(target, now)
-        return [self.ask(target, now) for target in self.within_rate(to_query)]
+        chosen = self.choose_within_rate(to_query)
+        return [self.open_query(target, now) for target in chosen]
 
     def due_targets(self, now):
         """Return the targets with a query to send or to give up now, the longest overdue first."""
@@ -2594,12 +2596,13 @@ class Poller(UdpProtocol):
             self.remove(target)
         self.finish_poll(target, now)
 
-    def within_rate(self, targets):
+    def choose_within_rate(self, targets):
         """Return those of the targets that the rate allows to query in this tick.
 
         Listed servers come first, but they leave a share of the rate to newcomers. The sources
         of the newcomers that are chosen go to the end of the queue of sources."""
-        listed, newcomers = [], []
+        listed = []
+        newcomers = []
         for target in targets:
             if self.is_newcomer(target):
                 newcomers.append(target)
@@ -2610,13 +2613,13 @@ class Poller(UdpProtocol):
         share = min(share, self.rate // 2, len(newcomers))
         listed = listed[:self.rate - share]
         remaining = self.rate - len(listed)
-        newcomers = self.in_turns(newcomers)
-        newcomers = newcomers[:remaining]
-        for target in newcomers:
+        in_turns = self.order_by_turns(newcomers)
+        chosen_newcomers = in_turns[:remaining]
+        for target in chosen_newcomers:
             self.newcomers.move_to_end(target.source)
-        return listed + newcomers
+        return listed + chosen_newcomers
 
-    def in_turns(self, newcomers):
+    def order_by_turns(self, newcomers):
         """Return the newcomers in an order in which their sources take turns.
 
         The first newcomer of each source comes first, then the second of each source, and so on.
@@ -2633,7 +2636,7 @@ class Poller(UdpProtocol):
             ordered.extend(rounds[round_number])
         return ordered
 
-    def ask(self, target, now):
+    def open_query(self, target, now):
         """Open a query to this target. Return its bytes and the endpoint that they go to."""
         querier = target.querier
         target.nonce = querier.nonce()
@@ -2681,14 +2684,14 @@ class PolledGame(Querier):
         # The address of each host, "" if it has none
         self.addresses = {}
         # The hosts that are being looked up
-        self.hosts_asked = set()
+        self.hosts_being_resolved = set()
         # The time at which all hosts are looked up again
         self.resolve_at = -math.inf
         core.http_announcers[self.game] = self
         self.registry.subscribe(self.on_registry_event, self.game, ["listed", "gone"])
 
     def on_http_announcement(self, source, port, fields, now):
-        """Handle an announcement by HTTP of the server at `source` and `port`.
+        """Handle an announcement, received by HTTP, of the server at `source` and `port`.
 
         `fields` has what the announcement says of the server, as attributes of Server. Raise
         Refused if the server may not be queried."""
@@ -2800,7 +2803,7 @@ class PolledGame(Querier):
         hosts = {host for host, _ in self.pinned_by_host}
         if now >= self.resolve_at:
             self.resolve_at = now + RESOLVE_S
-            self.look_up(hosts)
+            self.resolve_hosts(hosts)
         self.pinned_by_address = {}
         for (host, port), value in self.pinned_by_host.items():
             address = self.addresses.get(host)
@@ -2813,13 +2816,13 @@ class PolledGame(Querier):
         if is_look_up_complete:
             self.remove_unpinned()
 
-    def look_up(self, hosts):
+    def resolve_hosts(self, hosts):
         """Look up the addresses of these hosts. The results go to pinned_resolved()."""
         for host in hosts:
             if is_unicast(host):
                 self.addresses[host] = canonical_address(host)
-            elif host not in self.hosts_asked:
-                self.hosts_asked.add(host)
+            elif host not in self.hosts_being_resolved:
+                self.hosts_being_resolved.add(host)
                 done = functools.partial(self.pinned_resolved, host)
                 self.core.resolve(host, done, "")
 
@@ -2827,7 +2830,7 @@ class PolledGame(Querier):
         """Remember the address of a host that the ini names.
 
         `address` is "" if the look-up found none. The host's last address then stays in use."""
-        self.hosts_asked.discard(host)
+        self.hosts_being_resolved.discard(host)
         if is_unicast(address):
             self.addresses[host] = address
             return
@@ -2870,8 +2873,8 @@ class PolledGame(Querier):
             self.stop_polling(source, port)
             return None
         self.poller.end_newcomer(target)
-        has_come_back = server.responding and not was_responding
-        if has_come_back:
+        has_begun_to_respond = server.responding and not was_responding
+        if has_begun_to_respond:
             self.record_outcome(source, port, "listed", now)
         return server
 
@@ -2880,9 +2883,9 @@ class PolledGame(Querier):
 
         If the server was listed under another game, it leaves that game's list. Return the Server.
         Raise Refused if it may not be listed."""
-        fields = {"responding": True, "verified": "query", **fields}
+        complete_fields = {"responding": True, "verified": "query", **fields}
         source = target.address
-        game = self.admitted_game(source, fields)
+        game = self.admitted_game(source, complete_fields)
         server = self.listed_server(target)
         has_changed_game = server is not None and server.game != game
         if has_changed_game:
@@ -2891,7 +2894,7 @@ class PolledGame(Querier):
         address, port = self.listed_endpoint(target)
         key = game, address, port
         return self.registry.list_or_refresh(
-            key, source, now, lifetime, fields, target.pinned)
+            key, source, now, lifetime, complete_fields, target.pinned)
 
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with this answer is listed.
@@ -2919,10 +2922,10 @@ class PolledGame(Querier):
         return is_gone
 
     def is_listed_otherwise(self, server, target):
-        """Return whether the list has this server for another reason than this target's answers.
+        """Return whether this server is in the list for another reason than the target's answers.
 
-        It has if another master has heard the server, or if the server, which is behind a router,
-        answers at another address."""
+        Either another master has heard the server, or the server is behind a router and has
+        announced itself from an address that is not the target's."""
         if server.master:
             return True
         return server.source != target.address
@@ -2930,8 +2933,8 @@ class PolledGame(Querier):
     def list_silent(self, target, server, is_gone, now):
         """Show a server that the ini names and that is silent as not responding.
 
-        `server` is None if it is not listed yet. A server that is listed already is shown so only
-        once `is_gone` is True, after several missed polls."""
+        `server` is None if it is not listed yet. If it is listed, nothing changes as long as
+        `is_gone` is False, because only few polls have been missed so far."""
         if server is None:
             name = endpoint_text(*self.listed_endpoint(target))
             self.list_polled(target, {"name": name, "responding": False}, now)
@@ -2974,7 +2977,7 @@ ICEBALL_TRIMMED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - ICEBALL_TRIMMED.start
 # in place of a cookie. The server echoes it like any cookie, and the master ignores the echo
 ICEBALL_SAME = ICEBALL_COOKIE + b"same"
 ICEBALL_SAME_RETURNED = ICEBALL_HANDSHAKE + b"same"
-# Every server has to prove its address again after so many lifetimes (settings: iceball.timeout)
+# Every server has to prove its address again after so many times the setting iceball.timeout
 ICEBALL_PROOF_LIFETIMES = 2
 # The bits of a version that hold the build. Without them a version stands for all of its builds
 ICEBALL_BUILD_BITS = 1023
@@ -3018,8 +3021,9 @@ def iceball_text(field):
         twice, _ = codecs.utf_8_decode(once.encode("latin-1"))
     except UnicodeError:
         return clean(once)          # it was encoded once
-    # If only a last "Ã" is not ASCII, it may be a letter of the text. It is half a character only
-    # if the text fills the field and was cut off
+    # The second utf_8_decode() has dropped an incomplete character at the end, such as a last "Ã".
+    # If all else is ASCII and the field had room for more, the text was encoded once, and "Ã" is
+    # its last letter
     may_be_cut_off = len(raw) == len(field)
     if twice.isascii() and not may_be_cut_off:
         return clean(once)
@@ -3103,7 +3107,7 @@ class Iceball(UdpProtocol):
     def datagram(self, data, peer, now):
         """Answer an announcement, a handshake or a packet of the first draft.
 
-        Raise Malformed for every other datagram; /check shows the reason to the sender."""
+        Raise Malformed for every other datagram, and record the reason for /check."""
         source, _ = peer
         kind = data[:len(ICEBALL_ANNOUNCE)]
         try:
@@ -3121,13 +3125,14 @@ class Iceball(UdpProtocol):
         return [(answer, peer)] if answer else []
 
     def answer_announcement(self, data, source, now):
-        """Return an MSOK, or BADV or BADF if the announcement cannot be listed (perhaps b"").
+        """Return an MSOK with a cookie, or a rejection if the announcement cannot be listed.
 
-        Raise Malformed if it is too short to have versions."""
+        A rejection is a BADV, a BADF, or b"" if no answer is to be sent. Raise Malformed if the
+        announcement is too short to have versions."""
         size = len(data)
         if size < ICEBALL_VERSIONS.size:
             raise Malformed("an announcement too short for its versions")
-        reason = self.version_reason(data)
+        reason = self.version_error(data)
         if reason:
             return self.reject(source, now, "version", reason)
         # The length comes second, because the announcements of other versions may differ in length
@@ -3140,10 +3145,10 @@ class Iceball(UdpProtocol):
         server = registry.get("iceball", address, port)
         if server is None:
             registry.record_outcome(source, "iceball", port, "announced", now)
-        return self.msok(data, source, now)
+        return self.answer_with_cookie(data, source, now)
 
-    def version_reason(self, data):
-        """Return why the versions in this announcement are not listed, or "" if they are."""
+    def version_error(self, data):
+        """Return the reason why this announcement's versions are not listed, "" if they are."""
         _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
         if hbversion != ICEBALL_HBVERSION:
             return "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
@@ -3175,8 +3180,8 @@ class Iceball(UdpProtocol):
             return ICEBALL_VERSIONS.pack(ICEBALL_BAD_VERSION, ICEBALL_HBVERSION, self.version)
         return ICEBALL_BAD_FORMAT
 
-    def msok(self, data, source, now):
-        """Return the MSOK with a cookie for this announcement (86 bytes)."""
+    def answer_with_cookie(self, data, source, now):
+        """Return an MSOK with a cookie for this announcement, which has 86 bytes."""
         body = data[len(ICEBALL_HEAD):]
         trimmed = body.rstrip(b"\0")
         surplus = len(trimmed) - ICEBALL_TRIMMED_BYTES
@@ -3193,7 +3198,7 @@ class Iceball(UdpProtocol):
         return ICEBALL_COOKIE + mac + trimmed
 
     def accept_handshake(self, data, peer, now):
-        """List or change the server that returns a cookie. Return b"", for no answer.
+        """List or update the server that returns a cookie. Return b"", because HSHK has no answer.
 
         Raise Malformed if the cookie is not one that went to this source, or is too old."""
         if data == ICEBALL_SAME_RETURNED:
@@ -3202,7 +3207,7 @@ class Iceball(UdpProtocol):
         packet = self.proven_announcement(data, source, now)
         (_, _, version, port, players, max_players, name, mode,
          map_name) = ICEBALL_ANNOUNCEMENT.unpack(packet)
-        if self.sends_for_another(peer, port):
+        if self.is_sender_taken(peer, port):
             self.registry.record_outcome(
                 source, "iceball", port, "owner", now,
                 "the UDP port that it came from announces another game port")
@@ -3235,13 +3240,13 @@ class Iceball(UdpProtocol):
         packet = ICEBALL_HEAD + trimmed
         return packet.ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
 
-    def sends_for_another(self, sender, port):
-        """Return whether a new server has to be refused because of where it sends from.
+    def is_sender_taken(self, sender, port):
+        """Return whether a new server is to be refused because another one sends from there.
 
-        `sender` is the address and UDP port of the handshake, `port` the game port in it. A game
-        server echoes every MSOK, even for an announcement that was forged in its name. So that
-        nobody can list further servers at its address, a sender has one game port only. A server
-        that is listed already is never refused."""
+        `sender` is the address and UDP port that a handshake came from, `port` is the game port in
+        it. A game server echoes every MSOK, even one for an announcement that was forged in its
+        name. Therefore each sender may announce one game port only: otherwise an attacker could
+        list further servers at its address. A server that is listed already is never refused."""
         server = self.senders.get(sender)
         if server is None or server.port == port:
             return False
@@ -3283,13 +3288,13 @@ class Iceball(UdpProtocol):
     def forget_sender(self, event: str, server: Server) -> None:
         """Forget where a server sends from, when it leaves or sends from elsewhere.
 
-        `event` is the registry's name for what has happened to the server."""
+        `event` is "gone" or "changed"; it makes no difference here."""
         sender = server.sender
         if self.senders.get(sender) is server:
             del self.senders[sender]
 
 
-# The first byte of each packet of the draft
+# The kind of a packet of the first draft: its first byte
 DRAFT_REQUEST = b"\1"
 DRAFT_ID = b"\2"
 DRAFT_TEXT = b"\3"
@@ -3304,7 +3309,7 @@ DRAFT_KINDS = (DRAFT_REQUEST, DRAFT_ID, DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HE
 # A game server's packets begin with the kind and hbversion, or with the kind and its session's id
 DRAFT_VERSION = slice(1, 3)
 DRAFT_IDENTITY = slice(1, 5)
-# A packet with a field has the number of the field behind the id, and then the value
+# A packet that sets a field has the number of the field behind the id, and then the value
 DRAFT_FIELD_NUMBER = slice(5, 6)
 DRAFT_FIELD_VALUE = slice(6, None)
 DRAFT_HBVERSION = b"\1\0"
@@ -3364,7 +3369,9 @@ class IceballDraft:
         self.sessions = collections.defaultdict(collections.OrderedDict)
 
     def answer(self, data, peer, now):
-        """Return the answer to a packet of the draft, b"" for none. Raise Malformed."""
+        """Return the answer to a packet of the draft, or b"" for none.
+
+        Raise Malformed if the draft has no such packet from a game server."""
         kind = data[:1]
         if kind == DRAFT_REQUEST:
             return self.answer_request(data, peer, now)
@@ -3458,9 +3465,9 @@ class IceballDraft:
 
 
 def read_draft_request(data):
-    """Return the address, perhaps "", and the port that a request for an id has.
+    """Return the address that a request for an id claims, perhaps "", and its port.
 
-    Raise Malformed if it has none."""
+    Raise Malformed if the request does not end with a text."""
     text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
     _, _, port = DRAFT_REQUEST_HEAD.unpack_from(data)
     claimed_address = text.decode("ascii", "replace")
