@@ -2380,8 +2380,9 @@ def server_record(server, epoch):
 
 def encoded_row(record):
     """Return the ListedRow of a ServerRecord. For 10,000 servers this takes 60 ms."""
-    *other_columns, values = record
-    return ListedRow(*other_columns, ENCODER.encode(values))
+    return ListedRow(
+        record.game, record.address, record.port, record.expires, record.first_seen,
+        record.last_seen, fields=ENCODER.encode(record.values))
 
 
 def restored_server(row, now, wall, clean_luanti):
@@ -2417,15 +2418,20 @@ def restored_fields(fields, clean_luanti):
             continue
         if name == "luanti_announcement":
             cleaned[name] = clean_luanti(value) if value else {}
-        elif kind is str:
-            cleaned[name] = clean(value, TEXT_CHARACTERS)
-        elif kind is int:
-            cleaned[name] = clamp(value)
-        elif kind is dict:
-            cleaned[name] = {clean(key): clean(str(text)) for key, text in value.items()}
         else:
-            cleaned[name] = value
+            cleaned[name] = clean_value(kind, value)
     return cleaned
+
+
+def clean_value(kind, value):
+    """Return a stored value of this type, cleaned."""
+    if kind is str:
+        return clean(value, TEXT_CHARACTERS)
+    if kind is int:
+        return clamp(value)
+    if kind is dict:
+        return {clean(name): clean(str(text)) for name, text in value.items()}
+    return value
 
 
 def report(health, where, trouble):
@@ -2561,496 +2567,740 @@ class SavedList:
 # ================================================================================================
 # 7  Protocols
 #
-# Each game is one class (or two) with its real bytes in the docstring. A protocol gets bytes, the
-# peer and the time and gives bytes back; it keeps what it knows in the registry, and raises
-# Malformed for anything that its document does not have. "The document" is the game's own, by the
-# title that stands at the class. What it leaves open is done as programs in use were seen to do
-# it.
+# Each game is one class (or two) with real bytes of its protocol in the docstring. A protocol is
+# given bytes, the peer that sent them and the time, and it returns bytes. It keeps what it learns
+# in the registry, and raises Malformed for everything that its document does not have. "The
+# document" is the game's own description of the protocol; the docstring of the class has its title.
+# Where the document leaves something open, the class does what programs in use were seen to do.
 # ================================================================================================
 
 class UdpProtocol:
-    """One UDP port. `replies` are [(datagram, peer), …]."""
+    """The base class of a protocol on one UDP port.
 
-    game = ""                       # as in the registry; "": see serves()
-    ipv4_only = True                # its lists carry 4-byte addresses
-    datagram_bytes = MAX_DATAGRAM_BYTES     # of a longer one the rest is lost
+    Replies are a list of (datagram, peer) pairs, which the event loop sends."""
+
+    # The id that the game has in the registry; "" if there are several: see serves()
+    game = ""
+    # True if the game's lists have room for IPv4 addresses alone; it then gets IPv4 sockets only
+    ipv4_only = True
+    # A longer datagram is cut off here
+    datagram_bytes = MAX_DATAGRAM_BYTES
 
     def answer_repeats(self, data: Sequence[bytes], peers: Sequence[Peer],
-                 now: float) -> Sequence[Optional[bytes]]:
-        """For each datagram its answer if a listed server only repeats itself; None: datagram() is
-        to read it. Repetitions are treated as if they had come before the others."""
+                       now: float) -> Sequence[Optional[bytes]]:
+        """Answer those datagrams of a batch in which a listed server only repeats itself.
+
+        `data` has the datagrams and `peers` has the sender of each. Return a list of the same
+        length: the answer to each datagram, or None if datagram() has to read it. The repetitions
+        of a batch count as if they had arrived before its other datagrams."""
         return [None] * len(data)
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
+        """Read one datagram and return the replies.
+
+        Raise Malformed if the protocol has no such datagram, and Limited if a limit forbids an
+        answer."""
         raise NotImplementedError
 
     def serves(self, server: Server) -> bool:
-        """Can this server be heard here? Asked of those that were listed before a restart."""
+        """Return whether this server announces itself here.
+
+        The master asks this for servers that were listed before a restart."""
         return server.game == self.game
 
     def tick(self, now: float) -> Replies:
-        """Once a second: polls, retries, expiry of what the protocol itself remembers."""
+        """Do the work of each second and return the datagrams to send.
+
+        This is the place for polls, retries, and forgetting what the protocol remembers."""
         return []
 
     def read(self, settings: Settings) -> None:
-        """The settings, at start and after a reload."""
+        """Take over the settings, at the start and after a reload."""
 
 
 class Session:
-    """One TCP connection. What a method returns is written, each return in one piece."""
+    """One TCP connection.
 
-    done = False                    # True: write what is out, then close gracefully
-    buffer = b""                    # what came and is not answered yet
-    kept = False                    # True: a publishing server, closed last when room must be made
-    job: Optional[Callable[[], Any]] = None     # for the disk thread; its result goes to resume()
+    The bytes that a method returns are written to the peer, those of each call in one piece."""
+
+    # True once no more is to come: what is still unsent is written, then the connection is closed
+    done = False
+    # Bytes that have been received and not yet answered
+    buffer = b""
+    # True for the connection of a game server that publishes itself here. If there are too many
+    # connections, those of such servers are closed last
+    kept = False
+    # Work for the disk thread; its result is handed to resume()
+    job: Optional[Callable[[], Any]] = None
 
     def opened(self, now: float) -> bytes:
+        """Return what the master sends before it has received anything."""
         return b""
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """Answer one message at most and keep the rest in `buffer`: once the answer is written,
-        this is called again with b"". Any split of the input gives the same answers."""
+        """Answer one message at most, and keep the bytes behind it in `buffer`.
+
+        Once the answer has been written, this method is called again with b"". The answers are
+        the same however the network splits the input. Raise Malformed for bytes that the protocol
+        does not have."""
         return b""
 
     def ended(self, now: float) -> bytes:
-        """The peer sends no more, and may still read."""
+        """Return what is still to be sent to a peer that sends no more but may still read."""
         return b""
 
     def resume(self, result: Any, now: float) -> bytes:
-        """The result of `job`, or the exception that it raised."""
+        """Answer with the result of `job`, or with the exception that the job raised."""
         return b""
 
     def tick(self, now: float) -> bytes:
-        """A few times a second while no output waits: greetings after silence, timeouts."""
+        """Return a greeting that is due, or set `done` after a timeout.
+
+        The event loop calls this a few times a second while no output waits."""
         return b""
 
     def closed(self, now: float) -> None:
-        """The connection has ended, whoever ended it."""
+        """Clean up after the connection, whichever side has ended it."""
 
 
 class TcpProtocol:
-    """One TCP port: makes a session for each connection."""
+    """The base class of a protocol on one TCP port: it creates a session for each connection."""
 
-    game = ""                       # as in UdpProtocol
+    # As in UdpProtocol
+    game = ""
     ipv4_only = False
-    speaks_first = True             # False: the client does; its first bytes are read at once
+    # False if clients send the first bytes, which are then read as soon as they connect
+    speaks_first = True
 
     def session(self, address: str, now: float) -> Session:
+        """Return the session for a new connection from this address."""
         raise NotImplementedError
 
     def refusal(self, address: str, now: float) -> Session:
-        """For a connection over a limit: what `opened` gives are its last words."""
+        """Return the session for a connection over a limit.
+
+        The connection is closed once the bytes that its opened() returns have been sent."""
         session = Session()
         session.done = True
         return session
 
     def serves(self, server: Server) -> bool:
-        """As in UdpProtocol."""
+        """Return whether this server announces itself here, as in UdpProtocol."""
         return server.game == self.game
 
     def tick(self, now: float) -> None:
-        """Once a second."""
+        """Do the work of each second."""
 
     def read(self, settings: Settings) -> None:
-        """As in UdpProtocol."""
+        """Take over the settings, at the start and after a reload."""
 
 
 class Core(NamedTuple):
-    """What every protocol is handed."""
+    """The parts of the master that every protocol is given when it is created."""
 
     settings: Settings
     registry: Registry
     poller: Poller
-    # (host, done, source, like=""): done(address or "", now) follows later. Of several addresses it
-    # is `like`, or one of its family, if there is one. `source` is the address that named the host,
-    # "" for the ini; raises Refused where it has to try again
+    # resolve(host, done, source, like="") has the address of a host name looked up in another
+    # thread, and returns at once. The event loop later calls done(address, now); the address is
+    # "" if the host has none. `source` is the address of the client that named the host, or "" if
+    # the ini names it. If a host has several addresses, `like` is chosen if it is one of them, and
+    # otherwise one of the same family as `like`, if there is one. resolve() raises Refused if too
+    # many look-ups for clients are waiting; the client then has to try again
     resolve: Callable[..., None]
-    # by game, who takes an announcement that came by HTTP
+    # The games whose servers may be announced by HTTP, by their ids
     http_announcers: Dict[str, PolledGame]
-    database: Optional[Database] = None     # only for jobs of the disk thread
-    tallies: Mapping[str, Tally] = {}       # by protocol
-    health: Mapping[str, str] = {}          # what is wrong, by where; empty while all is well
-    listeners: Sequence[Any] = ()           # with .protocol, .transport, .host and .port
-    gauges: Mapping[str, float] = {}        # what is measured beside the tallies, for /metrics
-    # The last day's hourly player counts
+    # Only for jobs of the disk thread
+    database: Optional[Database] = None
+    # How much each protocol has received and sent, by its name
+    tallies: Mapping[str, Tally] = {}
+    # The parts of the program that do not work, with the reason; empty while all is well
+    health: Mapping[str, str] = {}
+    # The open ports; each has .protocol, .transport, .host and .port
+    listeners: Sequence[Any] = ()
+    # Measured values for /metrics that are in no tally, by their names
+    gauges: Mapping[str, float] = {}
+    # Returns the hourly player counts of the last day, by server
     hourly_players: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
-    cluster: Mapping[str, Any] = {}         # how the link to other masters does, if there is one
+    # The state of the link to other masters; empty if there is no link
+    cluster: Mapping[str, Any] = {}
 
 
 # --- Poller --------------------------------------------------------------------------------------
+#
+# A query is one datagram to a game server. A poll is everything that it takes to learn the state of
+# the server: one query, or several if its game has further questions or if a datagram is lost.
 
-POLL_ANSWER_BYTES = 16384           # AIO's descriptions have no limit; what is shown of them is cut
-POLL_TIMEOUT_S = 3.0                # the Hyperbol document's script waits so long
-POLL_ATTEMPTS = 2                   # a lost datagram is not a missed poll
-POLL_MISSED = 3                     # polls without an answer after which a server is gone
-POLL_RESTARTS = 5                   # a server that has just started may announce itself a few times
-# Newcomers at a time: at the default rate all of them are asked within four seconds, or within 40
-# where listed servers take nine tenths of it. If each is a
-# Luanti server with the longest announcement, those take 160 MB
-NEWCOMERS = 2000
-NEWCOMER_SHARE = 10                 # listed servers leave one query of so many to newcomers
-# host names in the ini are looked up anew: home addresses change
+# The longest answer that is read. AIO's descriptions have no limit, but only their first
+# TEXT_CHARACTERS are shown
+POLL_ANSWER_BYTES = 16384
+POLL_TIMEOUT_S = 3.0                # the script in the Hyperbol document waits 3 s
+# A poll is missed after two queries without an answer, because a single datagram may get lost
+POLL_ATTEMPTS = 2
+# A server is gone after so many missed polls in a row
+MISSED_POLLS_LIMIT = 3
+# Announcements may restart so many polls in a row, because a server that has just started may
+# announce itself several times
+RESTARTED_POLLS_LIMIT = 5
+# At the default rate, so many newcomers are all queried within 4 s, or within 40 s if listed
+# servers take nine tenths of the rate. If each is a Luanti server with the longest announcement,
+# those announcements take 160 MB
+MAX_NEWCOMERS = 2000
+# Listed servers leave one query in ten to newcomers
+NEWCOMER_SHARE = 10
+# Host names in the ini are looked up again after so long, because home addresses change
 RESOLVE_S = 600.0
-RESOLVE_RETRY_S = 60.0              # sooner where one was not found: the network may have come up
+# A host name without an address is looked up sooner, because our network may just have come up
+RESOLVE_RETRY_S = 60.0
 
 
 class Target:
-    """One game server to be queried. `scratch` belongs to its querier."""
+    """One game server that the poller queries."""
 
-    pinned = False                  # named in the ini: queried however long it is silent
-    due = 0.0                       # when it is asked next, or given up on
-    asked_at: Optional[float] = None    # a query is open since then
-    nonce = 0                       # of that query
-    unanswered = 0                  # queries of this poll
-    restarts = 0                    # polls that an announcement has cut short since the last answer
-    missed_polls = 0                      # polls in a row
-    ping_ms = 0.0                   # round trip of the answer at hand
-    wrong = ""                      # why what came in this poll is no answer
-    scratch: Any = None
+    # True if the ini names the server: it is then queried however long it is silent
+    pinned = False
+    # The time of the next query; while a query is open, the time at which the poller gives it up
+    due = 0.0
+    # The time at which the open query was sent; None if no query is open
+    asked_at: Optional[float] = None
+    # A number that the open query carries and its answer has to repeat
+    nonce = 0
+    # The queries in the current poll that got no answer
+    unanswered = 0
+    # The polls that announcements have restarted since the last answer
+    restarted_polls = 0
+    # The polls in a row that got no answer
+    missed_polls = 0
+    # The time from the query to its answer, in milliseconds
+    ping_ms = 0.0
+    # The reason why a datagram that came in this poll is no answer, or ""
+    answer_error = ""
+    # For the querier alone: whatever it has to remember during a poll
+    querier_data: Any = None
 
     def __init__(self, querier, address, server_port):
-        self.querier, self.address, self.server_port = querier, address, server_port
+        """`server_port` is the port that players use; queries may go to another one."""
+        self.querier = querier
+        self.address = address
+        self.server_port = server_port
         self.port = server_port + querier.offset
         self.key = querier.game, address, server_port
         self.source = source_key(address)
-        self.game = querier.game            # that its server is listed under
-        self.phase = RANDOM.random()        # its place in the interval, from 0 to 1
+        # The game under which the server is listed; a Quake III server's answer names it
+        self.game = querier.game
+        # When the server is polled within each interval: 0 is its start, 1 its end
+        self.phase = RANDOM.random()
 
 
 class Querier:
-    """A game whose servers answer queries. The poller sends them; the querier knows the bytes."""
+    """The base class of a game whose servers answer queries.
+
+    The poller decides when a query is sent. The querier knows the bytes of its game."""
 
     registry: Registry
-    game = ""                       # as in the registry; of Quake III's each has its gamename there
-    offset = 0                      # from a server's port to the one that answers queries
-    timeout_s, attempts = POLL_TIMEOUT_S, POLL_ATTEMPTS     # of each query, and how many in a poll
+    # The id that the game has in the registry. Quake III's family is one querier with many games
+    game = ""
+    # The port that answers queries is the server's own port plus this
+    offset = 0
+    # How long a query waits for its answer
+    timeout_s = POLL_TIMEOUT_S
+    # A poll is missed after so many queries without an answer
+    attempts = POLL_ATTEMPTS
 
     def nonce(self) -> int:
-        """What a query carries and its answer must: an unsigned 32-bit integer."""
+        """Return an unsigned 32-bit number for one query, which its answer has to repeat."""
         return RANDOM.getrandbits(32)
 
     def query(self, target: Target) -> bytes:
+        """Return the bytes of the next query to this target, with `target.nonce` in them."""
         raise NotImplementedError
 
     def answer(self, target: Target, data: bytes, now: float) -> Optional[bytes]:
-        """Take an answer. The poll is complete, and this is sent to end it, b"" for nothing; None:
-        the next tick asks a further question. Raises Malformed if it is none, or not to this query
-        (`target.nonce`); Refused counts as much."""
+        """Read the answer to the target's open query.
+
+        Return None if the poll has a further question, which then goes out at the next tick.
+        Otherwise the poll is complete, and the bytes that this returns go to the server as a
+        goodbye (b"": nothing is sent).
+
+        Raise Malformed if the bytes are no answer to this query. If this raises Refused, the
+        poller also behaves as if no answer had come."""
         raise NotImplementedError
 
     def poll_missed(self, target: Target, now: float) -> bool:
-        """A poll went unanswered, the `target.missed_polls`th in a row. True: stop querying it."""
+        """Handle a poll without an answer, the `target.missed_polls`th in a row.
+
+        Return True if the poller is to query this target no longer."""
         raise NotImplementedError
 
     def record_silence(self, target: Target, now: float) -> None:
-        """For /check: nothing came, or something that is no answer."""
-        outcome, why = "silent", "no answer from UDP port %d" % target.port
-        if target.wrong:
+        """Record for /check why the poll of this target failed.
+
+        Either no datagram came at all, or one came that could not be read as an answer."""
+        outcome = "silent"
+        reason = "no answer from UDP port %d" % target.port
+        error = target.answer_error
+        if error:
             outcome = "bad packet"
-            why = "its answer from UDP port %d: %s" % (target.port, target.wrong)
-        self.registry.record_outcome(target.address, self.game, target.server_port, outcome, now,
-                                     why)
+            reason = "its answer from UDP port %d: %s" % (target.port, error)
+        self.record_outcome(target.address, target.server_port, outcome, now, reason)
+
+    def record_outcome(self, source, port, outcome, now, detail=""):
+        """Record for /check what became of the server at this address and port.
+
+        `outcome` is a key of OUTCOMES (section 9); `detail` is the reason in words."""
+        self.registry.record_outcome(source, self.game, port, outcome, now, detail)
 
 
 class Poller(UdpProtocol):
-    """Queries game servers for what they really are, through one UDP port, evenly over the
-    interval.
+    """Queries game servers for their state, from one UDP port, evenly over the interval.
 
-    An answer counts only from the address and port that were queried, while a query is open there.
-    Nobody is queried whom neither the ini nor a proven packet from that address named; the
-    protocols see to that, as they alone call `add` and `add_newcomer`.
+    An answer counts only if it comes from the address and port that were queried, and while a
+    query to them is open. The poller queries only servers that the ini names or from whose address
+    a proven packet came. The protocols see to that, because only they add targets.
 
-    A newcomer is a target that has announced itself and is not listed. It comes after the others,
-    and the sources of newcomers take turns, so that servers that never answer delay no others."""
+    A newcomer is a target that has announced itself and is not listed yet. Listed servers are
+    queried first, and the sources of newcomers take turns, so that servers that never answer do
+    not delay the others."""
 
     ipv4_only = False
     datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings):
-        self.queriers = set()                   # whoever has added a target
-        self.targets = {}                       # by game, source and the server's own port
-        self.sources = collections.defaultdict(int)         # how many targets, by source_keys()
-        # By source, and then by the target's key; the source whose turn is next comes first
+        # Every querier that has added a target
+        self.queriers = set()
+        # The targets by game, address and the server's own port
+        self.targets = {}
+        # The number of targets by source_keys()
+        self.sources = collections.defaultdict(int)
+        # The newcomers by source, and those of each source by the target's key. The first source
+        # is the next to be queried
         self.newcomers = collections.OrderedDict()
         self.ticked_at = 0.0
         self.read(settings)
 
     def read(self, settings):
-        self.interval, self.rate = settings["poll.interval"], settings["poll.rate"]
+        """Take over the interval and the rate, and move waiting polls into the new interval."""
+        self.interval = settings["poll.interval"]
+        self.rate = settings["poll.rate"]
+        now = self.ticked_at
+        next_tick = now + TICK_S
         for target in self.targets.values():
-            # One that is asked at the next tick has begun its poll, and waits for no place
-            if target.asked_at is None and target.due > self.ticked_at + TICK_S:
-                target.due = next_slot(self.ticked_at, self.interval, target.phase)
+            # A query that is open or due at the next tick keeps its time: its poll has begun
+            has_begun = target.asked_at is not None or target.due <= next_tick
+            if not has_begun:
+                target.due = next_slot(now, self.interval, target.phase)
 
     # Targets
 
     def find(self, querier, address, server_port):
-        """The target behind a game server's own port."""
-        return self.targets.get((querier.game, address, server_port))
+        """Return the target behind a game server's own port, or None."""
+        key = querier.game, address, server_port
+        return self.targets.get(key)
 
-    def add(self, querier, address, server_port):
-        """Poll this game server, which is listed or named in the ini, from now on: at the next
-        tick, then at its place in the interval."""
+    def keep_polling(self, querier, address, server_port):
+        """Return the target for a server that is listed or named in the ini; add it if it is new.
+
+        A new target is queried at the next tick, and from then on in its slot of each interval.
+        If the target was a newcomer, it no longer is."""
         target = self.find(querier, address, server_port)
         if target is None:
-            return self.insert(Target(querier, address, server_port))
-        self.settle(target)
+            target = Target(querier, address, server_port)
+            self.insert(target)
+        else:
+            self.end_newcomer(target)
         return target
 
     def add_newcomer(self, querier, address, server_port):
-        """Poll a game server that has announced itself. Gives the target that has to leave because
-        there are too many newcomers, perhaps this one; None if there is room.
+        """Add a target for a game server that has announced itself and is not a target yet.
 
-        The source that has the most loses its oldest one: the more a source sends, the more of
-        its own newcomers it pushes out."""
-        newcomer = self.insert(Target(querier, address, server_port))
-        self.newcomers.setdefault(newcomer.source, {})[newcomer.key] = newcomer
-        if sum(map(len, self.newcomers.values())) <= NEWCOMERS:
+        Return None if there is room for it. Otherwise a newcomer has been removed, perhaps this
+        one; return its target."""
+        newcomer = Target(querier, address, server_port)
+        self.insert(newcomer)
+        same_source = self.newcomers.setdefault(newcomer.source, {})
+        same_source[newcomer.key] = newcomer
+        count = sum(map(len, self.newcomers.values()))
+        if count <= MAX_NEWCOMERS:
             return None
-        # Of sources with equally many the one that came or was asked last: the others have waited
-        most = max(reversed(list(self.newcomers.values())), key=len)
-        oldest = next(iter(most.values()))
-        self.remove(oldest)
-        return oldest
+        return self.remove_one_newcomer()
 
     def insert(self, target):
+        """Enter this new target into the tables."""
         self.queriers.add(target.querier)
         self.targets[target.key] = target
         for key in source_keys(target.address):
             self.sources[key] += 1
-        return target
+
+    def remove_one_newcomer(self):
+        """Remove and return the oldest newcomer of the source that has the most newcomers.
+
+        Thus a source that sends many announcements pushes out its own newcomers only."""
+        # Of sources with equally many, max() takes its first one: here the one that came or was
+        # queried last, because the other sources have waited for longer
+        latest_first = reversed(list(self.newcomers.values()))
+        same_source = max(latest_first, key=len)
+        oldest = next(iter(same_source.values()))
+        self.remove(oldest)
+        return oldest
 
     def is_newcomer(self, target):
-        return target.key in self.newcomers.get(target.source, ())
+        """Return whether this target has announced itself and is not listed yet."""
+        same_source = self.newcomers.get(target.source, {})
+        return target.key in same_source
 
-    def settle(self, target):
-        """Its server is listed, or named in the ini: it is no newcomer any more."""
-        if self.is_newcomer(target):
-            del self.newcomers[target.source][target.key]
-            if not self.newcomers[target.source]:
-                del self.newcomers[target.source]
+    def end_newcomer(self, target):
+        """Take this target out of the newcomers, if it is one; it stays a target."""
+        if not self.is_newcomer(target):
+            return
+        same_source = self.newcomers[target.source]
+        del same_source[target.key]
+        if not same_source:
+            del self.newcomers[target.source]
 
     def remove(self, target):
-        """None, and one that is removed already, change nothing."""
-        if target is not None and self.find(
-                target.querier, target.address, target.server_port) is target:
-            self.settle(target)
-            del self.targets[target.key]
-            for key in source_keys(target.address):
-                decrement(self.sources, key)
+        """Query this target no longer. Do nothing for None or a target that is removed already."""
+        if target is None:
+            return
+        is_removed_already = self.targets.get(target.key) is not target
+        if is_removed_already:
+            return
+        self.end_newcomer(target)
+        del self.targets[target.key]
+        for key in source_keys(target.address):
+            decrement(self.sources, key)
 
     # Polls
 
     def poll_now(self, querier, address, server_port, now):
-        """Poll this game server, as add() does if it is no target yet. Its next poll begins at the
-        next tick, also where one is under way; what the querier remembers of that one goes.
+        """Begin a new poll of this game server at the next tick, and return its target.
 
-        This cuts short POLL_RESTARTS polls in a row: a server that announces itself every few
-        seconds and answers nothing is missed like any other."""
+        A server that is no target yet becomes one, as in keep_polling(). A poll that is under way
+        starts again, without what the querier remembers of it. This restarts at most
+        RESTARTED_POLLS_LIMIT polls in a row, so that a server that announces itself every few
+        seconds and never answers is missed like every silent server."""
         target = self.find(querier, address, server_port)
         if target is None:
-            target = self.add(querier, address, server_port)
-        if target.asked_at is not None or target.unanswered:
-            if target.restarts >= POLL_RESTARTS:
+            target = self.keep_polling(querier, address, server_port)
+        is_under_way = target.asked_at is not None or target.unanswered > 0
+        if is_under_way:
+            if target.restarted_polls >= RESTARTED_POLLS_LIMIT:
                 return target
-            target.restarts += 1
-        target.asked_at, target.unanswered, target.wrong, target.scratch = None, 0, "", None
+            target.restarted_polls += 1
+        target.asked_at = None
+        target.unanswered = 0
+        target.answer_error = ""
+        target.querier_data = None
         target.due = now
         return target
 
     def datagram(self, data, peer, now):
-        wrong = "an answer that nobody asked for"
-        for querier in self.queriers:                   # two games may be at one endpoint
-            target = self.find(querier, canonical_address(peer[0]), peer[1] - querier.offset)
+        """Give an answer to the querier that waits for it, and return the goodbye, if any.
+
+        Raise Malformed if no query to this peer is open, or if no querier can read the answer."""
+        source, source_port = peer[:2]
+        address = canonical_address(source)
+        error_text = "an answer that nobody asked for"
+        # Servers of two games may be at one endpoint, so that each querier gets its chance
+        for querier in self.queriers:
+            target = self.find(querier, address, source_port - querier.offset)
             if target is None or target.asked_at is None:
                 continue
             target.ping_ms = (now - target.asked_at) * 1000
             try:
                 goodbye = querier.answer(target, data, now)
-            except (Malformed, Refused) as error:       # perhaps another game's
-                wrong = target.wrong = str(error)
+            except (Malformed, Refused) as error:
+                error_text = str(error)
+                target.answer_error = error_text
                 continue
-            target.missed_polls = target.restarts = 0
-            if goodbye is None:
-                target.asked_at, target.due = None, now
-            else:
-                self.finish_poll(target, now)
+            self.end_query(target, goodbye is None, now)
             return [(goodbye, peer)] if goodbye else []
-        raise Malformed(wrong)
+        raise Malformed(error_text)
+
+    def end_query(self, target, has_further_question, now):
+        """Schedule what comes after an answer to this target's query.
+
+        A further question goes out at the next tick. Without one the poll is over."""
+        target.missed_polls = 0
+        target.restarted_polls = 0
+        if has_further_question:
+            target.asked_at = None
+            target.due = now
+        else:
+            self.finish_poll(target, now)
 
     def tick(self, now):
-        """The queries that are due, as many as the rate allows: those to listed servers, then those
-        to newcomers, for which a share is kept free."""
-        self.ticked_at = now
-        # Looking at all 10,000 takes a millisecond, less than keeping them in order
-        due = [target for target in self.targets.values() if target.due <= now]
-        due.sort(key=lambda target: target.due)
-        listed, newcomers = [], []
-        for target in [target for target in due if self.is_to_be_asked(target, now)]:
-            (newcomers if self.is_newcomer(target) else listed).append(target)
-        # Half at most, so that with a rate of 1 the listed ones are asked
-        share = min(max(1, self.rate // NEWCOMER_SHARE), self.rate // 2)
-        listed = listed[:self.rate - min(share, len(newcomers))]
-        newcomers = self.by_turns(newcomers)[:self.rate - len(listed)]
-        for target in newcomers:
-            self.newcomers.move_to_end(target.source)
-        return [self.ask(target, now) for target in (*listed, *newcomers)]
+        """Return the queries of this tick, each with the endpoint that it goes to.
 
-    def is_to_be_asked(self, target, now):
-        """Has this target, which is due, a query left in its poll? If not, the poll is missed."""
+        A query that got no answer in time is sent again, if its poll has attempts left."""
+        self.ticked_at = now
+        to_query = []
+        for target in self.due_targets(now):
+            self.give_up_query(target)
+            if target.unanswered < target.querier.attempts:
+                to_query.append(target)
+            else:
+                self.miss_poll(target, now)
+        chosen = self.choose_within_rate(to_query)
+        return [self.open_query(target, now) for target in chosen]
+
+    def due_targets(self, now):
+        """Return the targets with a query to send or to give up now, the longest overdue first."""
+        # Looking at all 10,000 takes a millisecond, less than keeping them in order
+        due = []
+        for target in self.targets.values():
+            if target.due <= now:
+                due.append(target)
+        due.sort(key=lambda target: target.due)
+        return due
+
+    def give_up_query(self, target):
+        """Count the target's open query, if there is one, as unanswered."""
         if target.asked_at is not None:
             target.asked_at = None
             target.unanswered += 1
-        if target.unanswered < target.querier.attempts:
-            return True
+
+    def miss_poll(self, target, now):
+        """Count the target's poll as missed. The querier decides whether it stays a target."""
         target.missed_polls += 1
         if target.querier.poll_missed(target, now):
             self.remove(target)
         self.finish_poll(target, now)
-        return False
 
-    def by_turns(self, newcomers):
-        """The newcomers in an order in which their sources take turns: the first one of each
-        source, then the second of each. The source that was asked longest ago begins."""
-        of_source = {source: [] for source in self.newcomers}
+    def choose_within_rate(self, targets):
+        """Return those of the targets that the rate allows to query in this tick.
+
+        Listed servers come first, but they leave a share of the rate to newcomers. The sources
+        of the newcomers that are chosen go to the end of the queue of sources."""
+        listed = []
+        newcomers = []
+        for target in targets:
+            if self.is_newcomer(target):
+                newcomers.append(target)
+            else:
+                listed.append(target)
+        # At most half, because a rate of 1 would otherwise leave nothing to listed servers
+        share = max(1, self.rate // NEWCOMER_SHARE)
+        share = min(share, self.rate // 2, len(newcomers))
+        listed = listed[:self.rate - share]
+        remaining = self.rate - len(listed)
+        in_turns = self.order_by_turns(newcomers)
+        chosen_newcomers = in_turns[:remaining]
+        for target in chosen_newcomers:
+            self.newcomers.move_to_end(target.source)
+        return listed + chosen_newcomers
+
+    def order_by_turns(self, newcomers):
+        """Return the newcomers in an order in which their sources take turns.
+
+        The first newcomer of each source comes first, then the second of each source, and so on.
+        In each round the source that was queried longest ago begins."""
+        by_source = {source: [] for source in self.newcomers}
         for target in newcomers:
-            of_source[target.source].append(target)
+            by_source[target.source].append(target)
         rounds = collections.defaultdict(list)
-        for targets in of_source.values():
-            for turn, target in enumerate(targets):
-                rounds[turn].append(target)
-        return [target for turn in sorted(rounds) for target in rounds[turn]]
+        for same_source in by_source.values():
+            for round_number, target in enumerate(same_source):
+                rounds[round_number].append(target)
+        ordered = []
+        for round_number in sorted(rounds):
+            ordered.extend(rounds[round_number])
+        return ordered
 
-    def ask(self, target, now):
-        """The query for this target, and where it goes."""
-        target.nonce = target.querier.nonce()
-        target.asked_at, target.due = now, now + target.querier.timeout_s
-        return target.querier.query(target), (target.address, target.port)
+    def open_query(self, target, now):
+        """Open a query to this target. Return its bytes and the endpoint that they go to."""
+        querier = target.querier
+        target.nonce = querier.nonce()
+        target.asked_at = now
+        target.due = now + querier.timeout_s
+        endpoint = target.address, target.port
+        return querier.query(target), endpoint
 
     def finish_poll(self, target, now):
-        """The poll is over; the next one comes at the target's place in the interval."""
-        target.asked_at, target.unanswered, target.wrong = None, 0, ""
+        """End the target's poll. The next poll begins in the target's slot of the interval."""
+        target.asked_at = None
+        target.unanswered = 0
+        target.answer_error = ""
         target.due = next_slot(now, self.interval, target.phase)
 
 
 def next_slot(now, interval, phase):
-    """The first time after `now` at the place `phase`, from 0 to 1, in an interval of seconds.
+    """Return the first time after `now` that lies at `phase` within an interval.
 
-    For next_slot(100.0, 30.0, 0.5) the place is at 15, 45, 75 and 105 s, so that it is 105.0."""
-    return now + interval - (now - phase * interval) % interval
+    Intervals follow each other from time 0 on. Times are in seconds; `phase` is the part of the
+    interval that has passed at the slot, from 0 to 1. Example: with an interval of 30 s and a
+    phase of 0.5 the slots are at 15, 45, 75 and 105 s, so next_slot(100.0, 30.0, 0.5) is 105.0."""
+    since_last_slot = (now - phase * interval) % interval
+    return now + interval - since_last_slot
 
 
 class PolledGame(Querier):
     """A game whose servers are listed for as long as they answer the poller.
 
-    They are named in the ini by address or host name (`read_pinned`), announce themselves in their
-    protocol or by HTTP (`on_http_announcement`), or were listed before a restart. `list_polled`
-    lists what answers, `poll_missed` removes what does not; one that the ini names is then shown
-    as not responding."""
+    A server becomes a target in one of three ways: the ini names it by address or host name
+    (set_pinned), it announces itself in the game's protocol or by HTTP (on_http_announcement), or
+    it was listed before a restart. list_polled() lists the servers that answer. poll_missed()
+    removes the servers that do not; a server that the ini names is shown as not responding instead.
+    """
 
     def __init__(self, core):
         self.core = core
-        self.registry, self.poller, self.rules = core.registry, core.poller, core.registry.rules
-        # What the ini says of each host and port, and of each address and port that they lead to
-        self.named, self.pinned = {}, {}
-        self.addresses = {}                     # by host, "" while it has none
-        self.hosts_asked = set()                # whose look-ups are under way
+        self.registry = core.registry
+        self.poller = core.poller
+        self.rules = core.registry.rules
+        # The servers that the ini names, by host and port. What the values are is up to the game
+        self.pinned_by_host = {}
+        # The same values by the addresses and ports that the hosts lead to
+        self.pinned_by_address = {}
+        # The address of each host, "" if it has none
+        self.addresses = {}
+        # The hosts that are being looked up
+        self.hosts_being_resolved = set()
+        # The time at which all hosts are looked up again
         self.resolve_at = -math.inf
         core.http_announcers[self.game] = self
         self.registry.subscribe(self.on_registry_event, self.game, ["listed", "gone"])
 
     def on_http_announcement(self, source, port, fields, now):
-        """A server said by HTTP, from `source`, that it is there. Raises Refused."""
+        """Handle an announcement, received by HTTP, of the server at `source` and `port`.
+
+        `fields` has what the announcement says of the server, as attributes of Server. Raise
+        Refused if the server may not be queried."""
         raise NotImplementedError
 
-    def admit_newcomer(self, source, port, name):
-        """Raise Refused for a game server that has announced itself and may not be asked.
-
-        `name`: None if it has not told it."""
-        address = self.rules.listed_address(source)
-        target = self.poller.find(self, source, port)
-        server = self.registry.get(self.game, address, port)
-        if server is not None and not server.master:
-            self.registry.check_rules(source, address, port, name)
-        else:
-            pinned = target is not None and target.pinned
-            self.registry.check_admission((self.game, address, port), source, name, pinned)
-        if target is None:
-            self.rules.check_source_limit(self.poller.sources, source, "queried")
-
     def query_newcomer(self, source, port, now, name=None):
-        """Begin a poll of a game server that has announced itself, also of one that is listed or
-        being asked already; gives its target. Raises Refused."""
-        self.admit_newcomer(source, port, name)
-        if self.poller.find(self, source, port) is None:
-            leaves = self.poller.add_newcomer(self, source, port)
-            if leaves is not None:
-                busy = Refused("busy", "too many game servers wait for their first query; "
-                                       "try again in a minute")
-                if leaves.key == (self.game, source, port):
-                    raise busy
-                self.registry.record_outcome(leaves.address, leaves.querier.game,
-                                             leaves.server_port,
-                                   busy.outcome, now, str(busy))
-        target = self.poller.poll_now(self, source, port, now)
-        server = self.listed_server(target)
-        is_well = server is not None and server.responding and not server.master
-        outcome = "listed" if is_well else "announced"
-        self.registry.record_outcome(source, self.game, port, outcome, now)
+        """Begin a poll of a game server that has announced itself, and return its target.
+
+        The server may be listed or a target already. `name` is the name that it has announced, or
+        None if the announcement had none. Raise Refused if the server may not be queried."""
+        self.check_newcomer(source, port, name)
+        poller = self.poller
+        is_new = poller.find(self, source, port) is None
+        if is_new:
+            self.add_newcomer(source, port, now)
+        target = poller.poll_now(self, source, port, now)
+        outcome = "announced"
+        if self.is_answering(target):
+            outcome = "listed"
+        self.record_outcome(source, port, outcome, now)
         return target
 
-    def stop_polling(self, source, port):
-        """The game server has left, or says so; False: it was not queried."""
+    def check_newcomer(self, source, port, name):
+        """Raise Refused if a game server that has announced itself may not be queried.
+
+        `name` is None if the server has not said its name."""
+        registry = self.registry
+        address = self.rules.listed_address(source)
+        key = self.game, address, port
+        server = registry.get(*key)
         target = self.poller.find(self, source, port)
-        if target is not None and not target.pinned:
+        is_listed_here = server is not None and not server.master
+        if is_listed_here:
+            registry.check_rules(source, address, port, name)
+        else:
+            is_pinned = target is not None and target.pinned
+            registry.check_admission(key, source, name, is_pinned)
+        if target is None:
+            counts = self.poller.sources
+            self.rules.check_source_limit(counts, source, "queried")
+
+    def add_newcomer(self, source, port, now):
+        """Add a newcomer to the poller.
+
+        If there are too many newcomers, one of them is removed, and /check shows the reason to its
+        operator. Raise Refused if it is this one."""
+        removed = self.poller.add_newcomer(self, source, port)
+        if removed is None:
+            return
+        busy = Refused("busy", "too many game servers wait for their first query; "
+                               "try again in a minute")
+        if removed.key == (self.game, source, port):
+            raise busy
+        removed.querier.record_outcome(
+            removed.address, removed.server_port, busy.outcome, now, str(busy))
+
+    def is_answering(self, target):
+        """Return whether the target's server is listed, as responding, by this master itself."""
+        server = self.listed_server(target)
+        if server is None or server.master:
+            return False
+        return server.responding
+
+    def stop_polling(self, source, port):
+        """Query this server no longer, because it has left or says that it leaves.
+
+        A server that the ini names stays a target. Return False if the server was no target."""
+        target = self.poller.find(self, source, port)
+        if target is None:
+            return False
+        if not target.pinned:
             self.poller.remove(target)
-        return target is not None
+        return True
 
     def on_registry_event(self, event, server):
-        """Every listed server is queried, also one that was restored from disk; nobody who left."""
+        """Poll every server that is listed, and no server that is gone.
+
+        `event` is "listed" or "gone". Servers restored from the disk are listed in this way too."""
         if event == "listed":
-            target = self.poller.add(self, server.source, server.port)
+            target = self.poller.keep_polling(self, server.source, server.port)
             target.game = server.game
-            target.pinned |= server.pinned
+            if server.pinned:
+                target.pinned = True
         else:
             self.stop_polling(server.source, server.port)
 
     def listed_endpoint(self, target):
-        """Where its server is listed."""
-        return self.rules.listed_address(target.address), target.server_port
+        """Return the address and port at which the target's server is listed, or would be."""
+        address = self.rules.listed_address(target.address)
+        return address, target.server_port
 
-    # Those that the ini names
+    def listed_server(self, target):
+        """Return the target's server in the list, or None."""
+        address, port = self.listed_endpoint(target)
+        return self.registry.get(target.game, address, port)
 
-    def read_pinned(self, named):
-        """What the ini names now, by host and port."""
-        self.named, self.resolve_at = named, -math.inf
+    # Servers that the ini names
+
+    def set_pinned(self, pinned_by_host):
+        """Take over the servers that the ini names: a dict by (host, port)."""
+        self.pinned_by_host = pinned_by_host
+        self.resolve_at = -math.inf
 
     def resolve_pinned(self, now):
-        """Once a second: query what the ini names, where its names lead now, and drop what it
-        named before, which may announce itself again."""
-        hosts = {host for host, _ in self.named}
+        """Poll the servers that the ini names, at the addresses that their hosts lead to now.
+
+        Called once a second. Servers that the ini has named before and names no longer are
+        removed; they may announce themselves again."""
+        hosts = {host for host, _ in self.pinned_by_host}
         if now >= self.resolve_at:
             self.resolve_at = now + RESOLVE_S
-            for host in hosts:
-                if is_unicast(host):
-                    self.addresses[host] = canonical_address(host)
-                elif host not in self.hosts_asked:
-                    self.hosts_asked.add(host)
-                    self.core.resolve(host, functools.partial(self.pinned_resolved, host), "")
-        self.pinned = {(self.addresses[host], port): said
-                       for (host, port), said in self.named.items() if self.addresses.get(host)}
-        for place in self.pinned:
-            self.poller.add(self, *place).pinned = True
-        if hosts <= self.addresses.keys():      # it is known where all of them lead
-            for target in list(self.poller.targets.values()):
-                left = target.querier is self and target.key[1:] not in self.pinned
-                if left and target.pinned:
-                    self.poller.remove(target)
-                    self.registry.remove_own(self.listed_server(target))
+            self.resolve_hosts(hosts)
+        self.pinned_by_address = {}
+        for (host, port), value in self.pinned_by_host.items():
+            address = self.addresses.get(host)
+            if address:
+                self.pinned_by_address[address, port] = value
+        for address, port in self.pinned_by_address:
+            target = self.poller.keep_polling(self, address, port)
+            target.pinned = True
+        is_look_up_complete = hosts <= self.addresses.keys()
+        if is_look_up_complete:
+            self.remove_unpinned()
+
+    def resolve_hosts(self, hosts):
+        """Look up the addresses of these hosts. The results go to pinned_resolved()."""
+        for host in hosts:
+            if is_unicast(host):
+                self.addresses[host] = canonical_address(host)
+            elif host not in self.hosts_being_resolved:
+                self.hosts_being_resolved.add(host)
+                done = functools.partial(self.pinned_resolved, host)
+                self.core.resolve(host, done, "")
 
     def pinned_resolved(self, host, address, now):
-        """Where a host that the ini names leads; "" if nowhere: then the last address counts."""
-        self.hosts_asked.discard(host)
+        """Remember the address of a host that the ini names.
+
+        `address` is "" if the look-up found none. The host's last address then stays in use."""
+        self.hosts_being_resolved.discard(host)
         if is_unicast(address):
             self.addresses[host] = address
             return
@@ -3060,114 +3310,198 @@ class PolledGame(Querier):
             log.warning("%s: the host name %s in the ini has no address; "
                         "it will be looked up again", self.game, ascii(host))
 
-    # What the poller finds
+    def remove_unpinned(self):
+        """Remove the targets and servers that the ini named before and names no longer."""
+        for target in list(self.poller.targets.values()):
+            was_named = target.querier is self and target.pinned
+            if not was_named:
+                continue
+            endpoint = target.address, target.server_port
+            if endpoint in self.pinned_by_address:
+                continue
+            server = self.listed_server(target)
+            self.poller.remove(target)
+            self.registry.remove_own(server)
 
-    def listed_server(self, target):
-        """Its server in the list, or None."""
-        return self.registry.get(target.game, *self.listed_endpoint(target))
-
-    def admitted_game(self, source, fields):
-        """The game under which a server of this source with this answer is listed; raises Refused.
-        """
-        return self.game
+    # Results of polls
 
     def list_polled(self, target, fields, now, lifetime=math.inf):
-        """List the server with what it answered, or refresh it; None: it is refused."""
-        address, port = self.listed_endpoint(target)
-        before = self.listed_server(target)
-        was_there = before is not None and before.responding
-        fields = {"responding": True, "verified": "query", **fields}
+        """List the target's server with the contents of its answer, or refresh it.
+
+        `fields` has attributes of Server, `lifetime` is in seconds. Return the Server. Return None
+        if it is refused: it is then removed from the list, and from the poller unless the ini names
+        it."""
+        source = target.address
+        port = target.server_port
+        server_before = self.listed_server(target)
+        was_responding = server_before is not None and server_before.responding
         try:
-            game = self.admitted_game(target.address, fields)
-            if before and before.game != game:
-                self.registry.remove_own(before)
-            target.game = game
-            server = self.registry.list_or_refresh((game, address, port), target.address, now,
-                                                   lifetime,
-                                        fields, target.pinned)
+            server = self.list_answer(target, fields, now, lifetime)
         except Refused as refused:
-            self.registry.record_outcome(target.address, self.game, port, refused.outcome, now,
-                                         str(refused))
-            self.registry.remove_own(before)
-            self.stop_polling(target.address, port)
+            self.record_outcome(source, port, refused.outcome, now, str(refused))
+            self.registry.remove_own(server_before)
+            self.stop_polling(source, port)
             return None
-        self.poller.settle(target)
-        if server.responding and not was_there:
-            self.registry.record_outcome(target.address, self.game, port, "listed", now)
+        self.poller.end_newcomer(target)
+        has_begun_to_respond = server.responding and not was_responding
+        if has_begun_to_respond:
+            self.record_outcome(source, port, "listed", now)
         return server
 
-    def poll_missed(self, target, now):
+    def list_answer(self, target, fields, now, lifetime):
+        """Put the target's server into the list under the game that its answer names.
+
+        If the server was listed under another game, it leaves that game's list. Return the Server.
+        Raise Refused if it may not be listed."""
+        complete_fields = {"responding": True, "verified": "query", **fields}
+        source = target.address
+        game = self.admitted_game(source, complete_fields)
         server = self.listed_server(target)
-        gone = target.missed_polls >= POLL_MISSED or self.poller.is_newcomer(target)
-        if server is not None and (server.master or server.source != target.address):
-            return gone and not target.pinned       # it answers another way, from behind a router
-        if gone or server is None:
+        has_changed_game = server is not None and server.game != game
+        if has_changed_game:
+            self.registry.remove_own(server)
+        target.game = game
+        address, port = self.listed_endpoint(target)
+        key = game, address, port
+        return self.registry.list_or_refresh(
+            key, source, now, lifetime, complete_fields, target.pinned)
+
+    def admitted_game(self, source, fields):
+        """Return the id of the game under which a server with this answer is listed.
+
+        `source` is the server's address, `fields` has attributes of Server. Raise Refused if the
+        game is not listed here."""
+        return self.game
+
+    def poll_missed(self, target, now):
+        """Handle a missed poll: remove a server that is gone, or show it as not responding.
+
+        Return True if the poller is to query this target no longer."""
+        is_gone = (target.missed_polls >= MISSED_POLLS_LIMIT
+                   or self.poller.is_newcomer(target))
+        server = self.listed_server(target)
+        if server is not None and self.is_listed_otherwise(server, target):
+            return is_gone and not target.pinned
+        if is_gone or server is None:
             self.record_silence(target, now)
-        if not target.pinned:
-            if gone:
-                self.registry.remove_own(server)
-            return gone
+        if target.pinned:
+            self.list_silent(target, server, is_gone, now)
+            return False
+        if is_gone:
+            self.registry.remove_own(server)
+        return is_gone
+
+    def is_listed_otherwise(self, server, target):
+        """Return whether this server is in the list for another reason than the target's answers.
+
+        Either another master has heard the server, or the server is behind a router and has
+        announced itself from an address that is not the target's."""
+        if server.master:
+            return True
+        return server.source != target.address
+
+    def list_silent(self, target, server, is_gone, now):
+        """Show a server that the ini names and that is silent as not responding.
+
+        `server` is None if it is not listed yet. If it is listed, nothing changes as long as
+        `is_gone` is False, because only few polls have been missed so far."""
         if server is None:
-            self.list_polled(target, {"name": endpoint_text(*self.listed_endpoint(target)),
-                                      "responding": False},
-                      now)
-        elif gone:
-            # What it told is told anew when it comes back
-            self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None,
-                                          "confirmed": True, "details": NO_DETAILS})
-        return False
+            name = endpoint_text(*self.listed_endpoint(target))
+            self.list_polled(target, {"name": name, "responding": False}, now)
+        elif is_gone:
+            # Its next answer brings these values again
+            self.registry.update(server, {
+                "responding": False,
+                "players": 0,
+                "ping_ms": None,
+                "confirmed": True,
+                "details": NO_DETAILS,
+            })
 
 
 # --- Iceball -------------------------------------------------------------------------------------
 
 ICEBALL_HBVERSION = 2
+# The kind of a datagram: its first 4 bytes
+ICEBALL_ANNOUNCE = b"1CEB"
+ICEBALL_COOKIE = b"MSOK"
+ICEBALL_HANDSHAKE = b"HSHK"
+ICEBALL_BAD_VERSION = b"BADV"
+ICEBALL_BAD_FORMAT = b"BADF"
+# Kind, hbversion, ibversion, port, players, maximum, name, mode, map
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size          # 86
-ICEBALL_VERSIONS = struct.Struct("<HI")                         # hbversion, ibversion
-ICEBALL_HEAD = b"1CEB\2\0"
-# To a listed server that repeats itself, and what comes back, which nobody needs
-ICEBALL_SAME, ICEBALL_SAME_RETURNED = b"MSOKsame", b"HSHKsame"
-# With so much in its cookie MSOK is as long as the announcement that it answers
-ICEBALL_PACKED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - len(b"MSOK") - COOKIE_MAC_BYTES
-ICEBALL_PROOF_LIFETIMES = 2         # after so many lifetimes every server is to prove itself again
-ICEBALL_BUILD = 1023                # the bits of a version that count builds; without: any build
-# BADV or BADF to one source, a second / at once: the five announcements of a burst every 40 s
-ICEBALL_REPROACHES = 1 / 8, 5
+# Kind, hbversion, ibversion: the beginning of an announcement, and all of a BADV
+ICEBALL_VERSIONS = struct.Struct("<4sHI")
+# The port within an announcement
+ICEBALL_PORT = struct.Struct("<10xH")
+# The beginning that all announcements have in common. The bytes behind it, without the zeros at
+# their end, are the "trimmed" announcement, which a cookie carries
+ICEBALL_HEAD = ICEBALL_ANNOUNCE + struct.pack("<H", ICEBALL_HBVERSION)
+# In an MSOK and an HSHK, a MAC stands between the kind and the trimmed announcement
+ICEBALL_MAC = slice(len(ICEBALL_HANDSHAKE), len(ICEBALL_HANDSHAKE) + COOKIE_MAC_BYTES)
+ICEBALL_TRIMMED = slice(ICEBALL_MAC.stop, None)
+# An MSOK with a trimmed announcement of this length is as long as the announcement itself
+ICEBALL_TRIMMED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - ICEBALL_TRIMMED.start
+# A listed server that repeats its announcement has nothing to prove, so its MSOK has this constant
+# in place of a cookie. The server echoes it like any cookie, and the master ignores the echo
+ICEBALL_SAME = ICEBALL_COOKIE + b"same"
+ICEBALL_SAME_RETURNED = ICEBALL_HANDSHAKE + b"same"
+# Every server has to prove its address again after so many times the setting iceball.timeout
+ICEBALL_PROOF_LIFETIMES = 2
+# The bits of a version that hold the build. Without them a version stands for all of its builds
+ICEBALL_BUILD_BITS = 1023
+# How many BADV and BADF one source gets, per second and at once. A server sends a burst of five
+# announcements every 40 s, so each of them is answered
+ICEBALL_REJECTIONS = 1 / 8, 5
 
 
-@functools.lru_cache(maxsize=256)               # all servers of one version share the text
+@functools.lru_cache(maxsize=256)
 def iceball_version_text(number):
-    """8421413 -> "0.2.1-37": the way back from read_iceball_version."""
-    w, x, y = number >> 27, number >> 22 & 31, number >> 15 & 127
-    letter, build = number >> 10 & 31, number & 1023
-    text = "%d.%d" % (w, x)
-    if y:
-        text += ".%d" % y
-    if 0 < letter < 31:                         # the 31st would be a control character
-        text += chr(96 + letter)
+    """Return a version as a text: 8421413 is "0.2.1-37". The reverse of read_iceball_version().
+
+    The texts are cached, so that all servers of one version share one text."""
+    major = number >> 27
+    minor = number >> 22 & 31
+    patch = number >> 15 & 127
+    letter = number >> 10 & 31
+    build = number & ICEBALL_BUILD_BITS
+    text = "%d.%d" % (major, minor)
+    if patch:
+        text += ".%d" % patch
+    # 1 is "a"; 31 would be a control character
+    if 0 < letter < 31:
+        text += chr(ord("a") + letter - 1)
     if build:
         text += "-%d" % build
     return text
 
 
 def iceball_text(field):
-    """A text field: UTF-8, or UTF-8 that the game server has taken for Latin-1 and encoded again.
+    """Return the text in a field of an announcement, cleaned.
 
-    A character that is cut off at the end goes."""
+    The field is in UTF-8. Many game servers take the UTF-8 of their configuration for Latin-1 and
+    encode it again, so such a text is decoded twice. A character that the end of the field cuts
+    off is dropped."""
     raw = c_string(field)
     if raw.isascii():
         return clean(raw.decode())
-    text = codecs.utf_8_decode(raw, "replace")[0]
+    once, _ = codecs.utf_8_decode(raw, "replace")
     try:
-        inner = codecs.utf_8_decode(text.encode("latin-1"))[0]
-    except UnicodeError:                        # encoded once
-        return clean(text)
-    # A last "Ã" of a name that was not cut may be just that
-    cut_off = len(raw) == len(field)
-    return clean(inner if cut_off or not inner.isascii() else text)
+        twice, _ = codecs.utf_8_decode(once.encode("latin-1"))
+    except UnicodeError:
+        return clean(once)          # it was encoded once
+    # The second utf_8_decode() has dropped an incomplete character at the end, such as a last "Ã".
+    # If all else is ASCII and the field had room for more, the text was encoded once, and "Ã" is
+    # its last letter
+    may_be_cut_off = len(raw) == len(field)
+    if twice.isascii() and not may_be_cut_off:
+        return clean(once)
+    return clean(twice)
 
 
-iceball_word = functools.lru_cache(maxsize=4096)(iceball_text)      # modes and maps are few
+# For modes and maps, of which all servers together have few
+cached_iceball_text = functools.lru_cache(maxsize=4096)(iceball_text)
 
 
 class Iceball(UdpProtocol):
@@ -3181,176 +3515,300 @@ class Iceball(UdpProtocol):
         < 42414456 0200 25808000                    "BADV": the versions that this master expects
         < 42414446                                  "BADF": the length is wrong
 
-    An announcement counts when its HSHK has come: only then is a server listed, or changed. Until
-    then nothing is remembered: the cookie is a MAC over source and announcement, and the
-    announcement itself without its padding. A listed server that says what it said before is
-    refreshed at once. The address is the datagram's source, the port stands in the packet. The same
-    UDP port serves the first draft, told by the first byte.
+    A server is listed, or changed, only when its HSHK has come. Until then the master remembers
+    nothing, because the cookie carries all that it needs: a MAC over the source and the
+    announcement, and the announcement itself without the zeros at its end. A listed server that
+    repeats its announcement is refreshed at once.
+
+    The server's address is the source of the datagram; its port stands in the announcement. The
+    same UDP port serves the first draft of the protocol, which the first byte tells apart.
     """
 
     game = "iceball"
 
     def __init__(self, core):
+        settings = core.settings
         self.registry = core.registry
         self.cookie = Cookie(os.urandom(16))
         self.draft = IceballDraft(self)
-        self.timeout = core.settings["iceball.timeout"]
+        self.timeout = settings["iceball.timeout"]
+        # The time at which all servers have to prove their addresses again
         self.prove_at = -math.inf
-        self.reproaches = Limiter(ICEBALL_REPROACHES)
-        self.senders = {}               # listed servers by the address and port that they send from
+        self.rejection_limiter = Limiter(ICEBALL_REJECTIONS)
+        # The listed servers by the address and UDP port that they send from
+        self.senders = {}
         self.registry.subscribe(self.forget_sender, "iceball", ["gone"])
-        self.read(core.settings)
+        self.read(settings)
 
     def read(self, settings):
+        """Take over the version that players should have, and the versions to list."""
         self.version = settings["iceball.version"]
-        self.accepted = set(settings["iceball.accept_versions"])
+        self.accepted_versions = set(settings["iceball.accept_versions"])
 
     def tick(self, now):
-        # Forged announcements keep nobody: who proves nothing more leaves a lifetime after this
+        """Have every server prove its address again, once in ICEBALL_PROOF_LIFETIMES lifetimes.
+
+        Without this, somebody who repeats a server's announcement with a forged source could keep
+        it listed after it has left."""
         if now >= self.prove_at:
-            self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
+            pause = ICEBALL_PROOF_LIFETIMES * self.timeout
+            self.prove_at = now + pause
             self.registry.forget_fingerprints()
             self.draft.tick(now)
         return []
 
     def answer_repeats(self, data, peers, now):
-        # Among 100,000 servers each look-up waits for memory three times. Done one right after the
-        # other, those of a batch wait together: an announcement costs 1.11 times that among 100
-        fingerprints = list(map(hash, zip(data, [peer[0] for peer in peers])))
-        servers = list(map(self.registry.by_fingerprint.get, fingerprints))
+        """Refresh the servers that repeat their announcements; return an answer or None for each.
+
+        This is the busiest function of the program. With 100,000 servers each look-up waits for
+        the memory three times. If the look-ups of a batch follow each other directly, as they do
+        in these short loops, their waits overlap, and an announcement costs only 1.11 times as
+        much as it does with 100 servers."""
+        sources = [source for source, _ in peers]
+        packets = zip(data, sources)
+        fingerprints = list(map(hash, packets))
+        by_fingerprint = self.registry.by_fingerprint
+        servers = list(map(by_fingerprint.get, fingerprints))
         for server in servers:
             if server is not None:
                 server.last_seen = now
         return [None if server is None else ICEBALL_SAME for server in servers]
 
     def datagram(self, data, peer, now):
-        source, kind = peer[0], data[:4]
+        """Answer an announcement, a handshake or a packet of the first draft.
+
+        Raise Malformed for every other datagram, and record the reason for /check."""
+        source, _ = peer
+        kind = data[:len(ICEBALL_ANNOUNCE)]
         try:
-            if kind == b"1CEB":
-                answer = self.announcement(data, source, now)
-            elif kind == b"HSHK":
-                answer = self.handshake(data, peer, now)
-            elif b"\1" <= kind[:1] <= b"\7":
+            if kind == ICEBALL_ANNOUNCE:
+                answer = self.answer_announcement(data, source, now)
+            elif kind == ICEBALL_HANDSHAKE:
+                answer = self.accept_handshake(data, peer, now)
+            elif kind[:1] in DRAFT_KINDS:
                 answer = self.draft.answer(data, peer, now)
             else:
                 raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
-        except Malformed as wrong:
-            self.registry.record_outcome(source, "iceball", 0, "bad packet", now, str(wrong))
+        except Malformed as error:
+            self.registry.record_outcome(source, "iceball", 0, "bad packet", now, str(error))
             raise
         return [(answer, peer)] if answer else []
 
-    def announcement(self, data, source, now):
-        if len(data) < 10:
+    def answer_announcement(self, data, source, now):
+        """Return an MSOK with a cookie, or a rejection if the announcement cannot be listed.
+
+        A rejection is a BADV, a BADF, or b"" if no answer is to be sent. Raise Malformed if the
+        announcement is too short to have versions."""
+        size = len(data)
+        if size < ICEBALL_VERSIONS.size:
             raise Malformed("an announcement too short for its versions")
-        hbversion, version = ICEBALL_VERSIONS.unpack_from(data, 4)
-        outcome, why = "version", ""
-        if hbversion != ICEBALL_HBVERSION:
-            why = "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
-        elif self.accepted and not {version, version & ~ICEBALL_BUILD} & self.accepted:
-            accepted = ", ".join(map(iceball_version_text, sorted(self.accepted)))
-            why = "Iceball version %s, only %s" % (iceball_version_text(version), accepted)
-        elif len(data) != ICEBALL_ANNOUNCEMENT_BYTES:   # that of another version may differ
-            outcome = "bad packet"
-            why = "length: %d bytes instead of %d" % (len(data), ICEBALL_ANNOUNCEMENT_BYTES)
-        if why:
-            return self.reproach(source, now, outcome, why)
-        registry, rules = self.registry, self.registry.rules
-        port = data[10] | data[11] << 8
-        if registry.get("iceball", rules.listed_address(source), port) is None:
+        reason = self.version_error(data)
+        if reason:
+            return self.reject(source, now, "version", reason)
+        # The length comes second, because the announcements of other versions may differ in length
+        if size != ICEBALL_ANNOUNCEMENT_BYTES:
+            reason = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT_BYTES)
+            return self.reject(source, now, "bad packet", reason)
+        port, = ICEBALL_PORT.unpack_from(data)
+        registry = self.registry
+        address = registry.rules.listed_address(source)
+        server = registry.get("iceball", address, port)
+        if server is None:
             registry.record_outcome(source, "iceball", port, "announced", now)
-        packed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
-        surplus = len(packed) - ICEBALL_PACKED_BYTES
-        if surplus > 0 and not rules.allow_surplus("cookie", source, surplus, now):
-            packed = packed[:ICEBALL_PACKED_BYTES]      # the end of the map comes a second later
-        return b"MSOK" + self.cookie.make(source.encode() + b"=" + packed, now) + packed
+        return self.answer_with_cookie(data, source, now)
 
-    def reproach(self, source, now, outcome, why):
-        """BADV or BADF to an announcement that cannot be listed, or silence.
+    def version_error(self, data):
+        """Return the reason why this announcement's versions are not listed, "" if they are."""
+        _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
+        if hbversion != ICEBALL_HBVERSION:
+            return "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
+        accepted = self.accepted_versions
+        if not accepted:
+            return ""
+        any_build = version & ~ICEBALL_BUILD_BITS
+        if version in accepted or any_build in accepted:
+            return ""
+        text = iceball_version_text(version)
+        accepted_text = ", ".join(map(iceball_version_text, sorted(accepted)))
+        return "Iceball version %s, only %s" % (text, accepted_text)
 
-        Its receiver falls silent towards every master. So who has a listed server gets none, as
-        the packet may be forged to silence it, and nobody gets many; loopback is not forged."""
-        self.registry.record_outcome(source, "iceball", 0, outcome, now, why)
-        if not is_loopback(source) and (source in self.registry.sources
-                                        or not self.reproaches.allow(source, now)):
-            return b""
+    def reject(self, source, now, outcome, reason):
+        """Return BADV or BADF, or b"" for no answer; record the reason for /check.
+
+        `outcome` is "version", for a BADV, or "bad packet". A game server that gets such an answer
+        stops announcing itself to every master. The packet may have been forged to bring that
+        about, so a source with a listed server gets no such answer, and every other source gets
+        few. Packets from loopback cannot be forged."""
+        self.registry.record_outcome(source, "iceball", 0, outcome, now, reason)
+        if not is_loopback(source):
+            has_listed_server = source in self.registry.sources
+            if has_listed_server:
+                return b""
+            if not self.rejection_limiter.allow(source, now):
+                return b""
         if outcome == "version":
-            return b"BADV" + ICEBALL_VERSIONS.pack(ICEBALL_HBVERSION, self.version)
-        return b"BADF"
+            return ICEBALL_VERSIONS.pack(ICEBALL_BAD_VERSION, ICEBALL_HBVERSION, self.version)
+        return ICEBALL_BAD_FORMAT
 
-    def handshake(self, data, peer, now):
-        source = peer[0]
-        mac, packed = data[4:4 + COOKIE_MAC_BYTES], data[4 + COOKIE_MAC_BYTES:]
+    def answer_with_cookie(self, data, source, now):
+        """Return an MSOK with a cookie for this announcement, which has 86 bytes."""
+        body = data[len(ICEBALL_HEAD):]
+        trimmed = body.rstrip(b"\0")
+        surplus = len(trimmed) - ICEBALL_TRIMMED_BYTES
+        if surplus > 0:
+            rules = self.registry.rules
+            if not rules.allow_surplus("cookie", source, surplus, now):
+                # The end of the map's name is lost for now. The next announcement of the burst
+                # brings it, a second later
+                trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
+        # The "=" ends the address. Without it, the cookie of an announcement that begins with a
+        # digit would also be valid for a longer address that ends in this digit
+        message = source.encode() + b"=" + trimmed
+        mac = self.cookie.make(message, now)
+        return ICEBALL_COOKIE + mac + trimmed
+
+    def accept_handshake(self, data, peer, now):
+        """List or update the server that returns a cookie. Return b"", because HSHK has no answer.
+
+        Raise Malformed if the cookie is not one that went to this source, or is too old."""
         if data == ICEBALL_SAME_RETURNED:
             return b""
-        if not self.cookie.is_valid(mac, source.encode() + b"=" + packed, now):
-            raise Malformed("a cookie that went to another address, or is older than %d s"
-                            % COOKIE_WINDOW_S)
-        packet = (ICEBALL_HEAD + packed).ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
-        _, _, version, port, players, maximum, name, mode, map = ICEBALL_ANNOUNCEMENT.unpack(packet)
-        if self.is_sender_of_another(peer, port):
-            self.registry.record_outcome(source, "iceball", port, "owner", now,
-                               "the UDP port that it came from announces another game port")
+        source, _ = peer
+        packet = self.proven_announcement(data, source, now)
+        (_, _, version, port, players, max_players, name, mode,
+         map_name) = ICEBALL_ANNOUNCEMENT.unpack(packet)
+        if self.is_sender_taken(peer, port):
+            self.registry.record_outcome(
+                source, "iceball", port, "owner", now,
+                "the UDP port that it came from announces another game port")
             return b""
-        server = self.hear(source, "", port, now, {
-            "name": iceball_text(name), "mode": iceball_word(mode), "map": iceball_word(map),
-            "version": iceball_version_text(version), "players": players, "max_players": maximum})
+        server = self.list_proven(source, "", port, now, {
+            "name": iceball_text(name),
+            "mode": cached_iceball_text(mode),
+            "map": cached_iceball_text(map_name),
+            "version": iceball_version_text(version),
+            "players": players,
+            "max_players": max_players,
+        })
         if server is not None:
-            # With 64 bits two of a million are alike once in 40 million times
+            # Hashes have 64 bits, so that two of a million servers share one once in 40 million
+            # times
             self.registry.set_fingerprint(server, hash((packet, source)))
             self.set_sender(server, peer)
         return b""
 
-    def is_sender_of_another(self, peer, port):
-        """Is a server listed that sends from here and has another game port?
+    def proven_announcement(self, data, source, now):
+        """Return the announcement (86 bytes) that the cookie in this handshake carries.
 
-        A game server echoes every MSOK, also one for an announcement that was forged in its name.
-        It has one game port; so nobody can list others at its address. A server that is listed
-        already is never turned away."""
-        registry, server = self.registry, self.senders.get(peer[:2])
-        if server is None or port in (0, server.port) or registry.rules.exempts(peer[0]):
+        Raise Malformed if the cookie is not one that went to this source, or is too old."""
+        mac = data[ICEBALL_MAC]
+        trimmed = data[ICEBALL_TRIMMED]
+        message = source.encode() + b"=" + trimmed
+        if not self.cookie.is_valid(mac, message, now):
+            raise Malformed("a cookie that went to another address, or is older than %d s"
+                            % COOKIE_WINDOW_S)
+        packet = ICEBALL_HEAD + trimmed
+        return packet.ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
+
+    def is_sender_taken(self, sender, port):
+        """Return whether a new server is to be refused because another one sends from there.
+
+        `sender` is the address and UDP port that a handshake came from, `port` is the game port in
+        it. A game server echoes every MSOK, even one for an announcement that was forged in its
+        name. Therefore each sender may announce one game port only: otherwise an attacker could
+        list further servers at its address. A server that is listed already is never refused."""
+        server = self.senders.get(sender)
+        if server is None or server.port == port:
             return False
-        return registry.get("iceball", registry.rules.listed_address(peer[0]), port) is None
+        # list_proven() refuses port 0, and gives the better reason
+        if port == 0:
+            return False
+        source, _ = sender
+        rules = self.registry.rules
+        if rules.exempts(source):
+            return False
+        address = rules.listed_address(source)
+        return self.registry.get("iceball", address, port) is None
 
-    def set_sender(self, server, peer):
-        if server.sender != peer[:2]:
-            self.forget_sender("changed", server)
-            server.sender = peer[:2]
-        self.senders[server.sender] = server
+    def list_proven(self, source, claimed_address, port, now, fields):
+        """List or refresh a server that has proven its source.
 
-    def forget_sender(self, event: str, server: Server) -> None:
-        if self.senders.get(server.sender) is server:
-            del self.senders[server.sender]
-
-    def hear(self, source, claim, port, now, fields):
-        """List or refresh a server that has proven its source; None: it is refused."""
+        `claimed_address` is the address that the server gives itself, or ""; `fields` has
+        attributes of Server. Return the Server, or None if it is refused."""
         registry = self.registry
-        address = registry.rules.listed_address(source, claim)
+        rules = registry.rules
+        address = rules.listed_address(source, claimed_address)
+        key = "iceball", address, port
         fields["verified"] = "handshake"
         try:
-            server = registry.list_or_refresh(("iceball", address, port), source, now,
-                                              self.timeout, fields)
+            server = registry.list_or_refresh(key, source, now, self.timeout, fields)
         except Refused as refused:
             registry.record_outcome(source, "iceball", port, refused.outcome, now, str(refused))
             return None
         registry.record_outcome(source, "iceball", port, "listed", now)
         return server
 
+    def set_sender(self, server, sender):
+        """Remember the address and UDP port that a listed server sends from."""
+        if server.sender != sender:
+            self.forget_sender("changed", server)
+            server.sender = sender
+        self.senders[sender] = server
 
-# By type and field number
-DRAFT_FIELDS = {b"\3\1": "name", b"\3\2": "mode", b"\4\1": "players", b"\4\2": "max_players"}
-DRAFT_HBVERSION = b"\1\0"
-# Requests whose id has not come back yet, the latest: at 30,000 forged ones a second, more than can
-# be read, an honest one still has 0.3 s
-DRAFT_REQUESTS = 8192
-DRAFT_SESSIONS = 2                  # so many for each server that one source may list
+    def forget_sender(self, event: str, server: Server) -> None:
+        """Forget where a server sends from, when it leaves or sends from elsewhere.
+
+        `event` is "gone" or "changed"; it makes no difference here."""
+        sender = server.sender
+        if self.senders.get(sender) is server:
+            del self.senders[sender]
+
+
+# The kind of a packet of the first draft: its first byte
+DRAFT_REQUEST = b"\1"
+DRAFT_ID = b"\2"
+DRAFT_TEXT = b"\3"
+DRAFT_NUMBER = b"\4"
+DRAFT_STILL_HERE = b"\5"
 DRAFT_NO_SESSION = b"\6"
+DRAFT_WRONG_VERSION = b"\7"
+# The packets in which a game server returns the id of its session
+DRAFT_SESSION_KINDS = DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE
+DRAFT_KINDS = (DRAFT_REQUEST, DRAFT_ID, DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE,
+               DRAFT_NO_SESSION, DRAFT_WRONG_VERSION)
+# A game server's packets begin with the kind and hbversion, or with the kind and its session's id
+DRAFT_VERSION = slice(1, 3)
+DRAFT_IDENTITY = slice(1, 5)
+# A packet that sets a field has the number of the field behind the id, and then the value
+DRAFT_FIELD_NUMBER = slice(5, 6)
+DRAFT_FIELD_VALUE = slice(6, None)
+DRAFT_HBVERSION = b"\1\0"
+# Kind, hbversion, port. The address follows as a text
+DRAFT_REQUEST_HEAD = struct.Struct("<c2sH")
+# Kind, id, port. The address follows as a text
+DRAFT_ID_HEAD = struct.Struct("<c4sH")
+# The attribute of Server by the kind of the packet and the number of the field
+DRAFT_FIELDS = {
+    (DRAFT_TEXT, b"\1"): "name",
+    (DRAFT_TEXT, b"\2"): "mode",
+    (DRAFT_NUMBER, b"\1"): "players",
+    (DRAFT_NUMBER, b"\2"): "max_players",
+}
+DRAFT_VALUE = struct.Struct("<i")
+# The latest requests are kept until their ids come back. If 30,000 forged requests come each
+# second, more than can be read, an honest game server still has 0.3 s to return its id
+DRAFT_REQUESTS = 8192
+# A source may have so many sessions for each server that it may list
+DRAFT_SESSIONS = 2
 
 
 class DraftSession(NamedTuple):
-    """What a game server of the first draft has asked for."""
+    """The session that a game server of the first draft has requested."""
 
-    identity: bytes                     # 4 bytes
-    claim: str                          # the address that it says it has, or ""
+    # 4 random bytes, which every further packet of the session repeats
+    identity: bytes
+    # The address that the game server gives itself, or ""
+    claimed_address: str
     port: int
     ends: float
 
@@ -3367,73 +3825,107 @@ class IceballDraft:
         < 06                                   no such session: request an id
         < 07 0100                              wrong hbversion
 
-    The id is random: who returns it has received it. The first packet that does lists the server.
+    The id is random, so whoever returns it has received it. The first packet that returns the id
+    lists the server.
     """
 
     def __init__(self, iceball):
-        self.iceball, self.registry = iceball, iceball.registry
-        # By peer. A request may be forged, so it takes no room from a session, whose id came back
+        self.iceball = iceball
+        self.registry = iceball.registry
+        # The sessions whose id has not come back yet, by peer. They are apart from the others,
+        # because requests may be forged and must not push out a session whose id has come back
         self.requests = collections.OrderedDict()
-        # By address, and then by peer
+        # The sessions whose id has come back, by address and then by peer
         self.sessions = collections.defaultdict(collections.OrderedDict)
 
     def answer(self, data, peer, now):
-        kind = data[0]
-        if kind == 1:
-            return self.request(data, peer, now)
-        if kind not in (3, 4, 5):
-            raise Malformed("type %d is sent by masters only" % kind)
-        session = self.session_of(peer, data[1:5], now)
+        """Return the answer to a packet of the draft, or b"" for none.
+
+        Raise Malformed if the draft has no such packet from a game server."""
+        kind = data[:1]
+        if kind == DRAFT_REQUEST:
+            return self.answer_request(data, peer, now)
+        if kind not in DRAFT_SESSION_KINDS:
+            raise Malformed("type %d is sent by masters only" % ord(kind))
+        session = self.session_of(peer, data[DRAFT_IDENTITY], now)
         if session is None:
             return DRAFT_NO_SESSION
-        name, value = DRAFT_FIELDS.get(data[:1] + data[5:6]), None
-        if kind == 3:
-            value = decode_utf8(draft_text(data, 6))
-        elif kind == 4:
-            value = draft_number(data, 6)
-        server = self.iceball.hear(peer[0], session.claim, session.port, now,
-                                   {name: value} if name else {})
-        if server is None:
+        name, value = read_draft_field(data)
+        fields = {name: value} if name else {}
+        server = self.list_session(session, peer, fields, now)
+        if server is None or not name:
             return b""
-        self.requests.pop(peer, None)
-        session = session._replace(ends=now + self.iceball.timeout)
-        rules = self.registry.rules
-        share = rules.max_servers if rules.exempts(peer[0]) else rules.max_servers_per_source
-        keep_latest(self.sessions[peer[0]], peer, session, DRAFT_SESSIONS * share)
-        if not server.name:
-            self.registry.update(server, {"name": endpoint_text(server.address, server.port)})
-        if name is None:
-            return b""
+        head = data[:DRAFT_FIELD_VALUE.start]
         stored = getattr(server, name)
-        return data[:6] + (stored.encode() + b"\0" if kind == 3 else struct.pack("<i", stored))
+        return head + draft_value_bytes(stored)
 
-    def request(self, data, peer, now):
-        if len(data) < 3:
+    def answer_request(self, data, peer, now):
+        """Return a new id for this request, or the right version, or b"" if a limit forbids it.
+
+        Raise Malformed if the request cannot be read."""
+        version = data[DRAFT_VERSION]
+        if len(version) < len(DRAFT_HBVERSION):
             raise Malformed("a request without a version")
-        if data[1:3] != DRAFT_HBVERSION:
-            return b"\7" + DRAFT_HBVERSION
-        claim = draft_text(data, 5).decode("ascii", "replace")
-        identity = struct.pack("<I", RANDOM.getrandbits(32))
+        if version != DRAFT_HBVERSION:
+            return DRAFT_WRONG_VERSION + DRAFT_HBVERSION
+        claimed_address, port = read_draft_request(data)
+        source, _ = peer
         rules = self.registry.rules
-        address = rules.listed_address(peer[0], claim).encode()
-        answer = b"\2" + identity + data[3:5] + address + b"\0"
-        if not rules.allow_surplus("id", peer[0], len(answer) - len(data), now):
+        address = rules.listed_address(source, claimed_address)
+        identity = struct.pack("<I", RANDOM.getrandbits(32))
+        head = DRAFT_ID_HEAD.pack(DRAFT_ID, identity, port)
+        answer = head + draft_value_bytes(address)
+        surplus = len(answer) - len(data)
+        if not rules.allow_surplus("id", source, surplus, now):
             return b""
-        port = data[3] | data[4] << 8
-        session = DraftSession(identity, claim, port, now + self.iceball.timeout)
+        ends = now + self.iceball.timeout
+        session = DraftSession(identity, claimed_address, port, ends)
         keep_latest(self.requests, peer, session, DRAFT_REQUESTS)
         return answer
 
     def session_of(self, peer, identity, now):
-        """The DraftSession with this id, of a request or proven already, or None."""
-        proven = self.sessions.get(peer[0], {})
+        """Return the peer's DraftSession with this id, or None if it has none or it has ended.
+
+        It does not matter whether the id has come back before."""
+        source, _ = peer
+        proven = self.sessions.get(source, {})
         for session in (proven.get(peer), self.requests.get(peer)):
-            if session and session.identity == identity and now < session.ends:
+            if session is None or session.identity != identity:
+                continue
+            if now < session.ends:
                 return session
         return None
 
+    def list_session(self, session, peer, fields, now):
+        """List or refresh the session's server with these attributes, and prolong the session.
+
+        Return the Server, or None if it is refused."""
+        source, _ = peer
+        server = self.iceball.list_proven(
+            source, session.claimed_address, session.port, now, fields)
+        if server is None:
+            return None
+        self.requests.pop(peer, None)
+        ends = now + self.iceball.timeout
+        prolonged = session._replace(ends=ends)
+        self.keep_session(prolonged, peer)
+        if not server.name:
+            name = endpoint_text(server.address, server.port)
+            self.registry.update(server, {"name": name})
+        return server
+
+    def keep_session(self, session, peer):
+        """Keep a session whose id has come back. If its source has too many, the oldest goes."""
+        source, _ = peer
+        rules = self.registry.rules
+        max_servers = rules.max_servers_per_source
+        if rules.exempts(source):
+            max_servers = rules.max_servers
+        limit = DRAFT_SESSIONS * max_servers
+        keep_latest(self.sessions[source], peer, session, limit)
+
     def tick(self, now):
-        """Forget the sessions that have ended; only listed game servers have one."""
+        """Forget the sessions that have ended. Only listed game servers have sessions."""
         for address, sessions in list(self.sessions.items()):
             for peer, session in list(sessions.items()):
                 if now >= session.ends:
@@ -3442,17 +3934,53 @@ class IceballDraft:
                 del self.sessions[address]
 
 
-def draft_text(data, start):
-    text, end, rest = data[start:].partition(b"\0")
-    if not end or rest:
+def read_draft_request(data):
+    """Return the address that a request for an id claims, perhaps "", and its port.
+
+    Raise Malformed if the request does not end with a text."""
+    text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
+    _, _, port = DRAFT_REQUEST_HEAD.unpack_from(data)
+    claimed_address = text.decode("ascii", "replace")
+    return claimed_address, port
+
+
+def read_draft_field(data):
+    """Return the attribute of Server that a packet of the draft sets, and its value.
+
+    The attribute is "" if the packet sets none that is known here. Raise Malformed if the value
+    cannot be read."""
+    kind = data[:1]
+    if kind == DRAFT_STILL_HERE:
+        return "", None
+    number = data[DRAFT_FIELD_NUMBER]
+    value = data[DRAFT_FIELD_VALUE]
+    name = DRAFT_FIELDS.get((kind, number), "")
+    if kind == DRAFT_TEXT:
+        return name, decode_utf8(read_draft_text(value))
+    return name, read_draft_number(value)
+
+
+def read_draft_text(raw):
+    """Return the bytes of a text without the NUL at its end. Raise Malformed if there is none."""
+    text, end, surplus = raw.partition(b"\0")
+    if not end or surplus:
         raise Malformed("text: expected one with a NUL at its end")
     return text
 
 
-def draft_number(data, start):
-    if len(data) != start + 4:
+def read_draft_number(raw):
+    """Return a number, at least 0 and at most PLAYERS_MAX. Raise Malformed if it is no number."""
+    if len(raw) != DRAFT_VALUE.size:
         raise Malformed("number: expected 4 bytes")
-    return clamp(int.from_bytes(data[start:], "little", signed=True))
+    number, = DRAFT_VALUE.unpack(raw)
+    return clamp(number)
+
+
+def draft_value_bytes(value):
+    """Return a text or a number as the draft's packets have it."""
+    if isinstance(value, str):
+        return value.encode() + b"\0"
+    return DRAFT_VALUE.pack(value)
 
 
 # --- Hyperbol ------------------------------------------------------------------------------------
@@ -3515,7 +4043,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         flavors = {}
         for host, port, flavor in settings["hyperbol.servers"]:
             flavors[host, port] = flavor
-        self.read_pinned(flavors)
+        self.set_pinned(flavors)
 
     def tick(self, now):
         """Look up the host names of the ini and give each own server the flavor it has there.
@@ -3532,7 +4060,7 @@ class Hyperbol(TcpProtocol, PolledGame):
     def update_flavors(self):
         """Set `flavors` from the ini's servers, by the addresses under which they are listed."""
         self.flavors = {}
-        for (address, port), flavor in self.pinned.items():
+        for (address, port), flavor in self.pinned_by_address.items():
             listed_address = self.rules.listed_address(address)
             self.flavors[listed_address, port] = flavor
 
@@ -3809,7 +4337,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def read(self, settings):
         """Take over the zones that the settings name."""
         zones = settings["subspace.zones"]
-        self.read_pinned(dict.fromkeys(zones))      # the ini gives a zone nothing but its endpoint
+        self.set_pinned(dict.fromkeys(zones))      # the ini gives a zone nothing but its endpoint
 
     def on_registry_event(self, event, server):
         """Handle the listing or removal of a zone: "listed" or "gone"."""
@@ -4094,9 +4622,9 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     def query(self, target):
         """Return the datagram with the next question of the target's poll."""
-        if target.scratch is None:
-            target.scratch = ZonePoll()
-        poll = target.scratch
+        if target.querier_data is None:
+            target.querier_data = ZonePoll()
+        poll = target.querier_data
         return poll.build_question(target.nonce)
 
     def answer(self, target, data, now):
@@ -4104,7 +4632,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
         Returns None if another question follows. Otherwise updates the zone and returns b"", as
         there is nothing to send. Raises Malformed if `data` is no answer to the question."""
-        poll = target.scratch
+        poll = target.querier_data
         is_complete = poll.read_answer(data, target.nonce)
         if not is_complete:
             return None
@@ -4116,7 +4644,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
         If an earlier question of the poll was answered, the poll counts as complete, because old
         zones know only the first question."""
-        if target.scratch.step == 0:
+        if target.querier_data.step == 0:
             return super().poll_missed(target, now)
         target.missed_polls = 0
         self.apply_poll(target, now)
@@ -4124,8 +4652,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     def apply_poll(self, target, now):
         """Update the zone with its answers to a poll that is over; list it if the ini names it."""
-        poll = target.scratch
-        target.scratch = None
+        poll = target.querier_data
+        target.querier_data = None
         zone = self.listed_server(target)
         if zone is None and not target.pinned:
             return
@@ -5225,7 +5753,7 @@ class AioSession(Session):
             self.aio.disown("taken", server)
             self.aio.owners[server], self.server, self.kept = self, server, True
             if self.dialect is aio_framed:      # queried where the connection comes from
-                self.aio.poller.add(self.aio, self.address, port).scratch = server
+                self.aio.poller.keep_polling(self.aio, self.address, port).querier_data = server
         return ""
 
 
@@ -5291,7 +5819,7 @@ class Aio(TcpProtocol, Querier):
     def answer(self, target, data, now):
         name, description, players, max_players, version = aio_info(data)
         self.registry.check_name(name)
-        server = target.scratch
+        server = target.querier_data
         self.registry.update(server, {
             "name": name or server.name, "description": description,
             "players": clamp(players), "max_players": clamp(max_players),
@@ -5601,7 +6129,7 @@ class Quake3(UdpProtocol, PolledGame):
         elif self.is_last_poll(target, now):            # it is asked once a second, whatever comes
             return []
         else:
-            self.poller.poll_now(self, *place, now).missed_polls = POLL_MISSED - 1
+            self.poller.poll_now(self, *place, now).missed_polls = MISSED_POLLS_LIMIT - 1
             tag_gamename = ""                           # its game is known already
         return [QUAKE3_GETINFO + self.challenge(tag_gamename, place, now)]
 
@@ -5621,7 +6149,7 @@ class Quake3(UdpProtocol, PolledGame):
     def is_last_poll(self, target, now):
         """Is the server polled just now, and goes if it is silent?"""
         under_way = target.asked_at is not None or target.due <= now
-        return under_way and target.missed_polls == POLL_MISSED - 1
+        return under_way and target.missed_polls == MISSED_POLLS_LIMIT - 1
 
     def challenge(self, tag_gamename, place, now):
         """For a getinfo; `tag_gamename`: what the heartbeat's tag stands for, "" for no game."""
@@ -5664,7 +6192,7 @@ class Quake3(UdpProtocol, PolledGame):
         target = self.poller.find(self, *place)
         listed = target and self.listed_server(target)
         fields = quake3_fields(info, self.gamename(info, listed, tag_gamename))
-        target = self.poller.add(self, *place)
+        target = self.poller.keep_polling(self, *place)
         return self.list_polled(target, {**fields, **measured}, now,
                                 self.settings["quake3.timeout"])
 
@@ -5874,7 +6402,7 @@ class Luanti(TcpProtocol, PolledGame):
 
     def look_up(self, source, port, announced, now):
         """Have it looked up where the address for players leads. Raises Refused."""
-        self.admit_newcomer(source, port, announced["name"])
+        self.check_newcomer(source, port, announced["name"])
         done = functools.partial(self.looked_up, source, port, announced)
         self.core.resolve(announced["address"], done, source, self.rules.listed_address(source))
         self.being_looked_up[source, port] = announced
@@ -5890,12 +6418,12 @@ class Luanti(TcpProtocol, PolledGame):
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
-            target.scratch = None
+            target.querier_data = None
 
     def ask(self, source, port, announced, now):
         """Query the server. What it has announced counts once it answers, and stands in the target
         until then, so that it is bounded and leaves as targets do. Raises Refused."""
-        self.query_newcomer(source, port, now, announced["name"]).scratch = announced
+        self.query_newcomer(source, port, now, announced["name"]).querier_data = announced
         self.being_looked_up.pop((source, port), None)          # what came last counts
 
     def looked_up(self, source, port, announced, found, now):
@@ -5922,7 +6450,7 @@ class Luanti(TcpProtocol, PolledGame):
 
     def answer(self, target, data, now):
         goodbye = luanti_goodbye(data)
-        announced, target.scratch = target.scratch, None
+        announced, target.querier_data = target.querier_data, None
         if announced:
             timeout = self.core.settings["luanti.timeout"]
             self.list_polled(target, luanti_server(announced), now, timeout)

@@ -1587,7 +1587,7 @@ class EchoQuerier(ms.Querier):
 
     def poll_missed(self, target, now):
         self.silent.append(target.missed_polls)
-        return target.missed_polls >= ms.POLL_MISSED
+        return target.missed_polls >= ms.MISSED_POLLS_LIMIT
 
 
 def run_poller(poller, seconds, silent=()):
@@ -1611,7 +1611,7 @@ class PollerTest(unittest.TestCase):
 
     def add(self, number, poller=None):
         for each in range(number):
-            (poller or self.poller).add(self.querier, address_of(each), 5000)
+            (poller or self.poller).keep_polling(self.querier, address_of(each), 5000)
 
     def test_queries_are_spread_over_the_interval(self):
         for interval, most in (30, 45), (10, 95), (5, 165):
@@ -1632,7 +1632,7 @@ class PollerTest(unittest.TestCase):
         self.assertEqual([len(set(sum(asked[at:at + 5], []))) for at in (0, 5, 10)], [20] * 3)
 
     def test_an_answer_counts_only_from_where_and_to_what_was_asked(self):
-        target = self.poller.add(self.querier, self.here, 5000)
+        target = self.poller.keep_polling(self.querier, self.here, 5000)
         [(data, peer)] = self.poller.tick(1.0)
         for stray, source in ((data, (self.here, 5001)), (data, ("203.0.113.8", 5000)),
                               (b"junk", peer), (b"", peer)):
@@ -1647,13 +1647,13 @@ class PollerTest(unittest.TestCase):
     def test_two_games_at_one_endpoint(self):
         other = EchoQuerier()
         other.game, other.offset = "other", 1
-        self.poller.add(self.querier, self.here, 5001)
-        self.poller.add(other, self.here, 5000)
+        self.poller.keep_polling(self.querier, self.here, 5001)
+        self.poller.keep_polling(other, self.here, 5000)
         self.assertEqual(run_poller(self.poller, [1]), [[self.here] * 2])
         self.assertEqual((len(self.querier.answered), len(other.answered)), (1, 1))
 
     def test_a_lost_answer_is_asked_for_again_with_another_nonce(self):
-        self.poller.add(self.querier, self.here, 5000)
+        self.poller.keep_polling(self.querier, self.here, 5000)
         [(first, peer)] = self.poller.tick(1.0)
         self.assertEqual(self.poller.tick(3.9), [])
         [(second, again)] = self.poller.tick(4.0)
@@ -1663,7 +1663,7 @@ class PollerTest(unittest.TestCase):
         self.assertEqual(len(self.querier.answered), 1)
 
     def test_three_missed_polls_in_a_row(self):
-        target = self.poller.add(self.querier, self.here, 5000)
+        target = self.poller.keep_polling(self.querier, self.here, 5000)
         asked = 0
         for second in range(300):
             for data, peer in self.poller.tick(float(second)):
@@ -1675,7 +1675,7 @@ class PollerTest(unittest.TestCase):
         self.poller.remove(target)                                  # twice does no harm
 
     def test_polls_go_on_at_the_interval(self):
-        self.poller.add(self.querier, self.here, 5000)
+        self.poller.keep_polling(self.querier, self.here, 5000)
         asked = run_poller(self.poller, range(400))
         times = [second for second, peers in enumerate(asked) if peers]
         self.assertEqual(times[0], 0)
@@ -1722,11 +1722,11 @@ class PollerTest(unittest.TestCase):
         [(second, peer)] = self.poller.tick(2.0)
         self.assertEqual((target.unanswered, self.poller.tick(3.0)), (0, []))
         self.poller.datagram(second, peer, 3.1)
-        self.assertEqual((self.querier.answered, target.restarts), ([target], 0))
+        self.assertEqual((self.querier.answered, target.restarted_polls), ([target], 0))
 
     def test_announcements_do_not_put_off_the_end_for_ever(self):
         """A listed server that answers nothing and announces itself every five seconds."""
-        target = self.poller.add(self.querier, self.here, 5000)
+        target = self.poller.keep_polling(self.querier, self.here, 5000)
         for now in range(200):
             if now % 5 == 0:
                 self.poller.poll_now(self.querier, self.here, 5000, now + 0.5)
@@ -1753,7 +1753,7 @@ class PollerTest(unittest.TestCase):
     def test_the_sources_of_newcomers_take_turns(self):
         """Nine addresses, or the networks of nine hosts, with 32 newcomers each that never answer,
         and announce themselves at once when they have left."""
-        self.querier.missed_polls = lambda target, now: self.poller.is_newcomer(target)
+        self.querier.poll_missed = lambda target, now: self.poller.is_newcomer(target)
         for sources in (["192.0.2.%d" % number for number in range(9)],
                         ["2001:db8:0:%x::1" % number for number in range(9)]):
             for listed in 0, 300:
@@ -1779,8 +1779,8 @@ class PollerTest(unittest.TestCase):
     def test_who_has_most_newcomers_makes_room(self):
         """A row: who announces, which of whose newcomers leaves, by number."""
         a, b, c, d = ("192.0.2.%d" % number for number in range(1, 5))
-        self.assertEqual(ms.NEWCOMERS, 2000)
-        with mock.patch.object(ms, "NEWCOMERS", 5):
+        self.assertEqual(ms.MAX_NEWCOMERS, 2000)
+        with mock.patch.object(ms, "MAX_NEWCOMERS", 5):
             for number, (source, leaves) in enumerate((
                     (a, None), (a, None), (a, None), (b, None), (b, None),
                     (c, (a, 0)),                    # three of a, two of b
@@ -1832,7 +1832,7 @@ class PolledGameTest(unittest.TestCase):
 
     def name(self, *places):
         """Have the ini name these."""
-        self.game.read_pinned(dict.fromkeys(places))
+        self.game.set_pinned(dict.fromkeys(places))
 
     def listed(self):
         """With the players of those who respond."""
@@ -1846,7 +1846,7 @@ class PolledGameTest(unittest.TestCase):
         return self.registry.outcomes.get("203.0.113.9", "test", 5000)[1:]
 
     def test_listed_while_it_answers(self):
-        self.poller.add(self.game, *self.here)
+        self.poller.keep_polling(self.game, *self.here)
         self.run_game(range(2))
         self.assertEqual((self.listed(), self.outcome()), ([(*self.here, 3)], ("listed", "")))
         self.run_game(range(2, 60), self.here)
@@ -1856,7 +1856,7 @@ class PolledGameTest(unittest.TestCase):
         self.assertEqual(self.outcome(), ("silent", "no answer from UDP port 5001"))
 
     def test_an_answer_that_cannot_be_read_is_told(self):
-        self.poller.add(self.game, *self.here)
+        self.poller.keep_polling(self.game, *self.here)
         _, peer = self.poller.tick(0.0)[0]
         self.assertRaises(ms.Malformed, self.poller.datagram, b"junk", peer, 0.1)
         self.run_game((3, 6), self.here)
@@ -1867,7 +1867,7 @@ class PolledGameTest(unittest.TestCase):
         for pinned in False, True:
             self.setUp()
             self.name(*[self.here] * pinned)
-            self.poller.add(self.game, *self.here)
+            self.poller.keep_polling(self.game, *self.here)
             self.run_game(range(2))
             self.assertEqual(len(self.listed()), 1)
             self.registry.rules.read(ms.Settings({"server.refuse_names": "Echo"}))
@@ -1937,7 +1937,7 @@ class PolledGameTest(unittest.TestCase):
         self.name(("a.example", 5000))
         for now in 0, 600, 1200:
             self.game.resolve_pinned(float(now))
-            self.game.read_pinned(self.game.named)
+            self.game.set_pinned(self.game.pinned_by_host)
         self.assertEqual(len(self.lookups), 1)
         self.lookups[0][1]("203.0.113.1", 1201.0)
         self.game.resolve_pinned(1202.0)
@@ -1951,7 +1951,7 @@ class PolledGameTest(unittest.TestCase):
         rules = self.registry.rules
         rules.max_servers_per_source = 3
         self.registry.insert(ms.Server("test", *self.here, self.here[0], 0.0, math.inf))
-        self.poller.add(self.game, self.here[0], 5001)
+        self.poller.keep_polling(self.game, self.here[0], 5001)
         self.ask(self.here[0], port=5002)
         for source, port in (self.here[0], 5003), (self.here[0], 5004):
             with self.assertRaisesRegex(ms.Refused, "at most 3 servers of one address are queried"):
@@ -1990,7 +1990,7 @@ class PolledGameTest(unittest.TestCase):
         """It is listed by its public address already when it announces itself from its own."""
         inside = "192.168.1.5"
         self.registry.rules.address_map[inside] = self.here[0]
-        self.poller.add(self.game, *self.here)
+        self.poller.keep_polling(self.game, *self.here)
         self.run_game([0])
         self.ask(inside)
         self.assertEqual(len(self.poller.newcomers), 1)
@@ -2008,7 +2008,7 @@ class PolledGameTest(unittest.TestCase):
         self.assertEqual((self.targets(), self.poller.newcomers), (set(), {}))
 
     def test_who_had_to_make_room_is_told(self):
-        with mock.patch.object(ms, "NEWCOMERS", 2):
+        with mock.patch.object(ms, "MAX_NEWCOMERS", 2):
             self.ask(self.here[0], self.here[0], "203.0.113.8")
             self.ask(self.here[0], port=5001)
             self.assertEqual(self.outcome()[0], "busy")
@@ -2271,7 +2271,7 @@ class IceballTest(IceballCase):
             expected = b"MSOK" if good else b"BADV"
             self.assertEqual(answer[:4], expected, (accepted, version))
 
-    def test_reproaches(self):
+    def test_rejections(self):
         badv, old = hexa("42414456 0200 25808000"), announcement(version=7)
         for sent, answer, outcome in (
                 (announcement(hbversion=3)[:10], badv, "version: heartbeat version 3, only 2"),
@@ -2286,7 +2286,7 @@ class IceballTest(IceballCase):
         self.assertEqual(self.send(old[:50])[:4] + self.send(announcement(hbversion=1)),
                          b"BADF" + hexa("42414456 0200 0000c000"))
 
-    def test_no_reproach_to_a_flood_or_for_whom_a_server_is_listed(self):
+    def test_no_rejection_to_a_flood_or_for_whom_a_server_is_listed(self):
         """A deployed server that gets one stops announcing to every master."""
         bad = announcement(hbversion=7), CAPTURED[:50]
         for source, listed, told in (("127.0.0.1", True, 20), ("203.0.113.77", True, 0),
@@ -7110,7 +7110,7 @@ class AnnounceTest(WebCase):
         for pinned in (False, True):
             self.post({"game": "hyperbol", "port": 27888})
             if pinned:
-                self.hyperbol.read_pinned({("203.0.113.9", 27888): 1})
+                self.hyperbol.set_pinned({("203.0.113.9", 27888): 1})
                 self.hyperbol.resolve_pinned(0.0)
             self.answer_query(1.0 + 100 * pinned)
             self.assertEqual(self.registry.total, 1)
@@ -7626,7 +7626,7 @@ class LuantiTest(WebCase):
         self.assertEqual((target.missed_polls, server.name), (1, json.loads(LUANTI_START)["name"]))
         for now in range(40, 71):
             self.poll(float(now))
-        self.assertEqual((self.names(), target.scratch), (["Restarted"], None))
+        self.assertEqual((self.names(), target.querier_data), (["Restarted"], None))
 
     def test_what_came_last_counts_though_a_look_up_took_longer(self):
         for later in {"name": "Later"}, {"name": "Later", "address": "fast.example"}:
@@ -8536,8 +8536,8 @@ class UdpSocketTest(unittest.TestCase):
             place.protocol, place.limiter = ms.Iceball(core), ms.Limiter((0.001, 2))
             game = self.game()
             peer = game.getsockname()
-            msok = place.protocol.announcement(CAPTURED, peer[0], 0.0)
-            place.protocol.handshake(b"HSHK" + msok[4:], peer, 0.0)
+            msok = place.protocol.answer_announcement(CAPTURED, peer[0], 0.0)
+            place.protocol.accept_handshake(b"HSHK" + msok[4:], peer, 0.0)
             listed, = core.registry.servers()
             for number in range(5):
                 game.sendto(b"x", place.sock.getsockname())
@@ -9477,7 +9477,8 @@ class SavedListTest(unittest.TestCase):
         registry = saved.registry
         one, two, three = (self.hear(saved, port, players=port) for port in (1, 2, 3))
         with mock.patch.object(saved.database, "save", wraps=saved.database.save) as save, \
-                mock.patch.object(saved.database, "add_samples", wraps=saved.database.add_samples) as sample:
+                mock.patch.object(saved.database, "add_samples",
+                                  wraps=saved.database.add_samples) as sample:
             def saves(now: float) -> Any:
                 """The ports of the rows, of those gone, and the sample."""
                 save.reset_mock(), sample.reset_mock()
@@ -10175,8 +10176,9 @@ class ClusterTest(ClusterCase):
         saved.disk.submit.call_args[0][0]()
         (rows, gone), _ = saved.database.save.call_args
         self.assertEqual((rows, {key[2] for key in gone}), ([], {7}))
-        target = core.poller.add(hyperbol, "203.0.113.9", 8)    # named by the ini, does not answer
-        target.pinned, target.missed_polls = True, ms.POLL_MISSED
+        # Named by the ini, does not answer
+        target = core.poller.keep_polling(hyperbol, "203.0.113.9", 8)
+        target.pinned, target.missed_polls = True, ms.MISSED_POLLS_LIMIT
         hyperbol.poll_missed(target, self.now)
         self.assertTrue(b.registry.get("hyperbol", "203.0.113.9", 8).responding)
 
