@@ -5365,41 +5365,66 @@ def parse_zone_entry(head, description):
 
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0; greets framed peers as well
 AIO_GREETING_S = 1.2                # of silence before the text greeting; text clients wait for it
-# Of all connections those of listed servers are so much at most: the others are for players and
-# browsers, and where room must be made no server has to leave
+# The share of all connections that listed servers may hold. The others are for players and
+# browsers, so no server has to leave to make room for them.
 AIO_SHARE = 0.5
-AIO_IDLE_S = 330.0                  # who publishes nothing; framed clients speak every 270 s
-AIO_KEEPALIVE_S = 120.0             # without one from who has sent some; they come every 20 to 40 s
+AIO_IDLE_S = 330.0                  # for a peer that publishes nothing; clients speak every 270 s
+AIO_KEEPALIVE_S = 120.0             # for a server that sends keepalives; they come every 20 to 40 s
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted them
 AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest have 2,600
 AIO_ANSWER_BYTES = 16384            # of a game server's answer, unpacked; 2,600 can be shown
 AIO_ZLIB_BYTES = 1200               # a longer frame does not fit one packet, and is compressed
+AIO_NEWS_CHARACTERS = 16000         # a string16 carries 65,535 bytes
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
+AIO_INFO_NUMBERS = struct.Struct("<IIH")        # players, maximum, version
 
 
-AIO_UINTV = 0, 0x80, 0x4080, 0x204080           # the lowest values of 1 to 4 bytes
+class AioIntegerForm(NamedTuple):
+    """How the binary dialect writes integers from `lowest` on: the integer minus `lowest`, followed
+    by a tag in its lowest bits, as little-endian bytes."""
+
+    size: int                           # bytes
+    lowest: int
+    tag_bits: int
+    tag: int
 
 
-def uintv(port):
-    """The variable-size integer: 27010 = 144801, 8080 = 427c; as many bytes as its tag has bits.
-    """
-    size = sum(port >= lowest for lowest in AIO_UINTV)
-    return (port - AIO_UINTV[size - 1] << size | 1 << size - 1).to_bytes(size, "little")
+# So 27010 is written as 144801, and 8080 as 427c
+AIO_INTEGER_FORMS = (
+    AioIntegerForm(1, 0, 1, 0b1),
+    AioIntegerForm(2, 0x80, 2, 0b10),
+    AioIntegerForm(3, 0x4080, 3, 0b100),
+    AioIntegerForm(4, 0x204080, 3, 0b000),
+)
 
 
-def read_uintv(data, at):
-    """The value at `at`, and where the next field begins; past the end of `data` if it is cut."""
-    tag = data[at] & 7 if at < len(data) else 0         # 0 in 4 bytes, of which it has 3 bits
-    size = (4, 1, 2, 1, 3, 1, 2, 1)[tag]
-    number = int.from_bytes(data[at:at + size], "little") >> min(size, 3)
-    return number + AIO_UINTV[size - 1], at + size
+def aio_integer(number):
+    """Return an integer as the binary dialect writes it."""
+    for form in reversed(AIO_INTEGER_FORMS):
+        if number >= form.lowest:
+            break
+    tagged = (number - form.lowest) << form.tag_bits | form.tag
+    return tagged.to_bytes(form.size, "little")
+
+
+def read_aio_integer(data):
+    """Return the integer at the beginning of the data, and its size in bytes. If the data end
+    before it does, the integer is wrong and the size is larger than the data."""
+    first_byte = int.from_bytes(data[:1], "little")
+    for form in AIO_INTEGER_FORMS:
+        mask = (1 << form.tag_bits) - 1
+        if first_byte & mask == form.tag:
+            break
+    tagged = int.from_bytes(data[:form.size], "little")
+    return (tagged >> form.tag_bits) + form.lowest, form.size
 
 
 def inflate(data, limit):
-    """One zlib stream, never unpacked beyond `limit` bytes; raises Malformed."""
+    """Return one zlib stream, unpacked. Raise Malformed if it is damaged, or has more than `limit`
+    bytes unpacked; it is never unpacked beyond that."""
     stream = zlib.decompressobj()
     try:
-        unpacked = stream.decompress(data, limit + 1)       # one more, to see its end
+        unpacked = stream.decompress(data, limit + 1)       # one byte more, to see whether it ends
     except zlib.error as error:
         raise Malformed("zlib: %s" % error) from None
     if not stream.eof:
@@ -5407,105 +5432,161 @@ def inflate(data, limit):
     return unpacked
 
 
-def aio_info(data: bytes) -> Tuple[str, str, int, int, int]:
-    """A game server's answer to the query `00`: name, description, players, maximum, version.
+class AioInfo(NamedTuple):
+    """What a framed game server answers to a query."""
 
-    zlib of `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`;
-    raises Malformed."""
+    name: str
+    description: str
+    players: int
+    max_players: int
+    version: int
+
+
+def aio_info(data: bytes) -> AioInfo:
+    """Read a game server's answer to the query `00`. Raise Malformed.
+
+    It is zlib of `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`."""
     payload = inflate(data, AIO_ANSWER_BYTES)
-    if payload[:1] != b"\0":
+    kind, fields = payload[:1], payload[1:]
+    if kind != b"\0":
         raise Malformed("type: not an answer")
-    texts, at = [], 1
-    for characters in (NAME_CHARACTERS, TEXT_CHARACTERS):
-        begin = at + 2
-        at = begin + int.from_bytes(payload[at:begin], "little")
-        texts.append(decode_legacy(payload[begin:at], characters))
-    if len(payload) < at + 10:
-        raise Malformed("length: %d bytes instead of %d" % (len(payload), at + 10))
-    return (texts[0], texts[1], *struct.unpack_from("<IIH", payload, at))
+    name, fields = split_string16(fields)
+    description, fields = split_string16(fields)
+    if len(fields) < AIO_INFO_NUMBERS.size:
+        raise Malformed("length: %d bytes, and then the answer ends" % len(payload))
+    players, max_players, version = AIO_INFO_NUMBERS.unpack_from(fields)
+    return AioInfo(decode_legacy(name), decode_legacy(description, TEXT_CHARACTERS), players,
+                   max_players, version)
 
 
-def aio_frame(payload):
-    """length.u24 compression.u8 payload; zlib for one that no packet holds."""
-    compressed = len(payload) > AIO_ZLIB_BYTES
-    if compressed:
-        payload = zlib.compress(payload, GZIP_LEVEL)
-    return len(payload).to_bytes(3, "little") + bytes((compressed,)) + payload
-
-
-def aio_unframe(data: bytes, most: int) -> Optional[Tuple[bytes, bytes]]:
-    """The payload of the first frame, and what follows it; None: it is not whole yet.
-
-    `most`: bytes of the payload, packed and unpacked. Raises Malformed."""
-    length = int.from_bytes(data[:3], "little")
-    if len(data) >= 4 and length > most:
-        raise Malformed("length: a frame of %d bytes" % length)
-    if len(data) < 4 + length:
-        return None
-    payload = data[4:4 + length]
-    return inflate(payload, most) if data[3] else payload, data[4 + length:]
+def split_string16(data):
+    """Return a string16 at the beginning of the data, and the data behind it. A string16 is its
+    length as u16 and its bytes. A string that is cut off is returned as far as it goes."""
+    length, text = data[:2], data[2:]
+    text_bytes = int.from_bytes(length, "little")
+    return text[:text_bytes], text[text_bytes:]
 
 
 def aio_string16(text):
+    """Return bytes as a string16."""
     return struct.pack("<H", len(text)) + text
 
 
+AIO_FRAME_HEAD_BYTES = 4            # length.u24 compression.u8
+AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"
+
+
+def aio_frame(payload):
+    """Return a frame: length.u24 compression.u8 payload. A payload that does not fit one packet is
+    compressed."""
+    compression = AIO_FRAME_PLAIN
+    if len(payload) > AIO_ZLIB_BYTES:
+        compression = AIO_FRAME_ZLIB
+        payload = zlib.compress(payload, GZIP_LEVEL)
+    return len(payload).to_bytes(3, "little") + compression + payload
+
+
+def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
+    """Return the payload of the first frame, and the data behind the frame; None if the frame is
+    not complete yet.
+
+    `max_bytes`: of the payload, packed and unpacked. Raise Malformed if it is longer."""
+    head, body = data[:AIO_FRAME_HEAD_BYTES], data[AIO_FRAME_HEAD_BYTES:]
+    if len(head) < AIO_FRAME_HEAD_BYTES:
+        return None
+    length, compression = int.from_bytes(head[:3], "little"), head[3:]
+    if length > max_bytes:
+        raise Malformed("length: a frame of %d bytes" % length)
+    if len(body) < length:
+        return None
+    payload = body[:length]
+    if compression != AIO_FRAME_PLAIN:
+        payload = inflate(payload, max_bytes)
+    return payload, body[length:]
+
+
 def aio_escape(text):
+    """Return a text without the characters that end a field or a message of the text dialect."""
     return text.replace("#", "<num>").replace("%", "<percent>")
 
 
-# The lists, as bytes. The two text forms share their parts
+def aio_unescape_bytes(field):
+    """Undo aio_escape() in a field as it was received."""
+    return field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
 
-AIO_NOBODY = Server(                # what the document shows in a list of no servers
-    "aio", "127.0.0.1", 27010, "", 0.0, 0.0, "No servers currently online :pepe:",
+
+# The lists, as bytes. The two text forms share their entries
+
+# The document shows this in a list without servers
+AIO_NOBODY = Server(
+    "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
+    name="No servers currently online :pepe:",
     description="There are currently no available servers... Maybe host your own or wait later?:O")
 
 
-def aio_text_part(server):
-    # Clients unescape nothing in names, so there the full-width forms stand
-    name = (server.aio_published_name or server.name).replace("#", "\uff03").replace("%", "\uff05")
+def aio_text_entry(server):
+    """Return a server's fields in the text lists."""
+    name = server.aio_published_name or server.name
+    # Clients unescape nothing in names, so full-width characters stand for these two
+    name = name.replace("#", "\uff03").replace("%", "\uff05")
     description = aio_escape(server.description)
-    return ("%s#%s#%s#%d#" % (name, description, server.address, server.port)).encode("utf-8")
+    fields = name, description, server.address, server.port
+    return ("%s#%s#%s#%d#" % fields).encode("utf-8")
 
 
 def aio_text_list(servers):
-    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_part)
+    """Return the list as programs of 2018 to 2022 read it."""
+    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_entry)
     return b"%12#" + b"".join(entries) + b"%"
 
 
 def aio_document_list(servers):
-    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_part)
-    return b"%12#" + b"".join([b"%d#%s" % entry for entry in enumerate(entries)]) + b"%"
+    """Return the list as the document has it: each entry begins with its number."""
+    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_entry)
+    numbered = [b"%d#%s" % (number, entry) for number, entry in enumerate(entries)]
+    return b"%12#" + b"".join(numbered) + b"%"
 
 
-def aio_binary_part(server):
-    texts = server.aio_published_name or server.name, server.description, server.address
-    return ("%s\0%s\0%s\0" % texts).encode("utf-8") + uintv(server.port)
+AIO_ASK_FOR_SERVERS, AIO_PUBLISH = b"\x0c", b"\x0d"         # types of the binary dialect
+
+
+def aio_binary_entry(server):
+    """Return a server's fields in the binary list, without its number."""
+    name = server.aio_published_name or server.name
+    texts = "%s\0%s\0%s\0" % (name, server.description, server.address)
+    return texts.encode("utf-8") + aio_integer(server.port)
 
 
 def aio_binary_list(servers):
-    entries = cached_entries(servers or [AIO_NOBODY], "aio binary", aio_binary_part)
-    return b"\x0c" + b"".join([
-        struct.pack("<H", index) + entry for index, entry in enumerate(entries)])
+    """Return the list in the binary dialect."""
+    entries = cached_entries(servers or [AIO_NOBODY], "aio binary", aio_binary_entry)
+    numbered = [struct.pack("<H", number) + entry for number, entry in enumerate(entries)]
+    return AIO_ASK_FOR_SERVERS + b"".join(numbered)
 
 
-def aio_framed_part(server):
+# Types of the framed dialect
+AIO_NEWS, AIO_LIST, AIO_PUBLISH_PORT, AIO_KEEPALIVE = b"\1", b"\2", b"\3", b"\4"
+AIO_DONE, AIO_REFUSED = b"\5", b"\6"
+
+
+def aio_framed_entry(server):
+    """Return a server's fields in the framed list."""
     address = server.address.encode("ascii")
-    return bytes((len(address),)) + address + struct.pack("<H", server.port)
+    return bytes([len(address)]) + address + struct.pack("<H", server.port)
 
 
 def aio_framed_list(servers):
-    entries = cached_entries(servers, "aio framed", aio_framed_part)
-    return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
+    """Return the list in the framed dialect."""
+    entries = cached_entries(servers, "aio framed", aio_framed_entry)
+    return aio_frame(AIO_LIST + struct.pack("<H", len(entries)) + b"".join(entries))
 
 
-# The dialects. Each takes one message from the buffer and answers it; None: it is not whole
+# The dialects. Each function takes one message from the session's buffer and returns the answer,
+# b"" for none. It returns None if the message is not complete yet
 
-AIO_TEXT_PUBLISH = re.compile(rb"13#([^#]*)#([^#]*)(?:#([^#]*))?#([0-9]{1,5})")
-
-
-def aio_text(session, now):
-    r"""The document's examples as they are typed there; clients and servers of 2018 to 2022.
+def answer_aio_text(session, now):
+    r"""Answer a message of the text dialect, which clients and servers of 2018 to 2022 speak, and
+    the document's examples as they are typed there.
 
         < %1#5#%                        greeting, after a silence: the peer's id
         > 13#NAME#DESC#27010#%\n        publish, or the document's 13#NAME#DESC#203.0.113.7#27010#%
@@ -5519,72 +5600,77 @@ def aio_text(session, now):
 
     The `%` before every reply flushes the first greeting's five bytes out of the peer's buffer.
     Servers' texts have a `%` in them, so a message ends at `#%`. Only the newline tells the two
-    lists apart; where none has come, the answer waits for it.
-    """
+    lists apart; if it has not come yet, the answer waits for it."""
     session.buffer = session.buffer.lstrip(b"\r\n")
-    message, end, rest = session.buffer.partition(b"#%")
+    message, end, following = session.buffer.partition(b"#%")
     if not end:
         return None
-    header = message.partition(b"#")[0]
-    if header == b"12" and not rest and now < session.since + AIO_NEWLINE_S:
+    header, *fields = message.split(b"#")
+    may_lack_newline = not following and now < session.message_began + AIO_NEWLINE_S
+    if header == b"12" and may_lack_newline:
         return None
-    session.buffer = rest
+    session.buffer = following
     if header == b"12":
-        deployed = rest[:1].isspace()
-        return session.list_for(aio_text_list if deployed else aio_document_list, now)
+        has_newline = following[:1].isspace()
+        return session.list_for(aio_text_list if has_newline else aio_document_list, now)
     if header == b"13":
-        fields = AIO_TEXT_PUBLISH.fullmatch(message)
-        if fields is None:
-            raise Malformed("publish: not name, description, address (may be left out), port")
-        *texts, port = [field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
-                        for field in fields.groups(b"")]
-        refused = session.publish_texts(*texts, int(port), now)
-        return b"" if refused else b"%SUCCESS#13#%"     # there are no words for a refusal
+        return publish_aio_text(session, fields, now)
     if header == b"NEWS":
         return session.aio.text_news
     if header == b"SET_IP":
-        session.claim(message[7:])
+        session.set_claimed_address(b"#".join(fields))
         return b"%SUCCESS#SET_IP#%"
     if header == b"KEEPALIVE":
-        session.keepalive(now)
+        session.on_keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
     if b"\n" in header:             # HTTP: a web page can have a browser send any body it likes
         raise Malformed("a line break within a message")
-    return b""                      # what else these programs say is meant for game servers
+    return b""                      # other messages of these programs are meant for game servers
 
 
-AIO_BINARY_TEXTS = re.compile(rb"\x0d([^\0]*)\0([^\0]*)\0([^\0]*)\0")
+def publish_aio_text(session, fields, now):
+    """List a server that publishes in the text dialect, and return the answer. The address is one
+    of the fields only in the document."""
+    is_port = re.fullmatch(rb"[0-9]{1,5}", fields[-1]) if fields else None
+    if not is_port or len(fields) not in (3, 4):
+        raise Malformed("publish: not name, description, address (may be left out), port")
+    name, description, *claimed, port = map(aio_unescape_bytes, fields)
+    reason = session.publish_texts(name, description, b"".join(claimed), int(port), now)
+    return b"" if reason else b"%SUCCESS#13#%"      # this dialect has no message for a refusal
 
 
-def aio_binary(session, now):
-    r"""The document, literally; a string ends with a NUL.
+def answer_aio_binary(session, now):
+    r"""Answer a message of the binary dialect: the document, literally. A string ends with a NUL.
 
         < 01 00000000                               CONNECT, id
         > 0c                                        ASKFORSERVERS
         < 0c 0000 "NAME\0" "DESC\0" "203.0.113.7\0" 144801 0100 …
-                                                    of each index.u16, texts, port.uintv
+                                                    for each server index.u16, texts, port
         > 0d "NAME\0" "DESC\0" "203.0.113.7\0" 144801
                                                     PUBLISH, port 27010; no answer
-    """
-    data = session.buffer
-    if data[0] == 0x0C:
-        session.buffer = data[1:]
+
+    A port is written as AioIntegerForm describes."""
+    kind, content = session.buffer[:1], session.buffer[1:]
+    if kind == AIO_ASK_FOR_SERVERS:
+        session.buffer = content
         return session.list_for(aio_binary_list, now)
-    if data[0] != 0x0D:
-        raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
-    texts = AIO_BINARY_TEXTS.match(data)
-    if texts is None:
+    if kind != AIO_PUBLISH:
+        raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+    fields = content.split(b"\0", 3)
+    if len(fields) < 4:
         return None
-    port, end = read_uintv(data, texts.end())
-    if end > len(data):
+    name, description, claimed, port_and_following = fields
+    port, port_bytes = read_aio_integer(port_and_following)
+    if len(port_and_following) < port_bytes:
         return None
-    session.buffer = data[end:]
-    session.publish_texts(*texts.groups(), port, now)
+    session.buffer = port_and_following[port_bytes:]
+    session.publish_texts(name, description, claimed, port, now)
     return b""
 
 
-def aio_framed(session, now):
-    """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib) payload:
+def answer_aio_framed(session, now):
+    """Answer a message of the framed dialect: clients and servers since 2022. A frame is
+    length.u24 compression.u8 (0 none, 1 zlib) payload.
 
         < 01000000 00                   connected
         > 03000000 03 8269              publish, port 27010
@@ -5596,220 +5682,267 @@ def aio_framed(session, now):
         > 01000000 01                   news
         < … 01 text.string16
 
-    Peers read a frame with one recv(4) and one recv(length), hence zlib for a long one, and one
-    write for each.
-    """
-    found = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
-    if found is None:
+    Peers read a frame with one recv(4) and one recv(length). So a long frame is compressed, and
+    each frame is written by one call."""
+    unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
+    if unframed is None:
         return None
-    payload, session.buffer = found
-    kind = payload[:1]
-    if kind == b"\1":
+    payload, session.buffer = unframed
+    kind, content = payload[:1], payload[1:]
+    if kind == AIO_NEWS:
         return session.aio.framed_news
-    if kind == b"\2":
+    if kind == AIO_LIST:
         return session.list_for(aio_framed_list, now)
-    if kind == b"\3" and len(payload) >= 3:
-        reason = session.publish(int.from_bytes(payload[1:3], "little"),
-                                 {"aio_published_name": ""}, now)
-    elif kind == b"\4":
-        session.keepalive(now)
+    if kind == AIO_PUBLISH_PORT and len(content) >= 2:
+        port = int.from_bytes(content[:2], "little")
+        reason = session.publish(port, {"aio_published_name": ""}, now)
+    elif kind == AIO_KEEPALIVE:
+        session.on_keepalive(now)
         reason = "" if session.server else "nothing is published on this connection"
     else:
         raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
     if reason:
-        return aio_frame(b"\6" + kind + aio_string16(reason.encode("utf-8")))
-    return aio_frame(b"\5" + kind)
+        return aio_frame(AIO_REFUSED + kind + aio_string16(reason.encode("utf-8")))
+    return aio_frame(AIO_DONE + kind)
 
 
-def aio_dialect(first):
-    """What a peer speaks, by its first byte."""
-    if first in (b"\x0c", b"\x0d"):
-        return aio_binary
-    if first.isalnum():
-        return aio_text
-    if first < b" ":                    # a publish has 3 bytes, or 14 in zlib
-        return aio_framed
-    raise Malformed("the first byte, %s, is of no dialect" % first.hex())
+def aio_dialect(first_byte):
+    """Return the function for the dialect of a peer, by the first byte that it sends. Raise
+    Malformed."""
+    if first_byte in (AIO_ASK_FOR_SERVERS, AIO_PUBLISH):
+        return answer_aio_binary
+    if first_byte.isalnum():
+        return answer_aio_text
+    if first_byte < b" ":               # the length of a publish is 3, or 14 if it is compressed
+        return answer_aio_framed
+    raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
 
 
 class AioSession(Session):
-    """One peer of whatever dialect."""
+    """A connection of one peer, a game server or a client, in any dialect."""
 
     def __init__(self, aio, address, number, now):
-        self.aio, self.registry, self.rules = aio, aio.registry, aio.rules
-        self.address, self.number = address, number
-        self.dialect = None                     # one of the functions above
+        self.aio = aio
+        self.registry = aio.registry
+        self.rules = aio.rules
+        self.address = address
+        self.number = number
+        self.dialect = None                     # one of the functions above, once it is known
         self.greet_at = now + AIO_GREETING_S
-        # When the message in the buffer began, the last one ended, or the connection began
-        self.since = now
-        self.server = None                      # listed by this connection
-        self.claimed = ""                       # the address that the server says it has
-        self.fields = None                      # what was published last, on `port`
-        self.port = 0
-        self.kept_alive_at = math.inf           # infinite: it sends no keepalives
+        # When the message in the buffer began, or the last message ended, or the connection began
+        self.message_began = now
+        self.server = None                      # the server that this connection keeps listed
+        self.claimed_address = ""               # the address that the game server says it has
+        self.published_port = 0
+        self.published_fields = None            # the attributes of Server that were published last
+        self.kept_alive_at = math.inf           # infinite if the peer sends no keepalives
 
     def opened(self, now):
         return AIO_CONNECTED
 
     def receive(self, data, now):
         if data and not self.buffer:
-            self.since = now
+            self.message_began = now
         self.buffer += data
         try:
-            # To the first message that has an answer; the others are taken on the way
-            while self.buffer:
-                if len(self.buffer) > AIO_MESSAGE_BYTES:
-                    raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
-                self.dialect = self.dialect or aio_dialect(self.buffer[:1])
-                answer = self.dialect(self, now)
-                if answer is None:
-                    break
-                if not self.rules.message_limiter.allow(self.address, now):
-                    raise Malformed("too many messages from one address")
-                self.since = now
-                if answer:
-                    return answer
+            return self.answer_messages(now)
         except Malformed as error:
             self.registry.record_outcome(self.address, "aio", 0, "bad packet", now, str(error))
             raise
+
+    def answer_messages(self, now):
+        """Take messages from the buffer up to the first that has an answer, and return the
+        answer."""
+        while self.buffer:
+            if len(self.buffer) > AIO_MESSAGE_BYTES:
+                raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
+            if self.dialect is None:
+                self.dialect = aio_dialect(self.buffer[:1])
+            answer = self.dialect(self, now)
+            if answer is None:
+                break
+            if not self.rules.message_limiter.allow(self.address, now):
+                raise Malformed("too many messages from one address")
+            self.message_began = now
+            if answer:
+                return answer
         return b""
 
     def ended(self, now):
-        self.since -= AIO_NEWLINE_S             # no newline can follow
+        self.message_began -= AIO_NEWLINE_S     # no newline can follow
         return self.receive(b"", now)
 
     def tick(self, now):
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
-        if self.server:                         # it is connected, and so it is there
+        if self.server:                         # it is there, because it is connected
             self.registry.confirm(self.server, now)
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
-            self.done = now - self.since >= AIO_IDLE_S
-        return self.receive(b"", now)           # a list that was asked for without a newline
+            self.done = now - self.message_began >= AIO_IDLE_S
+        return self.receive(b"", now)           # answers `12#%` if no newline has come
 
     def closed(self, now):
         self.registry.remove_own(self.server)
 
     # What the messages ask for
 
-    def list_for(self, make, now):
+    def list_for(self, render, now):
+        """Return the list that `render` makes, as it was made last. Raise Malformed if this source
+        has asked too often."""
         if not self.rules.request_limiter.allow(self.address, now):
             raise Malformed("too many requests from one address")
-        return self.aio.lists[make].get(now)
+        return self.aio.lists[render].get(now)
 
-    def claim(self, text):
-        """The server says that it has this address. If it may, it is listed there."""
+    def set_claimed_address(self, text):
+        """Note the address that the game server says it has, if it may say so. The server is then
+        listed there."""
         address = text.decode("ascii", "replace").strip()
         if self.rules.believes_claim(self.address, address):
-            self.claimed = address
+            self.claimed_address = address
 
     def listed_endpoint(self, port):
-        return self.rules.listed_address(self.address, self.claimed), port
+        """Return (address, port) under which a server on this connection is listed."""
+        return self.rules.listed_address(self.address, self.claimed_address), port
 
-    def keepalive(self, now):
-        """List what was published last, if it is not listed there: its address is another one now,
-        a ban was lifted, or a newer connection that had it has ended."""
+    def on_keepalive(self, now):
+        """Note a keepalive. List what was published last if it is not listed: the listed address is
+        another one now, a ban was lifted, or a newer connection of the server has ended."""
         self.kept_alive_at = now
-        if self.fields and self.registry.get("aio", *self.listed_endpoint(self.port)) is None:
-            self.publish(self.port, self.fields, now)
+        if self.published_fields is None:
+            return
+        address, port = self.listed_endpoint(self.published_port)
+        if self.registry.get("aio", address, port) is None:
+            self.publish(port, self.published_fields, now)
 
     def publish_texts(self, name, description, claimed, port, now):
-        """What a publish of the text and the binary dialect tells.
+        """List a server that publishes its texts, as bytes; `claimed` is its address, or b"".
+        Return as publish() does.
 
-        ` [n/max]` at the end of a name is the player count. This game's lists carry the name as
-        published."""
-        self.claim(claimed)
-        published = decode_legacy(name)
-        counter = AIO_COUNTER.search(published)
-        players, max_players = map(int, counter.groups()) if counter else (0, 0)
-        return self.publish(port, {
-            "name": AIO_COUNTER.sub("", published), "aio_published_name": published,
+        ` [n/max]` at the end of a name is the player count. This game's lists have the name as it
+        was published, with the count."""
+        self.set_claimed_address(claimed)
+        published_name = decode_legacy(name)
+        players = max_players = 0
+        counter = AIO_COUNTER.search(published_name)
+        if counter:
+            players, max_players = map(int, counter.groups())
+        fields = {
+            "name": AIO_COUNTER.sub("", published_name),
+            "aio_published_name": published_name,
             "description": decode_legacy(description, TEXT_CHARACTERS),
-            "players": clamp(players), "max_players": clamp(max_players)}, now)
+            "players": clamp(players),
+            "max_players": clamp(max_players),
+        }
+        return self.publish(port, fields, now)
 
     def publish(self, port, fields, now):
-        """List the server, or refresh it; gives the reason why not, or "".
-
-        Without a name it keeps the one it had."""
-        place = self.listed_endpoint(port)
-        if self.server and self.server.key != ("aio", *place):
+        """List the server of this connection, or refresh it. Return the reason if it is refused,
+        else "". `fields`: attributes of Server."""
+        address, port = self.listed_endpoint(port)
+        key = "aio", address, port
+        if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
-        known = self.registry.get("aio", *place)
-        name = fields.get("name") or (known.name if known else endpoint_text(*place))
+        fields_with_name = {**fields, "name": self.name_for(key, fields), "verified": "connection"}
         try:
             if self.server is None:
-                self.aio.admit_connection()
-            server = self.registry.list_or_refresh(("aio", *place), self.address, now, math.inf, {
-                **fields, "name": name, "verified": "connection"})
+                self.aio.check_room()
+            server = self.registry.list_or_refresh(
+                key, self.address, now, math.inf, fields_with_name)
         except Refused as refused:
-            self.registry.record_outcome(self.address, "aio", port, refused.outcome, now,
-                                         str(refused))
-            return str(refused)
+            reason = str(refused)
+            self.registry.record_outcome(self.address, "aio", port, refused.outcome, now, reason)
+            return reason
         self.registry.record_outcome(self.address, "aio", port, "listed", now)
-        self.port, self.fields = port, fields
+        self.published_port = port
+        self.published_fields = fields
         if self.server is not server:
-            self.aio.disown("taken", server)
-            self.aio.owners[server], self.server, self.kept = self, server, True
-            if self.dialect is aio_framed:      # queried where the connection comes from
-                self.aio.poller.keep_polling(self.aio, self.address, port).querier_data = server
+            self.own(server)
         return ""
+
+    def name_for(self, key, fields):
+        """Return the name that is published, else the one that the server has in the list, else
+        its address and port."""
+        if fields.get("name"):
+            return fields["name"]
+        server = self.registry.get(*key)
+        if server:
+            return server.name
+        _, address, port = key
+        return endpoint_text(address, port)
+
+    def own(self, server):
+        """Make this the connection that keeps the server listed; another one does so no longer."""
+        self.aio.disown("taken", server)
+        self.aio.owners[server] = self
+        self.server = server
+        self.kept = True
+        if self.dialect is answer_aio_framed:
+            # It is queried at the address that the connection comes from
+            target = self.aio.poller.keep_polling(self.aio, self.address, server.port)
+            target.querier_data = server
 
 
 class Aio(TcpProtocol, Querier):
-    """AIO, three generations on one port. "AIO masterserver protocol", and what came after it.
+    """AIO, three generations on one port. Documents: "AIO masterserver protocol"; captures of the
+    two later generations.
 
     The master speaks first: CONNECT, and after a silence the text greeting. The first byte of
-    the peer tells its dialect: 0c or 0d the binary one, a digit or a letter text, other control
-    characters a frame. A server is listed for as long as its connection lasts; if it connects
-    again, it belongs to the newer connection.
+    the peer tells its dialect: 0c or 0d the binary one, a digit or a letter the text one, other
+    control characters a frame. A server is listed for as long as its connection lasts. If it
+    connects again, it belongs to the newer connection.
 
     A framed server is queried for its name and players by UDP on its game port:
 
         < 00                                            the query
         > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16
 
-    One that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected. The query has no
-    room for a nonce, so whoever forges the server's address while a query is open can have another
-    name shown until the next answer: an exception to the rule that nothing that players see comes
-    from an unproven packet.
-    """
+    A framed server that does not answer stays listed, as ADDRESS:PORT, because it is connected.
+    The query has no room for a nonce. So somebody who forges the server's address while a query is
+    open can change the shown name until the next answer: an exception to the rule that nothing that
+    players see comes from an unproven packet."""
 
     game = "aio"
 
     def __init__(self, core):
-        self.registry, self.poller = core.registry, core.poller
+        self.registry = core.registry
+        self.poller = core.poller
         self.rules = core.registry.rules
-        self.numbers = itertools.count()
+        self.session_numbers = itertools.count()
         self.owners = {}                        # the session of each listed server
-        self.lists = {make: RenderedList(self.registry, self.game, make) for make in (
-            aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
+        self.lists = {}                         # RenderedLists by the function that renders them
+        for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
+            self.lists[render] = RenderedList(self.registry, self.game, render)
         self.registry.subscribe(self.disown, self.game, ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
-        self.servers_at_most = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
+        self.max_servers = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
         text = settings.texts.get("aio.news_file") or settings["aio.news"]
-        text = text.strip()[:16000]             # a string16 carries 65,535 bytes
-        self.text_news = ("%%NEWS#%s#%%" % aio_escape(text)).encode("utf-8", "replace")
-        self.framed_news = aio_frame(b"\1" + aio_string16(text.encode("utf-8", "replace")))
+        text = text.strip()[:AIO_NEWS_CHARACTERS]
+        text_message = "%%NEWS#%s#%%" % aio_escape(text)
+        self.text_news = text_message.encode("utf-8", "replace")
+        framed_text = text.encode("utf-8", "replace")
+        self.framed_news = aio_frame(AIO_NEWS + aio_string16(framed_text))
 
     def session(self, address, now):
-        return AioSession(self, address, next(self.numbers), now)
+        return AioSession(self, address, next(self.session_numbers), now)
 
-    def admit_connection(self):
-        """Raise Refused if too many connections are those of listed servers."""
-        if len(self.owners) >= self.servers_at_most:
+    def check_room(self):
+        """Raise Refused if listed servers hold as many connections as they may."""
+        if len(self.owners) >= self.max_servers:
             raise Refused("limit", "this master keeps connections to at most %d servers"
-                          % self.servers_at_most)
+                          % self.max_servers)
 
     def disown(self, event, server):
-        """Its session has it no more: it is gone, or another one's."""
+        """Take the server from its session: the server has left, or belongs to another session
+        now."""
         session = self.owners.pop(server, None)
         if session:
             self.poller.remove(self.poller.find(self, session.address, server.port))
-            session.server, session.kept = None, False
+            session.server = None
+            session.kept = False
 
     # Queries to framed servers
 
@@ -5817,13 +5950,17 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target, data, now):
-        name, description, players, max_players, version = aio_info(data)
-        self.registry.check_name(name)
+        info = aio_info(data)
+        self.registry.check_name(info.name)
         server = target.querier_data
         self.registry.update(server, {
-            "name": name or server.name, "description": description,
-            "players": clamp(players), "max_players": clamp(max_players),
-            "version": str(version), "ping_ms": round(target.ping_ms)})
+            "name": info.name or server.name,
+            "description": info.description,
+            "players": clamp(info.players),
+            "max_players": clamp(info.max_players),
+            "version": str(info.version),
+            "ping_ms": round(target.ping_ms),
+        })
         return b""
 
     def poll_missed(self, target, now):
@@ -6248,103 +6385,115 @@ class Quake3(UdpProtocol, PolledGame):
 
 # --- Luanti --------------------------------------------------------------------------------------
 
-LUANTI_ID = b"OEt\3"                # every packet begins with it
+LUANTI_ID = b"OEt\3"                # begins every packet
+LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
+LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
 LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
-LUANTI_NUMBER_CHARACTERS = 32       # 17 digits tell any of its numbers; int() is slow with 10,000
-# Of each list of names so many are kept: few servers have 500 mods
-LUANTI_NAMES = 500
+LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough; int() is slow with 10,000
+LUANTI_NAMES = 500                  # that are kept of a list of names; few servers have 500 mods
 LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
-# What is kept of the lists, in bytes of JSON, as they stand in what every client fetches: 180
-# players with the longest names, 500 mods with usual ones. The official list takes 8 kB for all
+# How much of each list of names is kept, in bytes of JSON: it stands in the list that every client
+# fetches. There is room for 180 players with the longest names, and for 500 mods with usual ones.
+# The official list has 8 kB for everything.
 LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
-def read_luanti_description(text):
+def read_luanti_text(text):
+    """Return a text of up to TEXT_CHARACTERS, cleaned."""
     return clean(text, TEXT_CHARACTERS)
 
 
 def read_luanti_address(text):
-    """What players connect to: nothing, an IP address, or a name with a dot. Raises ValueError."""
+    """Return the address that players connect to: "" for the one that the server announces from, an
+    IP address, or a name with a dot. Raise ValueError."""
     if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
         raise ValueError("no text of that length")
     if text == "":
-        return text                     # the address that it announces from
-    if ":" in text:                     # an IPv6 address, or a port, or a scope
+        return text
+    if ":" in text:                     # an IPv6 address, perhaps with a port or a scope
         if "%" in text:
             raise ValueError("a scope means nothing to players")
         ipaddress.IPv6Address(text)
         return text
     if not all("!" <= character <= "~" for character in text):
         raise ValueError("a blank, or a letter beyond ASCII")
-    if "." not in text[1:]:             # the first character is part of the name
+    if "." not in text[1:]:             # a name does not begin with a dot
         raise ValueError("no dot")
     return text
 
 
 def read_luanti_names(names):
-    """A list of names, each of them once. Raises TypeError and AttributeError."""
+    """Return a list of names, cleaned, each of them once. Raise TypeError and AttributeError."""
     if not isinstance(names, list):
         raise TypeError("no list")
     cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in names[:LUANTI_NAMES]]
     return list(dict.fromkeys(cleaned))
 
 
-def read_luanti_number(high, kind=int):
-    """The function that reads a number from 0 to `high` and raises ValueError."""
-    read = read_number(0, high, kind)
+def luanti_number_reader(high, kind=int):
+    """Return a function that reads a number from 0 to `high`, and raises ValueError."""
+    read_long = read_number(0, high, kind)
 
-    def read_short(text):
+    def read(text):
         if len(text) > LUANTI_NUMBER_CHARACTERS:
             raise ValueError("too long for a number")
-        return read(text)
-    return read_short
+        return read_long(text)
+
+    return read
 
 
 class LuantiField(NamedTuple):
-    """A field of an announcement. `read` takes a text, or a list, as it was announced; it raises
-    ValueError, TypeError or AttributeError."""
+    """A field of an announcement.
+
+    `read` takes the announced value, a text or a list. It raises ValueError, TypeError or
+    AttributeError."""
 
     name: str
     read: Callable[[Any], Any]
-    expected: str                       # in words, for the answer to another value
-    needed: bool = False
+    expected: str                       # in words, for the answer to a wrong value
+    is_required: bool = False
 
 
-A_TEXT, TEXTS, A_FLAG, A_NUMBER = (
-    "a text", "a list of texts", "true or false", "a number, 0 or more")
-read_luanti_count = read_luanti_number(10**15)
+EXPECTED_TEXT = "a text"
+EXPECTED_TEXTS = "a list of texts"
+EXPECTED_FLAG = "true or false"
+EXPECTED_NUMBER = "a number, 0 or more"
+EXPECTED_ADDRESS = ("a name with a dot in it or an IP address; without a port, blanks or letters "
+                    "beyond ASCII")
+read_luanti_count = luanti_number_reader(10**15)
+read_luanti_fraction = luanti_number_reader(10**6, float)
 LUANTI_FIELDS = (
-    LuantiField("name", clean, A_TEXT, needed=True),
-    LuantiField("gameid", clean, A_TEXT, needed=True),
-    LuantiField("mapgen", clean, A_TEXT),
-    LuantiField("version", clean, A_TEXT, needed=True),
-    LuantiField("description", read_luanti_description, A_TEXT, needed=True),
-    LuantiField("privs", read_luanti_description, A_TEXT),
-    LuantiField("url", read_luanti_description, A_TEXT),
-    LuantiField("address", read_luanti_address, "a name with a dot in it or an IP address; without "
-                "a port, blanks or letters beyond ASCII"),
-    LuantiField("clients_list", read_luanti_names, TEXTS),
-    LuantiField("mods", read_luanti_names, TEXTS),
-    LuantiField("creative", read_flag, A_FLAG),
-    LuantiField("damage", read_flag, A_FLAG),
-    LuantiField("pvp", read_flag, A_FLAG),
-    LuantiField("password", read_flag, A_FLAG),
-    LuantiField("dedicated", read_flag, A_FLAG),
-    LuantiField("rollback", read_flag, A_FLAG),
-    LuantiField("can_see_far_names", read_flag, A_FLAG),
-    LuantiField("clients", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("clients_max", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("uptime", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("game_time", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("proto_min", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("proto_max", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("lag", read_luanti_number(10**6, float), A_NUMBER),
-    # The master counts these three: the most clients, announcements, the mean of clients
-    LuantiField("clients_top", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("updates", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("pop_v", read_luanti_number(10**6, float), A_NUMBER, needed=True),
+    LuantiField("name", clean, EXPECTED_TEXT, is_required=True),
+    LuantiField("gameid", clean, EXPECTED_TEXT, is_required=True),
+    LuantiField("mapgen", clean, EXPECTED_TEXT),
+    LuantiField("version", clean, EXPECTED_TEXT, is_required=True),
+    LuantiField("description", read_luanti_text, EXPECTED_TEXT, is_required=True),
+    LuantiField("privs", read_luanti_text, EXPECTED_TEXT),
+    LuantiField("url", read_luanti_text, EXPECTED_TEXT),
+    LuantiField("address", read_luanti_address, EXPECTED_ADDRESS),
+    LuantiField("clients_list", read_luanti_names, EXPECTED_TEXTS),
+    LuantiField("mods", read_luanti_names, EXPECTED_TEXTS),
+    LuantiField("creative", read_flag, EXPECTED_FLAG),
+    LuantiField("damage", read_flag, EXPECTED_FLAG),
+    LuantiField("pvp", read_flag, EXPECTED_FLAG),
+    LuantiField("password", read_flag, EXPECTED_FLAG),
+    LuantiField("dedicated", read_flag, EXPECTED_FLAG),
+    LuantiField("rollback", read_flag, EXPECTED_FLAG),
+    LuantiField("can_see_far_names", read_flag, EXPECTED_FLAG),
+    LuantiField("clients", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("clients_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("uptime", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("game_time", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("proto_min", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("proto_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("lag", read_luanti_fraction, EXPECTED_NUMBER),
+    # The master computes these three: the most clients ever, the number of announcements, and the
+    # mean number of clients
+    LuantiField("clients_top", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("updates", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("pop_v", read_luanti_fraction, EXPECTED_NUMBER, is_required=True),
 )
-LUANTI_COUNTED = "clients_top", "updates", "pop_v"
+LUANTI_COMPUTED = "clients_top", "updates", "pop_v"
 LUANTI_FLAGS = "creative", "damage", "pvp", "password"
 
 
@@ -6362,10 +6511,10 @@ class Luanti(TcpProtocol, PolledGame):
         > 4f457403 0001 00 03 ffdc 00 01 peer.u16       bytes 6 to 10 may differ
         < 4f457403 peer.u16 00 00 03
 
-    It is listed once it answers, with what it has announced. It goes when it says so, when it
-    leaves three polls unanswered, or after [luanti] timeout without an announcement. The answer
-    has no room for a nonce: who forges a game server's address can pretend that it is there.
-    """
+    The server is listed once it answers, with what it has announced. It leaves when it says so,
+    when it leaves three polls unanswered, or after [luanti] timeout without an announcement. The
+    answer has no room for a nonce: somebody who forges a game server's address can pretend that it
+    is there."""
 
     game = "luanti"
 
@@ -6373,89 +6522,110 @@ class Luanti(TcpProtocol, PolledGame):
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
             del core.http_announcers[self.game]
-        # What was announced with an address that is being looked up, by source and port; bounded
-        # as look-ups are
+        # The announcements whose address is being looked up, by source and port. There are as many
+        # at most as there are look-ups
         self.being_looked_up = {}
 
     def serves(self, server):
-        """Servers announce themselves on the ports of [http]."""
+        """Can this server announce itself on one of the ports of [http]?"""
         settings = self.core.settings
-        return (server.game == self.game and settings["luanti.enabled"]
-                and bool(settings["http.ports"]))
+        if server.game != self.game or not settings["luanti.enabled"]:
+            return False
+        return bool(settings["http.ports"])
 
     def on_http_announcement(self, source, port, fields, now):
-        """A start or an update; an update leaves out some of what the start has told."""
-        registry, listed = self.registry, self.rules.listed_address(source)
-        server, action = registry.get(self.game, listed, port), fields.get("action")
+        """Take an announcement. An update leaves out some of the fields that the start has. Raise
+        Refused."""
+        action = fields.get("action")
         if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
-        old = server.luanti_announcement if server and action == "update" else NO_DETAILS
-        announced = luanti_counted(fields, old)
-        address = announced.get("address")
+        server = self.registry.get(self.game, self.rules.listed_address(source), port)
+        old = NO_DETAILS
+        if server and action == "update":
+            old = server.luanti_announcement
+        announcement = completed_luanti_announcement(fields, old)
+        address = announcement.get("address")
         if old and address == old.get("address"):
-            self.refresh(source, port, announced, now)
+            self.refresh(source, port, announcement, now)
         elif address:
-            self.look_up(source, port, announced, now)
+            self.look_up_address(source, port, announcement, now)
         else:
-            self.ask(source, port, announced, now)
+            self.query_announced(source, port, announcement, now)
 
-    def look_up(self, source, port, announced, now):
-        """Have it looked up where the address for players leads. Raises Refused."""
-        self.check_newcomer(source, port, announced["name"])
-        done = functools.partial(self.looked_up, source, port, announced)
-        self.core.resolve(announced["address"], done, source, self.rules.listed_address(source))
-        self.being_looked_up[source, port] = announced
-        self.registry.record_outcome(source, self.game, port, "announced", now)
-
-    def refresh(self, source, port, announced, now):
-        """An update of a server that is listed with this address for players: nothing has to be
-        proven again."""
-        self.registry.list_or_refresh((self.game, self.rules.listed_address(source), port),
-                                      source, now,
-                           self.core.settings["luanti.timeout"], luanti_server(announced))
+    def refresh(self, source, port, announcement, now):
+        """Refresh a listed server that has the same address for players as before, so that nothing
+        has to be proven again."""
+        key = self.game, self.rules.listed_address(source), port
+        lifetime = self.core.settings["luanti.timeout"]
+        self.registry.list_or_refresh(
+            key, source, now, lifetime, luanti_attributes(announcement))
         self.registry.record_outcome(source, self.game, port, "listed", now)
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
-            target.querier_data = None
+            target.querier_data = None          # this announcement is newer
 
-    def ask(self, source, port, announced, now):
-        """Query the server. What it has announced counts once it answers, and stands in the target
-        until then, so that it is bounded and leaves as targets do. Raises Refused."""
-        self.query_newcomer(source, port, now, announced["name"]).querier_data = announced
-        self.being_looked_up.pop((source, port), None)          # what came last counts
+    def look_up_address(self, source, port, announcement, now):
+        """Have the address for players looked up. Raise Refused."""
+        self.check_newcomer(source, port, announcement["name"])
+        done = functools.partial(self.on_address_found, source, port, announcement)
+        listed_address = self.rules.listed_address(source)
+        self.core.resolve(announcement["address"], done, source, listed_address)
+        self.being_looked_up[source, port] = announcement
+        self.registry.record_outcome(source, self.game, port, "announced", now)
 
-    def looked_up(self, source, port, announced, found, now):
-        """Query the server unless the address that it has for players leads elsewhere (`found`; "":
-        nowhere). An address of the other family tells nothing: a name may have IPv4 alone."""
-        if self.being_looked_up.get((source, port)) != announced:
-            return                      # it has announced something else since
+    def on_address_found(self, source, port, announcement, address, now):
+        """Query the server, unless its name for players leads to an address elsewhere. `address`:
+        "" if the name leads to none."""
+        if self.being_looked_up.get((source, port)) != announcement:
+            return                      # the server has sent another announcement since
         del self.being_looked_up[source, port]
-        listed = self.rules.listed_address(source)
-        if found and (found == listed or (":" in found) != (":" in listed)
-                      or self.rules.believes_claim(source, found)):
-            try:
-                self.ask(source, port, announced, now)
-            except Refused as refused:
-                self.registry.record_outcome(source, self.game, port, refused.outcome, now,
-                                             str(refused))
-        else:
-            self.registry.record_outcome(source, self.game, port, "address", now,
-                                         "%s leads to %s, not to %s"
-                               % (announced["address"], found or "no address", listed))
+        if not self.leads_to_server(address, source):
+            listed_address = self.rules.listed_address(source)
+            detail = "%s leads to %s, not to %s" % (
+                announcement["address"], address or "no address", listed_address)
+            self.registry.record_outcome(source, self.game, port, "address", now, detail)
+            return
+        try:
+            self.query_announced(source, port, announcement, now)
+        except Refused as refused:
+            self.registry.record_outcome(source, self.game, port, refused.outcome, now,
+                                         str(refused))
+
+    def leads_to_server(self, address, source):
+        """Can a name that leads to this address ("" for none) be that of a server at this source?
+        An address of the other family says nothing against it: a name may have only IPv4."""
+        if not address:
+            return False
+        listed_address = self.rules.listed_address(source)
+        if address == listed_address or self.rules.believes_claim(source, address):
+            return True
+        is_ipv6, listed_is_ipv6 = ":" in address, ":" in listed_address
+        return is_ipv6 != listed_is_ipv6
+
+    def query_announced(self, source, port, announcement, now):
+        """Query a server that has announced itself. Raise Refused.
+
+        The announcement counts once the server answers. Until then it is kept in the target, so
+        that it is bounded and leaves as targets do."""
+        target = self.query_newcomer(source, port, now, announcement["name"])
+        target.querier_data = announcement
+        self.being_looked_up.pop((source, port), None)          # this announcement is newer
 
     def query(self, target):
-        return LUANTI_ID + b"\0\0\0\1"
+        return LUANTI_PROBE
 
     def answer(self, target, data, now):
         goodbye = luanti_goodbye(data)
-        announced, target.querier_data = target.querier_data, None
-        if announced:
-            timeout = self.core.settings["luanti.timeout"]
-            self.list_polled(target, luanti_server(announced), now, timeout)
+        announcement = target.querier_data
+        target.querier_data = None
+        if announcement:
+            lifetime = self.core.settings["luanti.timeout"]
+            self.list_polled(target, luanti_attributes(announcement), now, lifetime)
         server = self.listed_server(target)
-        if server:                          # it lives by its announcements
+        if server:
+            # Its lifetime counts from its announcements, not from its answers
             self.registry.update(server, {"ping_ms": round(target.ping_ms), "confirmed": True})
         else:
             self.poller.remove(target)
@@ -6463,68 +6633,83 @@ class Luanti(TcpProtocol, PolledGame):
 
 
 def luanti_goodbye(data):
-    """What ends the exchange after this answer to a probe. Raises Malformed."""
-    if not re.fullmatch(rb"OEt\x03\0\x01.{5}\x01..", data, re.S):
+    """Return the packet that ends the exchange after this answer to a probe. Raise Malformed if it
+    is no answer."""
+    answer = LUANTI_PROBE_ANSWER.fullmatch(data)
+    if not answer:
         raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
-    return LUANTI_ID + data[12:] + b"\0\0\3"
+    return LUANTI_ID + answer.group("peer") + b"\0\0\3"
 
 
-def luanti_fields(told):
-    """The fields of an announcement that are known, sent or stored. Raises Refused."""
+def completed_luanti_announcement(fields, old):
+    """Return an announcement, checked and cleaned, with the fields that only `old`, the one before,
+    has, and with the fields that the master computes. Raise Refused."""
+    computed = {name: old.get(name, 0) for name in LUANTI_COMPUTED}
+    announcement = luanti_fields({**old, **fields, **computed})
+    clients = announcement["clients"]
+    announcement["clients_top"] = max(clients, announcement["clients_top"])
+    announcement["updates"] += 1
+    # The mean moves towards the new number by its share in all announcements
+    announcement["pop_v"] += (clients - announcement["pop_v"]) / announcement["updates"]
+    return announcement
+
+
+def luanti_fields(values):
+    """Return the known fields of an announcement that was received or stored, checked and cleaned.
+    Raise Refused."""
     fields = {}
     for field in LUANTI_FIELDS:
-        if field.name not in told and not field.needed:
-            continue
-        value = told.get(field.name)
-        if isinstance(value, (int, float)):
-            value = str(value)              # as old servers send numbers and flags
-        try:
-            fields[field.name] = field.read(value)
-        except (ValueError, TypeError, AttributeError):
-            words = "%s: expected %s" % (field.name, field.expected)
-            raise Refused("bad packet", words) from None
+        if field.name in values or field.is_required:
+            fields[field.name] = read_luanti_field(field, values.get(field.name))
     if fields["proto_min"] > fields["proto_max"]:
         raise Refused("bad packet", "proto_min is above proto_max")
     if "clients_list" in fields:
         fields["clients"] = len(fields["clients_list"])
-    for name, most in LUANTI_LIST_BYTES.items():
+    for name, max_bytes in LUANTI_LIST_BYTES.items():
         if name in fields:
-            fields[name] = luanti_first_names(fields[name], most)
+            fields[name] = first_names(fields[name], max_bytes)
     if not re.match("https?://", fields.get("url", "")):
         fields.pop("url", None)
     return fields
 
 
-def luanti_first_names(names, most):
-    """The first of the names, as many as have `most` bytes in JSON."""
-    total = 0
+def read_luanti_field(field, value):
+    """Return the value of a LuantiField, checked and cleaned. Raise Refused."""
+    if isinstance(value, (int, float)):
+        value = str(value)              # the readers take texts, as old servers send them
+    try:
+        return field.read(value)
+    except (ValueError, TypeError, AttributeError):
+        reason = "%s: expected %s" % (field.name, field.expected)
+        raise Refused("bad packet", reason) from None
+
+
+def first_names(names, max_bytes):
+    """Return the first of the names, as many as fit into `max_bytes` of JSON."""
+    total_bytes = 0
     for number, name in enumerate(names):
         escapes = name.count('"') + name.count("\\")
-        total += len(name.encode()) + escapes + len('"",')
-        if total > most:
+        total_bytes += len(name.encode()) + escapes + len('"",')
+        if total_bytes > max_bytes:
             return names[:number]
     return names
 
 
-def luanti_counted(fields, old):
-    """An announcement with what the server has told before (`old`), and the record and the mean of
-    its clients. Raises Refused."""
-    counted = {name: old.get(name, 0) for name in LUANTI_COUNTED}
-    told = luanti_fields({**old, **fields, **counted})
-    told["clients_top"] = max(told["clients"], told["clients_top"])
-    told["updates"] += 1
-    told["pop_v"] += (told["clients"] - told["pop_v"]) / told["updates"]
-    return told
-
-
-def luanti_server(told):
-    """The same as attributes of Server."""
-    return {"luanti_announcement": told, "verified": "query", "name": told["name"],
-            "mode": told["gameid"],
-            "map": told.get("mapgen", ""), "version": told["version"],
-            "description": told["description"], "players": told["clients"],
-            "max_players": clamp(told["clients_max"]),
-            "details": {"flags": ", ".join(flag for flag in LUANTI_FLAGS if told.get(flag))}}
+def luanti_attributes(announcement):
+    """Return the attributes of Server for an announcement."""
+    flags = [flag for flag in LUANTI_FLAGS if announcement.get(flag)]
+    return {
+        "luanti_announcement": announcement,
+        "verified": "query",
+        "name": announcement["name"],
+        "mode": announcement["gameid"],
+        "map": announcement.get("mapgen", ""),
+        "version": announcement["version"],
+        "description": announcement["description"],
+        "players": announcement["clients"],
+        "max_players": clamp(announcement["clients_max"]),
+        "details": {"flags": ", ".join(flags)},
+    }
 
 
 # ================================================================================================
@@ -11713,9 +11898,8 @@ HYPERBOL_VERSION_BYTES = 15
 
 AIO_TEXT_CONFIRMATION = b"SUCCESS#13#%"
 AIO_FRAMED_QUERY = b"\0"
-AIO_FRAMED_KEEPALIVE = b"\4"
-AIO_FRAMED_CONFIRMATION = b"\5\3"
-AIO_FRAMED_REFUSAL = b"\6\3"
+AIO_FRAMED_CONFIRMATION = AIO_DONE + AIO_PUBLISH_PORT
+AIO_FRAMED_REFUSAL = AIO_REFUSED + AIO_PUBLISH_PORT
 
 
 class MasterRefused(Exception):
@@ -11935,10 +12119,10 @@ class FramedAioAnnouncer(AioAnnouncer):
     port by UDP for everything else."""
 
     query_offset = 0
-    keepalive = aio_frame(AIO_FRAMED_KEEPALIVE)
+    keepalive = aio_frame(AIO_KEEPALIVE)
 
     def publication(self):
-        return aio_frame(struct.pack("<BH", 3, self.server.port))
+        return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
 
     def receive(self, data, now):
         self.is_heard = True
@@ -12391,7 +12575,6 @@ AIO_TEXT_S = 3.0                    # masters answer text at once, or do not hav
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits so long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
-AIO_LIST_REQUEST = b"\2"            # and the type of the answer
 AIO_TEXT_LIST_REQUEST = b"12#%\n"
 ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # all zones with at least 0 players
 QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
@@ -12525,9 +12708,7 @@ def ping_aio(host, port):
 
 def read_aio_info(data):
     """Return the fields of a framed AIO server's answer. Raise Malformed."""
-    name, description, players, max_players, version = aio_info(data)
-    return {"name": name, "description": description, "players": players,
-            "max_players": max_players, "version": version}
+    return aio_info(data)._asdict()
 
 
 def ping_quake3(host, port):
@@ -12548,7 +12729,7 @@ def read_quake3_info(data):
 def ping_luanti(host, port):
     """Return the ping of a Luanti server; its answer says nothing else."""
     with udp_socket(host, port) as sock:
-        goodbye, ping_ms = udp_ask(sock, LUANTI_ID + b"\0\0\0\1", luanti_goodbye)
+        goodbye, ping_ms = udp_ask(sock, LUANTI_PROBE, luanti_goodbye)
         sock.send(goodbye)
     return {"ping_ms": ping_ms}
 
@@ -12674,7 +12855,7 @@ def aio_unescape(field):
 def list_aio_framed(host, port):
     """Return the servers that an AIO master lists in its framed dialect."""
     with socket.create_connection((host, port), FETCH_S) as sock:
-        payload = tcp_ask(sock, aio_frame(AIO_LIST_REQUEST), payload_after_greeting)
+        payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
     return aio_framed_entries(payload)
 
 
@@ -12692,10 +12873,10 @@ def aio_framed_entries(payload):
     """Return the servers of a framed list. Raise Malformed.
 
         02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
-    if payload[:1] != AIO_LIST_REQUEST:
+    if payload[:1] != AIO_LIST:
         raise Malformed("type: not a list")
     servers = []
-    offset = len(AIO_LIST_REQUEST) + 2          # the count is redundant
+    offset = len(AIO_LIST) + 2          # the count is redundant
     while offset < len(payload):
         address_start = offset + 1
         address_end = address_start + payload[offset]
