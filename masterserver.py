@@ -100,155 +100,163 @@ log = logging.getLogger("masterserver")
 # 2  Limits
 #
 # Numbers that bound something, each with its reason or its source. What an operator may want to
-# change is a setting (section 3); what bounds one protocol or one tool stands with it.
+# change is a setting (section 3). What bounds one protocol or one tool stands with it.
 # ================================================================================================
 
-TICK_S = 1.0                        # protocols are ticked this often; documents count whole seconds
-LOOK_S = 0.25                       # connections are ticked so often: AIO greets after 1.2 s
-HELD_UP_S = 5.0                     # a tick this late: the program was stopped (docker pause)
+TICK_S = 1.0                        # between two ticks of protocols; documents count whole seconds
+LOOK_S = 0.25                       # between two ticks of connections: AIO greets after 1.2 s
+HELD_UP_S = 5.0                     # a tick this late means that the program was stopped for a time
 DRAIN_DATAGRAMS = 128               # read from one socket before the others get their turn: 1 ms
-ACCEPT_CONNECTIONS = 64             # taken from one listener before the others get theirs
+ACCEPT_CONNECTIONS = 64             # taken from one listener before the others get their turn
 BACKLOG = 1024                      # connections that wait: half a second of 2,000 a second
-# The longest datagram in a document has 520 bytes; what is beyond this is cut off
-MAX_DATAGRAM_BYTES = 2048
+MAX_DATAGRAM_BYTES = 2048           # the longest in a document has 520; what is beyond is cut off
 UDP_BUFFER_BYTES = 8 << 20          # 20,000 announcements, which cost about 800 bytes each there
-RECV_BYTES = 65536                  # one read from a connection
-SEND_BUFFER_BYTES = 1 << 18         # the system's own megabytes would hide a slow reader's progress
-LINGER_S = 5.0                      # how long what a peer sends after our last byte is read away …
-LINGER_BYTES = 65536                # … and how much of it; then the connection is closed
-OUTPUT_TOTAL_S = 120.0              # who takes longer for one answer is not reading it
-# What waits for all readers together: three lists of 50,000 servers
-OUTPUT_BYTES = 64 << 20
-WORKER_JOBS = 64                    # waiting for one thread; others are told to try again
-# Host names of strangers that wait to be looked up. With a name server that is slow each of them
-# takes half a minute
+RECV_BYTES = 65536                  # for one read from a connection
+# The system's own buffer of megabytes would hide how slowly a reader reads.
+SEND_BUFFER_BYTES = 1 << 18
+# What a peer sends after our last byte is read away: for so long, and so many bytes of it. Then
+# the connection is closed.
+LINGER_S = 5.0
+LINGER_BYTES = 65536
+OUTPUT_TOTAL_S = 120.0              # a client that takes longer for one answer does not read it
+OUTPUT_BYTES = 64 << 20             # that wait for all readers together: three lists of 50,000
+WORKER_JOBS = 64                    # that wait for one thread; further ones are refused
+# Host names from strangers that wait to be looked up. With a slow name server each takes half a
+# minute.
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
-LOOKUPS_PER_NETWORK = 4             # of an IPv6 /48, which anybody can have
-# Sources that are remembered as served lately: 16 times as many as can wait
-LOOKUP_TURNS = 1024
+LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, which anybody can have
+LOOKUP_TURNS = 1024                 # sources that are remembered: 16 times as many as can wait
 # Game servers of one source that wait for the same look-up. If each is a Luanti server with the
-# longest announcement, those of all strangers take 80 MB
+# longest announcement, those of all strangers take 80 MB.
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # at a stop, for answers on their way: people wait no longer
-STOP_DISK_S = 5.0                   # and for a batch being written, which takes milliseconds
-DESCRIPTORS_KEPT = 40               # for all but connections: listeners, streams, database, log
-DESCRIPTORS_UNTOLD = 256            # assumed where the system does not tell: macOS's limit
+STOP_S = 2.0                        # for answers on their way at a stop: people wait no longer
+STOP_DISK_S = 5.0                   # for a batch that is being written; it takes milliseconds
+DESCRIPTORS_KEPT = 40               # not for connections: listeners, streams, database, log
+DESCRIPTORS_UNTOLD = 256            # assumed if the system does not tell: macOS's limit
 FAULT_RATE = 1, 20                  # tracebacks a second / at once: a fault must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
-# Of a description; SubSpace's 386 bytes are the longest in a document
-TEXT_CHARACTERS = 512
+TEXT_CHARACTERS = 512               # of a description; the longest in a document has 386 bytes
 PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSpace: u16)
 
-# A cookie lives one to two windows; servers return it in a second
-COOKIE_WINDOW_S = 30
+COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers return it in 1 s
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six million years
-SITE_SOURCES = 16                   # an IPv6 /48, which anybody can have, lists as much as so many
-LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
+# Anybody can have an IPv6 /48, so it may have as much as so many single sources.
+SITE_SOURCES = 16
+LIMITER_SOURCES = 16384             # that one limiter remembers, in about 3 MB
 # What all unproven sources together get beyond what they sent, a second / at once, for each use of
-# allow_surplus(): 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses
+# allow_surplus(). It is 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses.
 SURPLUS_BYTES = 100_000, 1_000_000
-# No real limit: a flood in its name must not make a server silent
+# This rate is never reached. A limit would let a flood with a server's address silence the server.
 ANSWERS_RATE = 1e6, 1e6
-# Of silence, while a flood in its name keeps a server's own packets out
+# While a flood with its address keeps a server's own packets out, silence proves nothing before so
+# many lifetimes.
 FLOODED_LIFETIMES = 3
-ALTERED_SERVERS = 100_000           # waiting for the disk: all that can be listed, and who has left
-# Servers that have gone and are remembered on disk: those that were here for longest
-KNOWN_SERVERS = 60_000
-# Games whose history is kept: the page has some 80 at a time, those of the Quake III family 64
-KNOWN_GAMES = 1000
-# What became of the last packets, for /check: so many notes in all, about 3 MB at their longest
-OUTCOMES_KEPT = 4096
-# two for each of the 32 servers that a source lists by default
-OUTCOMES_PER_SOURCE = 64
-OUTCOMES_PER_S = 500                   # a flood leaves eight seconds to look at
-OUTCOME_CHARACTERS = 200               # of the detail: two lines on the page
+ALTERED_SERVERS = 100_000           # that wait for the disk: a full list, and as many that left
+KNOWN_SERVERS = 60_000              # that have left and are remembered on disk
+KNOWN_GAMES = 1000                  # whose history is kept; the page has some 80 at a time
+OUTCOMES_KEPT = 4096                # of packets, for /check: 3 MB if each is as long as possible
+OUTCOMES_PER_SOURCE = 64            # two for each of the 32 servers that a source lists by default
+OUTCOMES_PER_S = 500                # so a flood leaves eight seconds to look at
+OUTCOME_CHARACTERS = 200            # of the detail: two lines on the page
 
-HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese characters need 1,200
-HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
-# An announcement needs 500, with every text at its longest 12,500; Luanti's has all names of mods
+HTTP_LINE_BYTES = 4096              # of the request line; 128 Chinese characters need 1,200
+HTTP_HEAD_BYTES = 16384             # of line and headers; browsers behind proxies send up to 4 kB
+# An announcement needs 500 bytes, or 12,500 with every text at its longest. Luanti's has the names
+# of all mods.
 HTTP_BODY_BYTES = 65536
-# A body of so many bytes costs the loop 3 ms at most, whatever is in it, with these two limits
+# With the next two limits a body of that size costs the event loop 3 ms at most.
 ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of other games 10
-NUMBER_DIGITS = 400                 # a float has 309 before its point; int() takes the square
+# Digits of a number. A float has 309 before its point. int() takes the square of their number.
+NUMBER_DIGITS = 400
 HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
-HTTP_CACHE_BYTES = 16 << 20         # responses kept; a larger one, of 50,000 servers, alone
-GZIP_MIN_BYTES = 600                # a shorter one fits one packet with its head, compressed or not
-GZIP_LEVEL = 3                      # 10,000 servers, 4 MB, in 10 ms to 266 kB; level 6: 23, 222
-RENDER_S = 1.0                      # a list is rebuilt at most this often, however many ask
-# A short list may be rebuilt sooner: so long after the last time for each of its servers
-RENDER_SERVER_S = 0.0001
-# How long a cache in front may keep an answer: the page's refresh
-CACHE_S = 5
-PAGE_ROWS = 2000                    # rows on one page; a search finds the others
+HTTP_CACHE_BYTES = 16 << 20         # of responses; a larger one, of 50,000 servers, is kept alone
+GZIP_MIN_BYTES = 600                # a shorter body fits one packet with its head in any case
+GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; level 6: 222 kB in 23
+RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
+RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: so long for each server
+CACHE_S = 5                         # a cache in front may keep an answer so long, as the page does
+PAGE_ROWS = 2000                    # on one page; a search finds the others
 CHECK_FINDINGS = 100                # on one page of /check, the latest
 
 # ================================================================================================
 # 3  Settings
 #
-# One row a setting; its type is the function that reads it. The ini, --set, --print-config, the
-# README's table and the errors all come from this table. A setting that is live takes effect on
-# reload, the others at the next start.
+# A table of settings. The type of each is the function that reads it. The ini, --set,
+# --print-config, the README's table and the errors all come from this table. A setting that is live
+# takes effect on reload, any other at the next start.
 # ================================================================================================
 
 
 class SettingsError(Exception):
-    """A setting that cannot be used; the text names file, key and the nearest right name."""
+    """A setting that cannot be used. The text names file, key and the nearest right name."""
 
 
-# What may follow "://" in a URL without telling a secret
+# What may follow "://" in a URL without being a secret: the host.
 URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
 
 
 def without_secrets(text):
-    """A setting's name or value as messages may show it: of a URL no more than the host.
+    """Return a setting's name or value as messages may show it: of a URL only the host.
 
-    URLs of webhooks and of Redis are secrets, wherever in the ini they stand. A password may have
-    blanks in it, so nothing after the URL is shown either; and it may have @ and / in it, so that
-    nobody can tell where the host is once there is an @."""
+    The URLs of webhooks and of Redis are secrets, wherever they stand in the ini. A password may
+    have blanks in it, so nothing after the URL is shown either. It may also have @ and / in it, so
+    if there is an @, nobody can tell where the host is."""
     before, separator, url = text.partition("://")
     if not separator:
         return text
-    host = URL_HOST.match(url)[0] if "@" not in url else ""     # type: ignore[index]
+    host = ""
+    match = URL_HOST.match(url)
+    if match and "@" not in url:
+        host = match.group()
     if host == url:
         return text
-    return before + separator + (host + "/" if host else "") + "…"
+    if host:
+        host += "/"
+    return before + separator + host + "…"
 
 
-# Readers take the text of a setting and give its value. A wrong one raises ValueError, whose words
-# never repeat the text: Settings.put() shows as much of it as may be shown
+# Readers get the text of a setting and return its value. They raise ValueError for a wrong one. The
+# error never repeats the text; Settings.set_text() shows as much of it as may be shown
 
 read_text = str.strip
 
 
 def read_line(text):
-    if "\n" in text.strip():        # settings in the lines below would be lost without a word
+    """Return a text of one line. A further line would be a setting that is indented by mistake, and
+    would be lost without a word."""
+    if "\n" in text.strip():
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
 
 def read_without_url(text):
-    """A line that everybody sees, or that names a file: no webhook that has lost its header."""
+    """Return a line that everybody sees, or that names a file. A URL in it may be a webhook that
+    has lost its section."""
     if "://" in text:
         raise ValueError("a URL cannot stand here")
     return read_line(text)
 
 
-def read_choice(choices):
+def choice_reader(choices):
+    """Return a reader for one of these words. `choices`: the values by the words in lower case."""
     def read(text):
-        if text.strip().lower() not in choices:
+        word = text.strip().lower()
+        if word not in choices:
             raise ValueError("expected one of %s" % ", ".join(choices))
-        return choices[text.strip().lower()]
+        return choices[word]
+
     return read
 
 
-read_flag = read_choice(configparser.ConfigParser.BOOLEAN_STATES)
-read_log_level = read_choice({level: level for level in ("debug", "info", "warning", "error")})
+read_flag = choice_reader(configparser.ConfigParser.BOOLEAN_STATES)
+read_log_level = choice_reader({level: level for level in ("debug", "info", "warning", "error")})
 
 
 def read_number(low, high, kind=int):
+    """Return a reader for a number from `low` to `high`; `kind` is int or float."""
     def read(text):
         try:
             value = kind(text.strip())
@@ -257,23 +265,29 @@ def read_number(low, high, kind=int):
         if not low <= value <= high:
             raise ValueError("expected a number from %.12g to %.12g" % (low, high))
         return value
+
     return read
 
 
 def read_port(text):
-    """A port; empty switches the listener off, 0 takes a free one."""
-    # 65535 is for nobody: SubSpace also listens on the port after the one in the ini
-    return read_number(0, 65534)(text) if text.strip() else None
+    """Return a port; None for an empty text, which switches the listener off; 0 for a port that
+    the system chooses. 65535 is no choice, because SubSpace also listens on the next port."""
+    if not text.strip():
+        return None
+    return read_number(0, 65534)(text)
 
 
-def read_list(read, separator=","):
+def list_reader(read, separator=","):
+    """Return a reader for a list of values, each read by `read`. Empty ones are left out."""
     def read_all(text):
-        return tuple(read(part.strip()) for part in text.split(separator) if part.strip())
+        parts = [part.strip() for part in text.split(separator)]
+        return tuple([read(part) for part in parts if part])
+
     return read_all
 
 
-def parsed_address(text):
-    """IPv4-mapped IPv6 as IPv4."""
+def parse_address(text):
+    """Return an ipaddress object; IPv4 for an IPv4-mapped IPv6 address."""
     try:
         parsed = ipaddress.ip_address(text)
     except ValueError:
@@ -282,28 +296,32 @@ def parsed_address(text):
 
 
 def read_address(text):
-    """An IP address as lists have it."""
-    return str(parsed_address(text.strip().strip("[]")))
+    """Return an IP address as lists have it. It may stand in brackets."""
+    return str(parse_address(text.strip().strip("[]")))
 
 
 def read_addresses(text):
-    return tuple(read_address(part) for part in text.split(","))
+    """Return a tuple of IP addresses."""
+    return tuple([read_address(part) for part in text.split(",")])
 
 
-@functools.lru_cache(1024)          # one server's address is asked for several times in a row
+@functools.lru_cache(1024)          # the same address is asked for several times in a row
 def is_unicast(address):
-    """An IP address that a game server can have; with a scope it means nothing elsewhere."""
+    """Is this an IP address that a game server can have? An address with a scope is not, because it
+    means nothing elsewhere."""
     try:
-        parsed = parsed_address(address)
+        parsed = parse_address(address)
     except ValueError:
         return False
-    # RFC 1122 and 1112: IPv4 unicast is 1.0.0.0 to 223.255.255.255
-    reserved = parsed.version == 4 and not 1 <= parsed.packed[0] < 224
-    return not (reserved or parsed.is_multicast or parsed.is_unspecified or "%" in address)
+    if parsed.version == 4:
+        first_byte, *_ = parsed.packed
+        if not 1 <= first_byte < 224:       # RFC 1122 and 1112
+            return False
+    return not (parsed.is_multicast or parsed.is_unspecified or "%" in address)
 
 
 def read_unicast(text):
-    """An address that a list may carry."""
+    """Return an address that a game server can have."""
     address = read_address(text)
     if not is_unicast(address):
         raise ValueError("this cannot be the address of a server")
@@ -311,69 +329,89 @@ def read_unicast(text):
 
 
 def read_public(text):
-    """The same, or nothing."""
+    """Return an address that a game server can have, or "" for an empty text."""
     return read_unicast(text) if text.strip() else ""
 
 
 def read_network(text):
+    """Return an ipaddress network."""
     try:
         return ipaddress.ip_network(text.strip(), strict=False)
     except ValueError:
         raise ValueError("expected an IPv4 or IPv6 network, such as 198.51.100.0/24") from None
 
 
+# A host in brackets, as IPv6 addresses need it, or a host without; then the port
+ENDPOINT = re.compile(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*")
+
+
 def read_endpoint(text: str) -> Tuple[str, int]:
-    """`ADDRESS:PORT` or `[ADDRESS]:PORT`; the address may be a host name."""
-    match = re.fullmatch(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*", text)
-    if not match or not 0 < int(match[3]) <= 65535:
+    """Return host and port of `HOST:PORT` or `[ADDRESS]:PORT`."""
+    match = ENDPOINT.fullmatch(text)
+    if not match:
         raise ValueError("expected ADDRESS:PORT")
-    return match[1] or match[2], int(match[3])
+    bracketed_host, host, port_text = match.groups()
+    port = int(port_text)
+    if not 0 < port <= 65535:
+        raise ValueError("expected ADDRESS:PORT")
+    return bracketed_host or host, port
 
 
 def read_numeric_endpoint(text):
+    """Return an IP address and a port."""
     host, port = read_endpoint(text)
     return read_address(host), port
 
 
 def read_known_hyperbol(text):
-    """`ADDRESS:PORT FLAVOR`; the address may be a host name."""
-    place, flavor = (text.split(None, 1) + ["0"])[:2]
-    return (*read_endpoint(place), read_number(0, 255)(flavor))
+    """Return (host, port, flavor) of `HOST:PORT FLAVOR`. Without a flavor it is 0."""
+    endpoint, *flavors = text.split(None, 1)
+    host, port = read_endpoint(endpoint)
+    flavor, = flavors or ["0"]
+    return host, port, read_number(0, 255)(flavor)
 
 
 def read_pattern(text):
+    """Return a compiled regular expression."""
     try:
         return re.compile(text, re.IGNORECASE)
-    except re.error as error:           # its words repeat parts of the pattern
+    except re.error as error:           # its own words repeat parts of the pattern
+        character = (error.pos or 0) + 1
         raise ValueError("expected a regular expression; there is a mistake at character %d"
-                         % ((error.pos or 0) + 1)) from None
+                         % character) from None
     except (OverflowError, RecursionError):
         raise ValueError("expected a regular expression; this one is too large") from None
 
 
-def read_form(pattern, expected):
-    """A text of this form; the error does not repeat it."""
+def pattern_reader(pattern, expected):
+    """Return a reader for a text that matches a pattern. `expected` describes it in words."""
     def read(text):
         if not re.fullmatch(pattern, text.strip()):
             raise ValueError("expected " + expected)
         return text.strip()
+
     return read
 
 
-read_game_id = read_form("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-# No user and no password, as everybody sees it
-read_page_url = read_form(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
-                          "https://HOST, with no / at its end and no @")
-# A name that keys, metrics and JSON carry as it is; or nothing
-WORD = "[A-Za-z0-9._-]{1,64}"
-read_word = read_form("(%s)?" % WORD, "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
+# It may have no user and no password, because everybody sees it.
+read_page_url = pattern_reader(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
+                               "https://HOST, with no / at its end and no @")
+# A name that can stand in keys, metrics and JSON as it is.
+PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
+read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
+                                 "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+# It may have no user and no password: urllib would take them for the host.
+read_webhook = pattern_reader(
+    r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
+    "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
+
 ENGINE_SCHEMES = "redis", "rediss", "unix"
 ENGINE_FORM = ("redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
                " in a password write %40 for @ and %2F for /")
-# No user and no password: urllib would take them for the host
-read_webhook = read_form(
-    r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
-    "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
+# A host, in brackets if it is an IPv6 address, and perhaps a port
+ENGINE_HOST_AND_PORT = re.compile(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?")
+ENGINE_DEFAULT_PORT = "6379"            # Redis's own
 
 
 class EngineAddress(NamedTuple):
@@ -384,21 +422,24 @@ class EngineAddress(NamedTuple):
     user: str = ""
     password: str = ""
     host: str = ""
-    port: int = 6379                    # Redis's own default
+    port: int = int(ENGINE_DEFAULT_PORT)
     database: int = 0
 
 
 def read_engine(text):
-    """An EngineAddress, or None; the error does not repeat the text, which has a password in it."""
-    text = text.strip()
+    """Return an EngineAddress, or None for an empty text. The error does not repeat the text,
+    because there is a password in it."""
+    url = text.strip()
+    if not url:
+        return None
     try:
-        return engine_address(text) if text else None
+        return engine_address(url)
     except ValueError:
         raise ValueError("expected " + ENGINE_FORM) from None
 
 
 def engine_address(url):
-    """The EngineAddress of an ENGINE_FORM; raises ValueError."""
+    """Return the EngineAddress of a URL as ENGINE_FORM describes it. Raise ValueError."""
     if "\n" in url:
         raise ValueError("more than one line")
     scheme, _, after_scheme = url.partition("://")
@@ -408,62 +449,75 @@ def engine_address(url):
         return EngineAddress(path=urllib.parse.unquote(after_scheme))
     if scheme not in ("redis", "rediss"):
         raise ValueError("another scheme")
-    place, _, database = after_scheme.partition("/")
-    login, has_login, host_and_port = place.rpartition("@")
+    authority, _, database = after_scheme.partition("/")
+    login, has_login, host_and_port = authority.rpartition("@")
     user, has_password, password = login.partition(":")
     if has_login and not has_password:
         raise ValueError("a user without a password")
-    match = re.fullmatch(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?", host_and_port)
+    match = ENGINE_HOST_AND_PORT.fullmatch(host_and_port)
     if not match:
         raise ValueError("no host and port")
-    host, port = match.groups("6379")
+    host, port = match.groups(ENGINE_DEFAULT_PORT)
     return EngineAddress(
-        tls=scheme == "rediss", user=urllib.parse.unquote(user),
-        password=urllib.parse.unquote(password), host=urllib.parse.unquote(host.strip("[]")),
-        port=read_number(1, 65535)(port), database=read_number(0, 65535)(database or "0"))
+        tls=scheme == "rediss",
+        user=urllib.parse.unquote(user),
+        password=urllib.parse.unquote(password),
+        host=urllib.parse.unquote(host.strip("[]")),
+        port=read_number(1, 65535)(port),
+        database=read_number(0, 65535)(database or "0"))
 
 
 def read_own_game_id(text):
+    """Return the id of a game of the operator's own."""
     if text in SECTIONS:
         raise ValueError("the id %s is taken" % text)
     return read_game_id(text)
 
 
 def read_rate(text):
-    """`100/400`: 100 a second, 400 at once."""
+    """Return (a second, at once) for `100/400`. Without a second number both are the first."""
     rate, _, burst = text.partition("/")
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
 
 
-def read_iceball_version(text):
-    """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits.
+# w.x[.y][letter][-z]
+ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?")
+BEFORE_LETTER_A = "`"                   # the character before "a" in ASCII stands for no letter
 
-    Written w.x[.y][letter][-z]."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?", text)
+
+def read_iceball_version(text):
+    """Return the number of a version: 8421413 for "0.2.1-37". Its bits, from high to low, are
+    w.5 x.5 y.7 letter.5 z.10 of a version w.x[.y][letter][-z]; the letter a is 1."""
+    match = ICEBALL_VERSION_TEXT.fullmatch(text)
     if not match:
         raise ValueError("expected a version such as 0.2.1-37")
-    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
-    a = ord(match[4] or "`") - 96           # a is 1; the backquote stands before it
+    w_text, x_text, y_text, letter, z_text = match.groups()
+    w, x, y, z = int(w_text), int(x_text), int(y_text or 0), int(z_text or 0)
+    letter_number = ord(letter or BEFORE_LETTER_A) - ord(BEFORE_LETTER_A)
     if max(w, x) > 31 or y > 127 or z > 1023:
         raise ValueError("a part of the version is too large")
-    return w << 27 | x << 22 | y << 15 | a << 10 | z
+    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
 
 
 class Setting(NamedTuple):
-    name: str                       # section.key, or a section whose keys are data
-    default: str                    # or an example of data
+    """One setting, or a section whose keys are data of the operator."""
+
+    name: str                       # section.key, or the section whose keys are data
+    default: str                    # or, for a section of data, an example
     read: Callable[[str], Any]
     help: str                       # one line of the ini
-    live: bool = True
+    live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text
 
     @property
     def section(self) -> str:
-        return self.name.partition(".")[0]
+        section, _, _ = self.name.partition(".")
+        return section
 
     @property
     def key(self) -> str:
-        return self.name.partition(".")[2]
+        _, _, key = self.name.partition(".")
+        return key
 
 
 SETTINGS = (
@@ -475,14 +529,14 @@ SETTINGS = (
     Setting("server.database", "masterserver.db", read_without_url,
             "SQLite file for the list and the player history, from the ini's folder; empty: none.",
             live=False),
-    Setting("server.refuse_names", "", read_list(read_pattern, "\n"),
+    Setting("server.refuse_names", "", list_reader(read_pattern, "\n"),
             "Names not to list: regular expressions, one a line. Beware: (a+)+ may take for ever."),
     Setting("server.log_level", "info", read_log_level,
             "How much is logged (debug, info, warning, error); debug reports every bad packet."),
     Setting("server.log_file", "", read_without_url,
             "A file for the log, from the ini's folder, rotated at 10 MB; empty: standard error.",
             live=False),
-    Setting("http.ports", "27790, 27795", read_list(read_port),
+    Setting("http.ports", "27790, 27795", list_reader(read_port),
             "TCP ports of the page and the lists. Iceball looks for both.", live=False),
     Setting("http.title", "Game servers", read_without_url, "The page's title."),
     Setting("http.url", "", read_page_url,
@@ -491,22 +545,22 @@ SETTINGS = (
     Setting("http.template", "", read_without_url,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
     Setting("http.stylesheet", "", read_without_url, "A file with your own style.css."),
-    Setting("http.trusted_proxies", "", read_list(read_network),
+    Setting("http.trusted_proxies", "", list_reader(read_network),
             "Networks of reverse proxies whose X-Forwarded-For header is believed."),
     Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
     Setting("iceball.version", "0.2.1-37", read_iceball_version,
             "The game's current version; players with an older one are told of the update."),
-    Setting("iceball.accept_versions", "", read_list(read_iceball_version),
+    Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
             "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
     Setting("iceball.timeout", "120", read_number(1, 86400, float),
             "Seconds of silence after which a server is removed (the document says 120).",
             live=False),
     Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
-    Setting("hyperbol.servers", "", read_list(read_known_hyperbol, "\n"),
+    Setting("hyperbol.servers", "", list_reader(read_known_hyperbol, "\n"),
             "Known servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official)."),
     Setting("subspace.port", "4990", read_port,
             "UDP port of the zone list; announcements and pings use the next port.", live=False),
-    Setting("subspace.zones", "", read_list(read_endpoint, "\n"),
+    Setting("subspace.zones", "", list_reader(read_endpoint, "\n"),
             "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
     Setting("aio.port", "27011", read_port,
             "TCP port for servers and clients of every generation.", live=False),
@@ -515,9 +569,9 @@ SETTINGS = (
             "A text file to read the news from instead; read again when it changes."),
     Setting("quake3.port", "27950", read_port,
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", read_list(str.lower),
+    Setting("quake3.games", "", list_reader(str.lower),
             "Games to list, such as xonotic, openarena; or !nexuiz: all but this; empty: all."),
-    Setting("quake3.tags", "", read_list(read_form(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
     Setting("quake3.timeout", "900", read_number(1, 86400, float),
             "Seconds without an answer after which one is removed; missed polls do so sooner."),
@@ -531,9 +585,9 @@ SETTINGS = (
     Setting("cluster.redis", "", read_engine,
             "Redis or Valkey through which masters share their lists, as redis://:password@host/0.",
             live=False),
-    Setting("cluster.name", "", read_word,
+    Setting("cluster.name", "", read_plain_name,
             "This master's name among others; empty: the host's and a random part.", live=False),
-    Setting("cluster.prefix", "masterserver", read_word,
+    Setting("cluster.prefix", "masterserver", read_plain_name,
             "What the keys there begin with; masters with another one are not seen.", live=False),
     Setting("poll.interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
@@ -544,7 +598,7 @@ SETTINGS = (
     Setting("notify.again_after", "10800", read_number(0, 86400),
             "Seconds for which the same server is not news again."),
     Setting("notify.official_only", "no", read_flag, "News of official servers alone."),
-    Setting("notify.games", "", read_list(read_game_id),
+    Setting("notify.games", "", list_reader(read_game_id),
             "News of these games alone, by their ids such as iceball; empty: of all."),
     Setting("notify.text", "$players of $max_players are playing on $name ($game, map $map) $url",
             read_text, "What is told; there are no other placeholders than these."),
@@ -565,7 +619,7 @@ SETTINGS = (
     Setting("blocked", "192.0.2.66 = floods", read_line,
             "Networks that get no answer at all, with a note for the operator.",
             read_key=read_network),
-    Setting("limits.exempt", "127.0.0.0/8, ::1", read_list(read_network),
+    Setting("limits.exempt", "127.0.0.0/8, ::1", list_reader(read_network),
             "Networks to which no limit per source applies."),
     Setting("limits.datagrams", "100/400", read_rate,
             "Datagrams from one source (an IPv4 address, an IPv6 /64): per second / at once."),
@@ -583,178 +637,207 @@ SETTINGS = (
             "many."),
     Setting("limits.servers", "50000", read_number(1, 10000000), "Listed servers in all."),
 )
-SETTINGS_BY_NAME = {row.name: row for row in SETTINGS}
-SECTIONS = {row.section for row in SETTINGS}
+SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
+SECTIONS = {setting.section for setting in SETTINGS}
 
-# Settings of earlier versions; one that is still in an ini has no effect and is a warning
+# Settings of earlier versions. If one is still in an ini, it has no effect and gives a warning.
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
-# Sections of which no value is shown, as it is a secret even where it is no URL
+# No value of these sections is shown, because each is a secret even if it is no URL.
 SECRET_SECTIONS = "webhooks", "cluster"
 
-# Settings that name a text file, which is read with the settings and again when it changes
+# These settings name a text file, which is read with the settings and again when it changes.
 TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 
 
 class Settings:
-    """Values by name: `settings["iceball.port"]`; a section of data is a dict: `settings["bans"]`.
+    """The values of all settings by name: `settings["iceball.port"]`. A section of data is a dict:
+    `settings["bans"]`.
 
-    `values`: texts by name as for --set; anything wrong raises SettingsError."""
+    path        of the ini, whether it exists or not
+    found       whether the ini exists and is not empty
+    folder      where relative paths begin; None if a program has made these settings, which keeps
+                nothing on disk unless asked to
+    given       the names of the settings that are not left at their default
+    warnings    texts for the log
+    texts       the contents of TEXT_FILES by the setting's name"""
 
     def __init__(self, values=None):
-        self.path = ""                          # of the ini, there or not
-        self.found = False                      # it is there, and not empty
-        # Where relative paths begin; None: settings made by a program, which keeps nothing unasked
+        """`values`: texts by name as for --set. Raise SettingsError for anything wrong."""
+        self.path = ""
+        self.found = False
         self.folder: Optional[str] = None
-        self.given = set()                      # names of those that are not left at their default
+        self.given = set()
         self.warnings = []
-        self.texts = {}                         # of TEXT_FILES, by name of the setting
-        self.values = {row.name: row.read(row.default) if row.key else {} for row in SETTINGS}
+        self.texts = {}
+        self.values: Dict[str, Any] = {}
+        for setting in SETTINGS:
+            self.values[setting.name] = setting.read(setting.default) if setting.key else {}
         for name, text in (values or {}).items():
-            self.put(name, str(text), "setting")
+            self.set_text(name, str(text), "setting")
 
     def __getitem__(self, name):
         return self.values[name]
 
-    def put(self, name, text, where):
-        """`name`: section.key; `where`: the file, or --set, for the errors."""
-        section, _, key = name.partition(".")
-        if "://" in section:            # the dot is the URL's
-            raise SettingsError("%s: %s: expected section.key" % (where, without_secrets(name)))
-        shown = "%s: [%s] %s" % (where, section, without_secrets(key))
-        if name in REMOVED_SETTINGS:
-            self.warnings.append(shown + " is no setting any more; it has no effect")
-            return
-        row = SETTINGS_BY_NAME.get(name) or SETTINGS_BY_NAME.get(section)
-        if row is None:
-            raise SettingsError("%s: [%s] %s" % (where, section, what_is_unknown(section, key)))
-        for line in text.split("\n")[1:]:
-            check_line_below(line, shown)
-        self.given.add(row.name)
-        try:
-            (name + text).encode()          # bytes of the command line that are no text
-            if "\0" in text:
-                raise ValueError("a NUL is no text")        # and the name of no file
-            if row.key:
-                self.values[name] = row.read(text)
-            else:
-                self.values[section][row.read_key(key)] = row.read(text)
-        except ValueError as error:
-            # If the key has a URL in it, the value is the rest of it: "=" may stand in a URL
-            secret = section in SECRET_SECTIONS or "://" in key
-            value = "…" if secret else without_secrets(" ".join(text.split()))
-            raise SettingsError("%s = %s: %s" % (shown, value, error)) from None
-
     @classmethod
     def load(cls, path, overrides=(), missing_ok=False):
-        """Read the ini at `path`, then the overrides (`section.key=value`)."""
+        """Read the ini at `path`, and then the overrides (`section.key=value`)."""
         self = cls()
-        self.path, self.folder = path, os.path.dirname(os.path.abspath(path))
+        self.path = path
+        self.folder = os.path.dirname(os.path.abspath(path))
         parser = read_ini(path, missing_ok)
         self.found = bool(parser.sections())
         for section in parser.sections():
             for key, text in parser.items(section):
-                self.put("%s.%s" % (section, key), text, path)
-        for item in overrides:
-            name, equals, text = item.partition("=")
+                self.set_text("%s.%s" % (section, key), text, path)
+        for override in overrides:
+            name, equals, text = override.partition("=")
             if not equals:
-                # No more of it: without "=" nobody can tell where a secret begins
+                # Not more is shown, because without "=" nobody can tell where a secret begins
                 raise SettingsError("--set %.16s: expected section.key=value"
-                                    % without_secrets(item))
-            self.put(name.strip(), text.strip(), "--set")
+                                    % without_secrets(override))
+            self.set_text(name.strip(), text.strip(), "--set")
         database = self.file("server.database")
         if database and os.path.realpath(database) == os.path.realpath(path):
             raise SettingsError("[server] database: that is the ini; it would be overwritten")
         return self
 
+    def set_text(self, name, text, where):
+        """Set a setting to the value of a text. `name`: section.key; `where`: the file, or --set,
+        for errors."""
+        section, _, key = name.partition(".")
+        if "://" in section:            # then the dot is part of a URL
+            raise SettingsError("%s: %s: expected section.key" % (where, without_secrets(name)))
+        shown_name = "%s: [%s] %s" % (where, section, without_secrets(key))
+        if name in REMOVED_SETTINGS:
+            self.warnings.append(shown_name + " is no setting any more; it has no effect")
+            return
+        setting = SETTINGS_BY_NAME.get(name) or SETTINGS_BY_NAME.get(section)
+        if setting is None:
+            raise SettingsError("%s: [%s] %s" % (where, section, unknown_setting(section, key)))
+        _, *lines_below = text.split("\n")
+        for line in lines_below:
+            check_line_below(line, shown_name)
+        self.given.add(setting.name)
+        try:
+            self.read_value(setting, key, text)
+        except ValueError as error:
+            # If there is a URL in the key, the value is the rest of it: a URL may have "=" in it
+            is_secret = section in SECRET_SECTIONS or "://" in key
+            shown_value = "…" if is_secret else without_secrets(" ".join(text.split()))
+            raise SettingsError("%s = %s: %s" % (shown_name, shown_value, error)) from None
+
+    def read_value(self, setting, key, text):
+        """Set the value of a setting, or of a key in a section of data. Raise ValueError."""
+        (key + text).encode()           # raises it for bytes of the command line that are no text
+        if "\0" in text:                # no file can be named so
+            raise ValueError("a NUL is no text")
+        if setting.key:
+            self.values[setting.name] = setting.read(text)
+        else:
+            self.values[setting.name][setting.read_key(key)] = setting.read(text)
+
     def file(self, name):
-        """The path that a setting names, from the ini's folder on; "" if there is none."""
+        """Return the path of the file that a setting names; "" if it names none. A relative path
+        begins in the ini's folder."""
         path = self.values[name]
-        if not path or self.folder is None and name not in self.given:
+        if not path:
+            return ""
+        if self.folder is None and name not in self.given:
             return ""
         return os.path.join(self.folder or "", path)
 
 
-def what_is_unknown(section, key):
-    """Words for a setting that there is not, with the nearest right name."""
-    keys = [row.key for row in SETTINGS if row.section == section]
+def unknown_setting(section, key):
+    """Return a text that says that there is no such setting, with the nearest right name."""
+    keys = [setting.key for setting in SETTINGS if setting.section == section]
     if not keys:
-        return "is no section" + nearest(section, SECTIONS)
-    return "has no key " + without_secrets(key) + nearest(key, keys)
+        return "is no section" + nearest_name(section, SECTIONS)
+    return "has no key " + without_secrets(key) + nearest_name(key, keys)
 
 
-def check_line_below(line, shown):
-    """Raise SettingsError for a line that is indented, and so continues the value of the setting
-    `shown`, although it looks like a setting of its own whose value is a URL.
+def nearest_name(name, right_names):
+    """Return the end of an error's text: the name that was probably meant, or all right names."""
+    close = difflib.get_close_matches(name, right_names, 1, 0.5)
+    if close:
+        return "; did you mean %s?" % "".join(close)
+    return "; there are %s" % ", ".join(sorted(right_names))
 
-    It might be shown on the page, and would be sent nowhere."""
+
+def check_line_below(line, shown_name):
+    """Raise SettingsError for an indented line that continues the value of a setting although it
+    looks like a setting of its own whose value is a URL. It might be shown on the page, and nothing
+    would be sent there."""
     name, _, value = line.partition("=")
     name = name.strip()
     before_url, separator, _ = value.partition("://")
-    words = before_url.split()          # the scheme; in [webhooks] a FORMAT stands before it
-    if not separator or not re.fullmatch(WORD, name) or len(words) not in (1, 2):
+    # Before "://" stands the scheme, and in [webhooks] a FORMAT before that
+    words = before_url.split()
+    if not separator or len(words) not in (1, 2) or not re.fullmatch(PLAIN_NAME, name):
         return
-    section = "webhooks"
-    if words[-1] in ENGINE_SCHEMES:
+    *_, scheme = words
+    if scheme in ENGINE_SCHEMES:
         section = "cluster"
-    elif SETTINGS_BY_NAME.get("http." + name):
+    elif "http." + name in SETTINGS_BY_NAME:
         section = "http"
+    else:
+        section = "webhooks"
     raise SettingsError(
         "%s: the line %s = … stands below this value and continues it, as it is indented; it "
-        "probably belongs into [%s], without blanks before it" % (shown, name, section))
+        "probably belongs into [%s], without blanks before it" % (shown_name, name, section))
 
 
 def read_ini(path, missing_ok):
-    # Not strict: a section may come twice, as lines are often appended; of a key the last counts
+    """Return a ConfigParser with the contents of an ini. Raise SettingsError."""
+    # It is not strict: people append lines, so a section may come twice, and of a key that is given
+    # twice the last one counts
     parser = configparser.ConfigParser(
         interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"),
         strict=False)
     # The parser's own pattern takes "[::1]:27790 = yes" for a section
     parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]
     try:
-        read = parser.read(path, encoding="utf-8-sig")
+        paths_read = parser.read(path, encoding="utf-8-sig")
     except (configparser.Error, UnicodeDecodeError) as error:
         raise SettingsError(
             "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
-            "continues the one above" % (path, what_is_unreadable(error))) from None
-    # The parser does not say what kept it from reading
-    if not read and (not missing_ok or os.path.lexists(path)):
+            "continues the one above" % (path, ini_error_text(error))) from None
+    # The parser leaves out a file that it cannot open, and does not say why
+    if not paths_read and (not missing_ok or os.path.lexists(path)):
         raise SettingsError("%s: cannot be read; is the name right, and may this user read it?"
                             % path)
     return parser
 
 
-def what_is_unreadable(error):
-    """Words for what kept an ini from being read: never the line, as it may be a secret."""
+def ini_error_text(error):
+    """Return a text that says where an ini cannot be read. It never has the line, because that may
+    be a secret."""
     if isinstance(error, UnicodeDecodeError):
         return "byte %d is no text" % (error.start + 1)
     if isinstance(error, configparser.MissingSectionHeaderError):
         return "line %d: no section headers stand above it" % error.lineno
-    lines = [number for number, _ in getattr(error, "errors", ())]
-    # The error of Python 3.13 for what continues no value has but one line
-    return "line " + ", ".join(map(str, lines or [getattr(error, "lineno", 0)]))
-
-
-def nearest(word, words):
-    close = difflib.get_close_matches(word, words, 1, 0.5)
-    if close:
-        return "; did you mean %s?" % close[0]
-    return "; there are %s" % ", ".join(sorted(words))
+    line_numbers = [number for number, _ in getattr(error, "errors", ())]
+    if not line_numbers:
+        # In Python 3.13 the error for a line that continues no value has only one line
+        line_numbers = [getattr(error, "lineno", 0)]
+    return "line " + ", ".join(map(str, line_numbers))
 
 
 def config_text():
-    """masterserver.ini: every setting commented out at its default, with its help."""
+    """Return masterserver.ini: every setting at its default with its help, commented out."""
     lines = [
         "# masterserver.ini: settings of masterserver.py, each at its default or as an example;",
         "# remove the # to change one. A wrong name or value is an error at start that says where.",
         "# This file is what --print-config prints."]
     section = ""
-    for row in SETTINGS:
-        if row.section != section:
-            section = row.section
+    for setting in SETTINGS:
+        if setting.section != section:
+            section = setting.section
             lines += ["", "[%s]" % section]
-        setting = "%s = %s" % (row.key, row.default) if row.key else row.default
-        lines += ["", "# " + row.help, ("#" + setting).rstrip()]
+        example = setting.default
+        if setting.key:
+            example = "%s = %s" % (setting.key, setting.default)
+        lines += ["", "# " + setting.help, ("#" + example).rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -765,187 +848,116 @@ def config_text():
 # cookie, the rate limiter. Nothing here does I/O.
 # ================================================================================================
 
-# as the socket gives it: (address, port) or (address, port, flow, scope)
+# As the socket gives it: (address, port), or (address, port, flow, scope) for IPv6
 Peer = Tuple[Any, ...]
 Replies = List[Tuple[bytes, Peer]]
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
-# not the module's own generator, which an embedding program may have seeded
+# Not the generator of the module random, which an embedding program may have seeded
 RANDOM = random.SystemRandom()
 
 
+class Malformed(Exception):
+    """Bytes that are not what the protocol's document says; the text names the field. A decoder
+    raises no other exception."""
+
+
+class Limited(Exception):
+    """A UDP request that a limit turns away: it is counted and gets no answer."""
+
+
 def error_text(error):
-    """Its message; its type where there is none, as for a MemoryError."""
+    """Return an exception's message, or, as for a MemoryError, the name of its type."""
     return str(error) or type(error).__name__
 
 
-class Malformed(Exception):
-    """Bytes that are not what the protocol's document says; the text names the field.
+class Tally:
+    """What one protocol has seen, for /metrics. METRICS (section 9) explains each counter."""
 
-    The only exception of a decoder."""
+    def __init__(self):
+        self.received = 0
+        self.sent = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.malformed = 0
+        self.limited = 0
+        self.unsent = 0
+        self.errors = 0
+        self.connections = 0
+
+
+# Text
+
+# Escape sequences (ECMA-48): control sequences such as colours, control strings, all others
+CONTROL_SEQUENCE = "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
+STRING_START, STRING_TEXT = "(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])", "[^\x07\x1b\x90\x98\x9c-\x9f]*"
+STRING_END = "(?:\x07|\x1b\\\\|\x9c)"
+OTHER_ESCAPE = "\x1b[ -/]*[0-~]?"
+ESCAPE_SEQUENCE = re.compile("|".join(
+    (CONTROL_SEQUENCE, STRING_START + STRING_TEXT + STRING_END, OTHER_ESCAPE)))
+# Characters that look like spaces. They become one space, so that nobody takes a name that only
+# looks like another one.
+BLANKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
+INVISIBLE_RANGES = (
+    "\0-\x1f\x7f-\x9f",                             # control characters
+    "\xad\u034f\u180b-\u180f",                      # soft hyphen, joiners, variation selectors
+    "\u115f\u1160\u17b4\u17b5\u3164\uffa0",         # Hangul fillers, Khmer vowels
+    "\u061c\u200b-\u200f\u202a-\u202e",             # zero-width and bidirectional characters
+    "\u2060-\u206f",                                # invisible operators, bidirectional isolates
+    "\ufe00-\ufe0f\ufeff\ufff0-\ufffb",             # variation selectors, byte order mark, specials
+    "\ufffe\uffff\ud800-\udfff",                    # no characters; surrogates
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a",   # shorthand and music formatting
+    "\U000e0000-\U000e0fff",                        # tags
+)
+INVISIBLE = re.compile("[%s]" % "".join(INVISIBLE_RANGES))
+ACCENT_RANGES = (
+    "\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff",      # combining marks
+    "\u20d0-\u20ff\ufe20-\ufe2f",                   # for symbols, half marks
+    "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e",      # Cyrillic, Hebrew, Thai
+)
+ACCENT = "[%s]" % "".join(ACCENT_RANGES)
+# The accents behind the third on one letter: so many are no writing
+EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
+
+
+def clean(text, max_characters=NAME_CHARACTERS):
+    """Return a text that is fit for every list: without control, bidirectional and zero-width
+    characters and without blanks at its ends, cut to `max_characters`."""
+    if not (text.isascii() and text.isprintable()):
+        text = ESCAPE_SEQUENCE.sub("", text)
+        text = BLANKS.sub(" ", text)
+        text = INVISIBLE.sub("", text)
+        text = EXCESS_ACCENTS.sub("", text)
+    return text.strip()[:max_characters].strip()
+
+
+def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
+    """Return UTF-8 as a cleaned text. A character that is cut off at the end is left out; other
+    invalid bytes become U+FFFD."""
+    text, _ = codecs.utf_8_decode(raw, "replace")
+    return clean(text, max_characters)
+
+
+def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
+    """Return bytes as a cleaned text: UTF-8 if they are valid, whole or cut off within a character,
+    else Windows-1252."""
+    try:
+        text, decoded_bytes = codecs.utf_8_decode(raw)      # stops at a character that is cut off
+    except UnicodeDecodeError:
+        text, decoded_bytes = "", 0
+    # If everything else is ASCII, what seems cut off is a letter of Windows-1252
+    if decoded_bytes < len(raw) and text.isascii():
+        text = raw.decode("cp1252", "replace")
+    return clean(text, max_characters)
 
 
 def c_string(data: bytes) -> bytes:
-    """Up to the first NUL; a field filled to its end has none."""
-    return data.partition(b"\0")[0]
-
-
-# Control sequences such as colours, control strings up to their end, other escapes (ECMA-48)
-ANSI = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
-                  "|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*"
-                  "(?:\x07|\x1b\\\\|\x9c)"
-                  "|\x1b[ -/]*[0-~]?")
-# What shows as a space: a name must not be taken that only looks like another's
-BREAKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
-# Control, soft hyphen, bidirectional, zero-width, shorthand, tag characters, surrogates, non-
-# characters
-INVISIBLE = re.compile(
-    "[\0-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
-    "\u202a-\u202e"
-    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
-    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]")
-# More than three accents on one letter are not writing: those behind the third
-ACCENTS = ("[\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff"
-           "\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
-STACKED = re.compile("(?<=%s{3})%s+" % (ACCENTS, ACCENTS))
-
-
-def clean(text, characters=NAME_CHARACTERS):
-    """Text fit for every list: no control, bidirectional or zero-width characters, no outer
-    space."""
-    if not (text.isascii() and text.isprintable()):
-        text = ANSI.sub("", text)
-        text = BREAKS.sub(" ", text)
-        text = INVISIBLE.sub("", text)
-        text = STACKED.sub("", text)
-    return text.strip()[:characters].strip()
-
-
-def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
-    """UTF-8, cleaned. A character cut off at the end goes; other invalid bytes become U+FFFD."""
-    return clean(codecs.utf_8_decode(raw, "replace")[0], characters)
-
-
-def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
-    """UTF-8 if valid, whole or cut off within a character, else Windows-1252; cleaned."""
-    try:
-        text, used = codecs.utf_8_decode(raw)       # without a character cut off at the end
-    except UnicodeDecodeError:
-        text, used = "", 0
-    # Where all else is ASCII, what seems cut off is a letter of Windows-1252
-    if used < len(raw) and text.isascii():
-        text = raw.decode("cp1252", "replace")
-    return clean(text, characters)
-
-
-def clamp(value, high=PLAYERS_MAX):
-    return 0 if value < 0 else high if value > high else value
-
-
-def canonical_address(address):
-    """The address as lists and limits know it: no scope, IPv4-mapped IPv6 as IPv4."""
-    if ":" not in address:
-        return address
-    parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    return str(parsed.ipv4_mapped or parsed)
-
-
-def is_loopback(address):
-    """`address`: as read_address() and sockets give it."""
-    return address.startswith("127.") or address == "::1"
-
-
-def address_number(address):
-    """An address as a number, every IPv6 one above all IPv4 ones, in a third of ipaddress's time.
-    """
-    if ":" in address:
-        return 1 << 128 | int(ipaddress.IPv6Address(address.partition("%")[0]))
-    a, b, c, d = address.split(".")
-    return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)
-
-
-class Networks:
-    """Networks, with a word about each.
-
-    Finding an address takes one look-up a prefix length, however many networks there are: tens of
-    thousands of strangers come each second."""
-
-    def __init__(self, networks, words=None):
-        sizes = collections.defaultdict(dict)
-        for network in networks:
-            bits = network.max_prefixlen - network.prefixlen
-            number = address_number(str(network.network_address))
-            sizes[bits][number >> bits] = (words or {}).get(network, "")
-        self.sizes = sorted(sizes.items())          # no two are alike; the smallest network counts
-
-    def find(self, number):
-        """What is said about the network that has this address_number(); None: none has it."""
-        for bits, words in self.sizes:
-            if number >> bits in words:
-                return words[number >> bits]
-        return None
-
-    def __contains__(self, address):
-        return self.find(address_number(address)) is not None
-
-    def __bool__(self):
-        return bool(self.sizes)
-
-
-# Loopback, private or link-local: a server there may name another address for itself
-LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
-    "127.0.0.0/8", "::1/128",                                   # loopback
-    "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
-    "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
-
-
-def ipv6_network(parsed, bits):
-    number = int(parsed) >> 128 - bits << 128 - bits
-    return "%s/%d" % (ipaddress.IPv6Address(number), bits)
-
-
-def source_key(address):
-    """What a limit by source counts: an IPv4 address, an IPv6 /64 (a host has all of it)."""
-    if ":" not in address:
-        return address
-    parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    return str(parsed.ipv4_mapped or ipv6_network(parsed, 64))
-
-
-def source_keys(address):
-    """What listed servers are counted by: their source, and of IPv6 its /48 as well."""
-    source = source_key(address)
-    if ":" not in source:
-        return (source,)
-    return source, ipv6_network(ipaddress.IPv6Address(source[:-3]), 48)
-
-
-def source_limits(address, limit):
-    """Each key that counts what this source has, with the limit for that key.
-
-    Anybody can have an IPv6 /48, so a /48 gets as much as SITE_SOURCES single sources."""
-    if ":" not in address:
-        return ((address, limit),)
-    source, *network = source_keys(address)
-    return [(source, limit)] + [(key, limit * SITE_SOURCES) for key in network]
-
-
-def decrement(counts, key):
-    """One fewer of these; a key with none left is dropped."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
-
-
-def keep_latest(table, key, value, most):
-    """Put this into the ordered `table` as its latest; the oldest makes room."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
+    """Return the bytes up to the first NUL. A field that is filled to its end has none."""
+    text, _, _ = data.partition(b"\0")
+    return text
 
 
 # One encoder is kept: json.dumps() would create one at each call, in a quarter of the time that one
-# server takes.
+# server takes
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -955,41 +967,197 @@ def to_json(value):
     return ENCODER.encode(value).encode()
 
 
+# Numbers and tables
+
+def clamp(value, high=PLAYERS_MAX):
+    """Return the number from 0 to `high` that is nearest to the value."""
+    if value < 0:
+        return 0
+    if value > high:
+        return high
+    return value
+
+
+def decrement(counts, key):
+    """Count one fewer of a key. A key with none left is deleted."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+def keep_latest(table, key, value, limit):
+    """Set a key of an OrderedDict as its latest one. If there are more than `limit`, the oldest is
+    deleted."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > limit:
+        table.popitem(last=False)
+
+
+# Addresses
+
+def canonical_address(address):
+    """Return an address as lists and limits know it: without a scope, and IPv4-mapped IPv6 as
+    IPv4."""
+    if ":" not in address:
+        return address
+    parsed = parse_ipv6(address)
+    return str(parsed.ipv4_mapped or parsed)
+
+
+def parse_ipv6(address):
+    """Return an IPv6Address without its scope."""
+    without_scope, _, _ = address.partition("%")
+    return ipaddress.IPv6Address(without_scope)
+
+
+def is_loopback(address):
+    """Is this a loopback address? It must be written as read_address() and sockets do."""
+    return address.startswith("127.") or address == "::1"
+
+
 def endpoint_text(address, port):
-    return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
+    """Return ADDRESS:PORT, or [ADDRESS]:PORT for IPv6."""
+    if ":" in address:
+        return "[%s]:%d" % (address, port)
+    return "%s:%d" % (address, port)
 
 
 def ipv4_bytes(address):
+    """Return the four bytes of an IPv4 address."""
     return ipaddress.IPv4Address(address).packed
 
 
-class Cookie:
-    """A keyed MAC with a lifetime, so that a handshake needs no memory: what returns has gone out.
+IPV6_NUMBERS = 1 << 128             # is added to IPv6 addresses, so that none is an IPv4 number
 
-    `key`: 16 bytes. `make` gives `size` bytes over the message in the window of `now`; `good`
-    accepts those of this window and the one before."""
+
+def address_number(address):
+    """Return an address as a number. Those of IPv6 are above those of IPv4. This takes a third of
+    the time of ipaddress."""
+    if ":" in address:
+        return IPV6_NUMBERS | int(parse_ipv6(address))
+    a, b, c, d = address.split(".")
+    return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)
+
+
+class Networks:
+    """A set of networks, each with a label.
+
+    Finding the network of an address takes one look-up for each length of prefix, however many
+    networks there are: tens of thousands of unknown addresses come each second."""
+
+    def __init__(self, networks, labels=None):
+        """`labels`: texts by network; a network without one has ""."""
+        if labels is None:
+            labels = {}
+        labels_by_bits = collections.defaultdict(dict)
+        for network in networks:
+            host_bits = network.max_prefixlen - network.prefixlen
+            number = address_number(str(network.network_address))
+            labels_by_bits[host_bits][number >> host_bits] = labels.get(network, "")
+        # The label of each prefix, by the number of bits behind it; the smallest network comes
+        # first, and counts
+        self.by_host_bits = sorted(labels_by_bits.items())
+
+    def find(self, number):
+        """Return the label of the smallest network that has the address with this number; None if
+        no network has it."""
+        for host_bits, labels in self.by_host_bits:
+            prefix = number >> host_bits
+            if prefix in labels:
+                return labels[prefix]
+        return None
+
+    def __contains__(self, address):
+        return self.find(address_number(address)) is not None
+
+    def __bool__(self):
+        return bool(self.by_host_bits)
+
+
+# A server in one of these networks may say that it has another address
+LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
+    "127.0.0.0/8", "::1/128",                                   # loopback
+    "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
+    "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
+
+
+# Sources: whom a limit counts
+
+def source_key(address):
+    """Return the source of an address, which limits count: the address itself for IPv4, and the
+    network /64 for IPv6, because one host can have all its addresses."""
+    if ":" not in address:
+        return address
+    parsed = parse_ipv6(address)
+    return str(parsed.ipv4_mapped or ipv6_network(parsed, 64))
+
+
+def source_keys(address):
+    """Return the keys under which servers of an address are counted: its source, and for IPv6 its
+    network /48 as well."""
+    source = source_key(address)
+    if ":" not in source:
+        return (source,)
+    network, _, _ = source.partition("/")
+    return source, ipv6_network(parse_ipv6(network), 48)
+
+
+def source_limits(address, limit):
+    """Return (key, limit) for each key under which servers of an address are counted. `limit` is
+    for one source; anybody can have an IPv6 /48, so it has as much as SITE_SOURCES sources."""
+    if ":" not in address:
+        return ((address, limit),)
+    source, *site = source_keys(address)
+    limits = [(source, limit)]
+    for key in site:
+        limits.append((key, limit * SITE_SOURCES))
+    return limits
+
+
+def ipv6_network(parsed, prefix_bits):
+    """Return the network of an IPv6Address as text, such as 2001:db8::/64."""
+    host_bits = 128 - prefix_bits
+    number = int(parsed) >> host_bits << host_bits
+    return "%s/%d" % (ipaddress.IPv6Address(number), prefix_bits)
+
+
+class Cookie:
+    """Makes keyed MACs that are valid for a time.
+
+    A sender that returns a valid one has received it, so nothing has to be kept in memory between
+    the two packets of a handshake. The time is divided into windows; a MAC is valid in its window
+    and the next."""
 
     def __init__(self, key, size=COOKIE_MAC_BYTES, window_s=COOKIE_WINDOW_S):
-        self.key, self.size, self.window_s = key, size, window_s
-        self.turn(0.0)
+        """`key`: 16 secret bytes; `size`: bytes of a MAC."""
+        self.key = key
+        self.size = size
+        self.window_s = window_s
+        self.begin_window(0.0)
 
-    def turn(self, now):
-        """Begin the window of `now`."""
+    def begin_window(self, now):
+        """Begin the window that has the time `now`."""
         window = int(now // self.window_s)
-        self.ends = (window + 1.0) * self.window_s
-        # BLAKE2's own keyed mode would pad the key to a block and compress a second one each time
-        self.previous, self.current = (
-            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
-            for number in (window - 1, window))
+        self.window_ends = (window + 1.0) * self.window_s
+        self.previous = self.keyed_hash(window - 1)
+        self.current = self.keyed_hash(window)
+
+    def keyed_hash(self, window):
+        """Return a hash object for the MACs of a window. BLAKE2's own keyed mode would pad the key
+        to a block, and hash a second block for each MAC."""
+        return hashlib.blake2b(self.key + struct.pack("<q", window), digest_size=self.size)
 
     def make(self, message, now):
-        if now >= self.ends:
-            self.turn(now)
+        """Return the MAC of a message, as bytes."""
+        if now >= self.window_ends:
+            self.begin_window(now)
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
 
     def is_valid(self, mac, message, now):
+        """Is this the MAC of the message, made in the present window or the one before?"""
         if mac == self.make(message, now):
             return True
         older = self.previous.copy()
@@ -997,67 +1165,68 @@ class Cookie:
         return mac == older.digest()
 
 
-# Verdicts, which stand in a limiter's table in place of the time at which the bucket is full
+# Two verdicts about an address. They stand in a limiter's table in place of the time at which a
+# bucket is full, so that no second look-up is needed
 EXEMPT, BLOCKED = -math.inf, math.inf
 
 
 class Limiter:
-    """Token buckets by source in a bounded table.
+    """Token buckets by source, in a bounded table.
 
-    A bucket is one number, the time at which it will be full again (the "generic cell rate
-    algorithm"). An unknown source has a full bucket, so a full table forgets the least recently
-    used one and refuses nobody. `verdict(address)` says once, when a source is first seen, whether
-    it is EXEMPT or BLOCKED; else 0. Verdicts are about addresses, buckets about source_key()."""
+    A bucket is one number: the time at which it will be full again (the "generic cell rate
+    algorithm"). An unknown source has a full bucket. So a full table refuses nobody: it forgets
+    the source that was used longest ago."""
 
     def __init__(self, rate, verdict=lambda address: 0.0):
-        """`rate`: tokens a second, tokens at once."""
+        """`rate`: (tokens a second, tokens at once); `verdict(address)` returns EXEMPT, BLOCKED or
+        0. It is called when an address is first seen."""
         self.verdict = verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
 
     def set_rate(self, rate):
-        """This rate from now on; every bucket is full, every verdict is asked for anew."""
-        self.cost_s = 1.0 / rate[0]
-        self.depth_s = (rate[1] + 0.001) / rate[0]      # a bit more, so that sums of fractions fit
+        """Change the rate. Every bucket is full again, and all verdicts are forgotten."""
+        per_second, at_once = rate
+        self.cost_s = 1.0 / per_second
+        # A bit more than the tokens take, so that rounding refuses none of them
+        self.depth_s = (at_once + 0.001) / per_second
         self.table.clear()
 
-    def is_nearly_empty(self, address, now):
-        """Has this source next to nothing left? Asking costs it nothing."""
-        full_at = self.table.get(source_key(address), 0.0)
-        return full_at - now > self.depth_s - 2 * self.cost_s
-
     def allow(self, address, now, tokens=1.0):
+        """May this source have so many tokens? If so, they are taken from its bucket."""
         table = self.table
-        full_at = table.get(address)
+        key = address
+        full_at = table.get(key)
         if full_at is None:
-            full_at = self.verdict(address)
-            if not full_at and ":" in address:          # a verdict may be about less than the /64
-                address = source_key(address)
-                full_at = table.get(address, 0.0)
-            if address not in table:
-                if len(table) >= LIMITER_SOURCES:
-                    table.popitem(last=False)
-                table[address] = full_at
+            key = self.insert(address)
+            full_at = table[key]
         if full_at == EXEMPT:
             return True
-        table.move_to_end(address)
+        table.move_to_end(key)
         full_at = (full_at if full_at > now else now) + self.cost_s * tokens
         if full_at - now > self.depth_s:
             return False
-        table[address] = full_at
+        table[key] = full_at
         return True
 
+    def insert(self, address):
+        """Put an address with its verdict into the table, or else its source with a full bucket.
+        Return the key there. Verdicts are about addresses, because they may be about less than an
+        IPv6 /64; buckets are about sources."""
+        key, full_at = address, self.verdict(address)
+        if not full_at and ":" in address:
+            key = source_key(address)
+            if key in self.table:
+                return key
+        if len(self.table) >= LIMITER_SOURCES:
+            self.table.popitem(last=False)
+        self.table[key] = full_at
+        return key
 
-class Limited(Exception):
-    """A UDP request that a limit turns away: it is counted and gets no answer."""
-
-
-class Tally:
-    """What one protocol has seen, for /metrics and the last line of the log."""
-
-    def __init__(self):
-        self.received = self.sent = self.bytes_in = self.bytes_out = 0
-        self.malformed = self.limited = self.unsent = self.errors = self.connections = 0
+    def is_nearly_empty(self, address, now):
+        """Has this source next to no tokens left? None is taken."""
+        full_at = self.table.get(source_key(address), 0.0)
+        return full_at - now > self.depth_s - 2 * self.cost_s
 
 
 # ================================================================================================
@@ -11090,7 +11259,7 @@ class MasterLogs:
             log_name, _, webhook_mark = lease.partition(b" ")
             if not log_name:
                 self.link.ask("SREM", self.prefix, member)
-            elif master != self.name and re.fullmatch(WORD, master):
+            elif master != self.name and re.fullmatch(PLAIN_NAME, master):
                 is_new_log = log_name not in self.records_read
                 already_read = self.records_read.get(log_name, 0)
                 records = self.read_new_records(log_name, already_read)
@@ -11137,7 +11306,7 @@ class MasterLogs:
     def checked_row(row):
         """Return the row with its address in the usual form. Raise ValueError if a value has the
         wrong type or is out of bounds."""
-        if not row.has_types() or not re.fullmatch(WORD, row.game):
+        if not row.has_types() or not re.fullmatch(PLAIN_NAME, row.game):
             raise ValueError("values of another type")
         if not math.isfinite(row.expires + row.first_seen + row.last_seen):
             raise ValueError("a time that is not finite")

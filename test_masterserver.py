@@ -9574,7 +9574,7 @@ class DiskOfTheProgramTest(unittest.TestCase):
 
     def test_what_is_switched_off_is_listed_for_a_minute_at_most(self) -> None:
         """Servers of each game, with and without what serves it, and when nothing is heard."""
-        luanti = {field.name: 1 for field in ms.LUANTI_FIELDS if field.needed}
+        luanti = {field.name: 1 for field in ms.LUANTI_FIELDS if field.is_required}
         luanti.update(name="L", version="5", description="", gameid="minetest")
         fields = dict.fromkeys("iceball subspace hyperbol mygame".split(), {"verified": "query"})
         fields["aio"] = {"verified": "connection"}
