@@ -1360,10 +1360,12 @@ class Rules:
 
         `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
         for key, limit in source_limits(source, self.max_servers_per_source):
-            if counts.get(key, 0) >= limit and not self.exempts(source):
-                network = key[-len("/64"):] + " network" if ":" in key else "address"
-                raise Refused("limit", "at most %d servers of one %s are %s"
-                              % (limit, network, participle))
+            if counts.get(key, 0) < limit or self.exempts(source):
+                continue
+            _, is_network, prefix_bits = key.partition("/")
+            unit = "/%s network" % prefix_bits if is_network else "address"
+            raise Refused("limit", "at most %d servers of one %s are %s"
+                          % (limit, unit, participle))
 
     def operator_marks(self, endpoint):
         """Return whether the operator marks the server at this (address, port) as official, and
@@ -1709,10 +1711,12 @@ class Registry:
         max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
         if fields.get("players", 0) > max_players:
             fields = {**fields, "players": max_players}
-        different = [item for item in fields.items() if getattr(server, item[0]) != item[1]]
-        if different:
-            for name, value in different:
+        has_changed = False
+        for name, value in fields.items():
+            if getattr(server, name) != value:
                 setattr(server, name, value)
+                has_changed = True
+        if has_changed:
             self.changed("changed", server)
 
     def remove_own(self, server):
@@ -1829,9 +1833,12 @@ class Registry:
     def expire(self, now):
         """Remove every own server that was silent for its lifetime. Called once a second."""
         # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
-        silent = [server for table in self.games.values() for server in table.values()
-                  if server.last_seen + server.lifetime <= now]
-        for server in silent:
+        expired = []
+        for table in self.games.values():
+            for server in table.values():
+                if server.last_seen + server.lifetime <= now:
+                    expired.append(server)
+        for server in expired:
             if self.is_silent(server.source, server.last_seen, server.lifetime, now):
                 self.remove_own(server)
 
@@ -2343,11 +2350,13 @@ class Database:
 
     def _write_samples(self, db, form, at, server_id, samples):
         """Write stored samples from the time `at` on; they belong to one block."""
-        start, offset = form.block_start(at), form.offset(at)
+        start = form.block_start(at)
+        offset = form.offset(at)
+        end = offset + len(samples)
         block = bytearray(self._block(db, form, start, server_id))
-        block[offset:offset + len(samples)] = samples
-        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)",
-                   {"step": form.step, "start": start, "server": server_id, "block": block})
+        block[offset:end] = samples
+        row = {"step": form.step, "start": start, "server": server_id, "block": block}
+        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)", row)
 
     def _roll_up(self, db, minute):
         """Compute the quarter hours and the hour of the last block of minutes that is not after
@@ -5797,15 +5806,28 @@ def answer_aio_text(session, now):
     return b""                      # other messages of these programs are meant for game servers
 
 
+AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), port"
+
+
 def publish_aio_text(session, fields, now):
     """List a server that publishes in the text dialect, and return the answer. The address is one
     of the fields only in the document."""
-    is_port = re.fullmatch(rb"[0-9]{1,5}", fields[-1]) if fields else None
-    if not is_port or len(fields) not in (3, 4):
-        raise Malformed("publish: not name, description, address (may be left out), port")
-    name, description, *claimed, port = map(aio_unescape_bytes, fields)
-    reason = session.publish_texts(name, description, b"".join(claimed), int(port), now)
-    return b"" if reason else b"%SUCCESS#13#%"      # this dialect has no message for a refusal
+    if len(fields) == 3:
+        name, description, port = fields
+        claimed = b""
+    elif len(fields) == 4:
+        name, description, claimed, port = fields
+    else:
+        raise Malformed(AIO_WRONG_PUBLISH)
+    if not re.fullmatch(rb"[0-9]{1,5}", port):
+        raise Malformed(AIO_WRONG_PUBLISH)
+    name = aio_unescape_bytes(name)
+    description = aio_unescape_bytes(description)
+    claimed = aio_unescape_bytes(claimed)
+    reason = session.publish_texts(name, description, claimed, int(port), now)
+    if reason:
+        return b""                  # this dialect has no message for a refusal
+    return b"%SUCCESS#13#%"
 
 
 def answer_aio_binary(session, now):
@@ -8438,9 +8460,11 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
         path = re.sub("^https?://[^/?]*", "", self.path)
         page, _, query = path.partition("?")
-        self.page = page or "/"
+        if page:
+            self.page = page
         self.route = self.page if self.page in ROUTES else "other"
-        self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+        values = urllib.parse.parse_qsl(query, keep_blank_values=True)
+        self.query = dict(values)
 
     def read_length(self):
         """Set `body_bytes`. Raise HttpError for a body whose length is missing or too large."""
@@ -8752,36 +8776,42 @@ class Web(TcpProtocol):
 
     def error_response(self, request, error):
         """Return an HttpError as a response, in the form that its reader expects."""
-        status, hint = error.status, str(error)
+        status = error.status
+        hint = str(error)
         reason = http.client.responses[status]
         if request.route == "/announce" and not request.luanti_json:
-            type, body = JSON_TYPE, to_json({"listed": False, "reason": hint})
-        elif request.route == "/master.json" and status in (403, 429):
-            type, body = JSON_TYPE, iceball_list(self, [])
-        elif "text/html" in request.header("Accept"):
-            type, body = HTML_TYPE, error_page(self.look, status, reason, hint)
-        else:
-            text = "%d %s\n%s\n" % (status, reason, hint)
-            type, body = TEXT_TYPE, text.encode()
-        return HttpResponse(body, type, status, error.fields)
+            body = to_json({"listed": False, "reason": hint})
+            return HttpResponse(body, JSON_TYPE, status, error.fields)
+        if request.route == "/master.json" and status in (403, 429):
+            empty_list = iceball_list(self, [])
+            return HttpResponse(empty_list, JSON_TYPE, status, error.fields)
+        if "text/html" in request.header("Accept"):
+            page = error_page(self.look, status, reason, hint)
+            return HttpResponse(page, HTML_TYPE, status, error.fields)
+        text = "%d %s\n%s\n" % (status, reason, hint)
+        return HttpResponse(text.encode(), TEXT_TYPE, status, error.fields)
 
     def list_response(self, request, list_filter, type, render):
         """Return the list that `render(servers, wall)` makes of the servers that pass the filter.
 
         A whole list, of one game or of all, is kept until the next tick. A search serves one
         client only, who pays for each server that is looked at."""
-        game, registry = list_filter.game, self.registry
+        game = list_filter.game
         wall = request.now + self.epoch
-        is_whole = list_filter == ListFilter(game)
-        if is_whole and game in ("", *self.look.games):
-            key = request.route, game
-            if key not in self.lists:
-                self.lists[key] = public_response(render(registry.servers(game), wall), type)
+        key = request.route, game
+        is_kept = list_filter == ListFilter(game) and game in ("", *self.look.games)
+        if is_kept and key in self.lists:
             return self.lists[key]
-        # The tokens are limited, because a page with a search in it asks every 5 s
-        self.charge(request, self.rules.request_tokens(registry.total / SEARCH_SERVERS))
-        servers = list(filter(list_filter.matches, registry.servers(game)))
-        return public_response(render(servers, wall), type)
+        servers = self.registry.servers(game)
+        if not is_kept:
+            # The tokens are limited, because a page with a search in it asks every 5 s
+            tokens = self.registry.total / SEARCH_SERVERS
+            self.charge(request, self.rules.request_tokens(tokens))
+            servers = [server for server in servers if list_filter.matches(server)]
+        response = public_response(render(servers, wall), type)
+        if is_kept:
+            self.lists[key] = response
+        return response
 
 
 # --- The query of a request ----------------------------------------------------------------------
@@ -8818,13 +8848,15 @@ class ListFilter(NamedTuple):
 
 def query_filter(web, request, default_game=""):
     """Return the ListFilter in the query. Raise HttpError."""
-    game = request.query.get("game", default_game)
-    name = clean(request.query.get("name", ""))
+    query = request.query
+    game = query.get("game", default_game)
+    name = query.get("name", "")
     players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
     is_known = game in ("", *web.look.games)
     if not is_known and request.route != "/servers.json":
-        raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-    return ListFilter(game, name, players_min)
+        shown = ascii(game[:100])
+        raise HttpError(404, "There is no game %s here." % shown)
+    return ListFilter(game, clean(name), players_min)
 
 
 def query_endpoint(request, default_address=""):
@@ -8959,8 +8991,9 @@ def get_servers_json(web, request):
     """Every field of every server: ?game=, ?name= (a part of it), ?players_min=."""
     def render(servers, wall):
         own_master = web.registry.master
+        cached = cached_entries(servers, "servers.json", server_json)
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
+        for server, entry in zip(servers, cached):
             entries.append(with_times(entry, server, web.epoch, own_master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
@@ -9053,11 +9086,13 @@ def get_list(web, request):
     kept, so `total_max` has the present ones."""
     def render(servers, wall):
         announced = [server for server in servers if server.luanti_announcement]
-        ranked = sorted(cached_entries(announced, "list", luanti_entry))
-        entries = b",\n".join([entry for _, entry in ranked])
+        ranked = cached_entries(announced, "list", luanti_entry)
+        ranked.sort()
+        entries = [entry for _, entry in ranked]
         players = sum(server.players for server in announced)
         total = b'{"clients":%d,"servers":%d}' % (players, len(announced))
-        return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (entries, total, total)
+        joined = b",\n".join(entries)
+        return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (joined, total, total)
 
     return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render)
 
@@ -9101,10 +9136,13 @@ def contact_lines(listeners, host, settings):
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
-    for game, (reader, line) in contacts.items():
-        if page or "%(page)s" not in line:
-            values = {"host": host, "port": ports.get(game), "game": game, "page": page}
-            lines.append((game, reader, line % values))
+    for game, (reader, template) in contacts.items():
+        needs_page = "%(page)s" in template
+        if needs_page and not page:
+            continue
+        values = {"host": host, "port": ports.get(game), "game": game, "page": page}
+        line = template % values
+        lines.append((game, reader, line))
     return lines
 
 
@@ -9140,10 +9178,12 @@ def render_list(web, list_filter, servers, wall):
     for id, listed in web.registry.games.items():
         if listed:
             counts[id] = len(listed)
-    rows = list_rows(web.look, servers[:PAGE_ROWS], hourly_players, web.epoch, wall)
+    shown = servers[:PAGE_ROWS]
+    rows = list_rows(web.look, shown, hourly_players, web.epoch, wall)
     day = ()
     if list_filter == ListFilter(game):
-        day = day_total(hourly_players, [game] if game else counts)
+        games = [game] if game else counts
+        day = day_total(hourly_players, games)
     host = web.settings["server.public_address"] or "THIS-HOST"
     contacts = contact_lines(web.core.listeners, host, web.settings)
     return list_page(web.look, list_filter, servers, rows, counts, contacts, sparkline(day))
@@ -9203,9 +9243,15 @@ def get_banner(web, request):
         if remembered:
             name, status = remembered.name, 200
             state = "not listed since %s UTC" % minute(remembered.last_seen)
-    svg = fill(BANNER, name=clean(name) or endpoint, state=state, players=players,
-               game=web.look.game_title(clean(query.game)), address=endpoint,
-               spark=sparkline(web.hourly_players.get(query.key, ())))
+    hourly_players = web.hourly_players.get(query.key, ())
+    svg = fill(
+        BANNER,
+        name=clean(name) or endpoint,
+        state=state,
+        players=players,
+        game=web.look.game_title(clean(query.game)),
+        address=endpoint,
+        spark=sparkline(hourly_players))
     return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
 
@@ -9531,10 +9577,12 @@ def get_check(web, request):
     address, port = query_endpoint(request, request.address)
     wall = request.now + web.epoch
     listed = listed_from(web, address, port)
-    findings = [finding(outcome, detail)
-                for outcome, detail in current_outcomes(web, request, address, listed)]
+    findings = []
+    for outcome, detail in current_outcomes(web, request, address, listed):
+        findings.append(finding(outcome, detail))
     findings += recorded_findings(web, address, port, listed, wall)
-    return HttpResponse(check_page(web.look, address, port, findings, listed, wall), HTML_TYPE)
+    page = check_page(web.look, address, port, findings, listed, wall)
+    return HttpResponse(page, HTML_TYPE)
 
 
 def listed_from(web, address, port):
@@ -9572,6 +9620,13 @@ def listed_outcome(server):
     return "listed"
 
 
+class TimedFinding(NamedTuple):
+    """A finding about a packet."""
+
+    at: float                           # when the packet came, by the monotonic clock
+    html: str
+
+
 def recorded_findings(web, address, port, listed, wall):
     """Return the findings about packets that came from an address, the latest first.
 
@@ -9589,19 +9644,26 @@ def recorded_findings(web, address, port, listed, wall):
         if record.outcome in ("announced", "listed") and packet_port in confirmed_ports:
             continue
         outcome = "gone" if record.outcome == "listed" else record.outcome
-        arrival = fill(ARRIVAL, when=time_tag(record.at + web.epoch, wall),
-                       protocol=web.look.game_title(protocol),
-                       peer=endpoint_text(address, packet_port) if packet_port else address)
-        findings.append((record.at, finding(outcome, record.detail, arrival)))
-    findings.sort(key=lambda timed_finding: timed_finding[0], reverse=True)
-    return [shown for _, shown in findings[:CHECK_FINDINGS]]
+        peer = address
+        if packet_port:
+            peer = endpoint_text(address, packet_port)
+        arrival = fill(
+            ARRIVAL,
+            when=time_tag(record.at + web.epoch, wall),
+            protocol=web.look.game_title(protocol),
+            peer=peer)
+        html = finding(outcome, record.detail, arrival)
+        findings.append(TimedFinding(record.at, html))
+    latest_first = sorted(findings, key=lambda timed: timed.at, reverse=True)
+    return [timed.html for timed in latest_first[:CHECK_FINDINGS]]
 
 
 def finding(outcome, detail, arrival=""):
     """Return the HTML of one finding. `arrival`: the HTML that says when a packet came."""
-    title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
-    return fill(FINDING, outcome=title, arrival=arrival,
-                todo=advice.replace("%s", detail or "nothing more is known"))
+    title, advice = OUTCOMES.get(outcome, OutcomeText(outcome, "%s"))
+    detail = detail or "nothing more is known"
+    todo = advice.replace("%s", detail)
+    return fill(FINDING, outcome=title, arrival=arrival, todo=todo)
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -9769,13 +9831,15 @@ def news_text(server, settings, escape=str):
 def discord_news(server, settings, entry):
     """Return the media type and the body of a message to Discord. (`entry` is for json_news.)"""
     text = news_text(server, settings, escape_markdown)
-    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
+    no_mentions = {"parse": []}
+    return JSON_TYPE, to_json({"content": text, "allowed_mentions": no_mentions})
 
 
 def slack_news(server, settings, entry):
     """Return the media type and the body of a message in Slack's format."""
     text = news_text(server, settings, separate_marks)
-    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
+    escaped = html.escape(text, quote=False)
+    return JSON_TYPE, to_json({"text": escaped})
 
 
 def text_news(server, settings, entry):
@@ -10560,11 +10624,17 @@ class HostNames:
     def next_of_strangers(self):
         """Take a look-up of the source whose last look-up began longest ago; a source that had none
         comes first."""
+        # A source that had no look-up lately has turn 0
         turns = {source: turn for turn, source in enumerate(self.recent_sources, 1)}
-        lookup = min(self.stranger_lookups,
-                     key=lambda waiting: turns.get(source_key(waiting.source), 0))
+
+        def turn_of(lookup):
+            source = source_key(lookup.source)
+            return turns.get(source, 0)
+
+        lookup = min(self.stranger_lookups, key=turn_of)
         self.stranger_lookups.remove(lookup)
-        keep_latest(self.recent_sources, source_key(lookup.source), None, LOOKUP_TURNS)
+        source = source_key(lookup.source)
+        keep_latest(self.recent_sources, source, None, LOOKUP_TURNS)
         return lookup
 
     def on_result(self, lookup: Lookup, result: Any, now: float) -> None:
@@ -10775,7 +10845,8 @@ class News:
         servers, and say of each what he likes."""
         for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
             message_times = self.sent_by_source.get(key, ())
-            if len(message_times) >= limit and self.now - message_times[-limit] < again_after:
+            recent = [at for at in message_times if self.now - at < again_after]
+            if len(recent) >= limit:
                 return not self.registry.rules.exempts(server.source)
         return False
 
@@ -10804,10 +10875,13 @@ class News:
     def send(self, server):
         """Give each webhook the message about a server, in its own format."""
         until = time.monotonic() + WEBHOOK_WITHIN_S
-        entry = with_times(server_json(server), server, self.epoch, self.registry.master)
+        own_master = self.registry.master
+        entry = with_times(server_json(server), server, self.epoch, own_master)
         for hook in self.hooks.values():
-            type, body = NEWS_FORMATS[hook.format](server, self.settings, entry)
-            hook.submit(functools.partial(hook.deliver, until, type, body), None)
+            format_news = NEWS_FORMATS[hook.format]
+            type, body = format_news(server, self.settings, entry)
+            delivery = functools.partial(hook.deliver, until, type, body)
+            hook.submit(delivery, None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
@@ -11922,10 +11996,18 @@ class MasterServer:
     def core(self):
         """Return the Core that every protocol gets."""
         return Core(
-            settings=self.settings, registry=self.registry, poller=self.poller,
-            resolve=self.host_names.resolve, http_announcers={}, database=self.database,
-            tallies=self.tallies, health=self.health, listeners=self.listeners,
-            gauges=self.gauges, hourly_players=self.hourly_players, cluster=self.cluster)
+            settings=self.settings,
+            registry=self.registry,
+            poller=self.poller,
+            resolve=self.host_names.resolve,
+            http_announcers={},
+            database=self.database,
+            tallies=self.tallies,
+            health=self.health,
+            listeners=self.listeners,
+            gauges=self.gauges,
+            hourly_players=self.hourly_players,
+            cluster=self.cluster)
 
     def hourly_players(self):
         """Return the last day's hourly player counts by server; {} without a database."""
@@ -13791,7 +13873,7 @@ def main(argv=None):
     after the program's name, by default those of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = ""
-    if arguments and arguments[0] in COMMANDS:
+    if COMMANDS.keys() & set(arguments[:1]):
         name = arguments.pop(0)
     command = COMMANDS[name]
     parser = ArgumentParser(
