@@ -142,7 +142,7 @@ PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSp
 
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers return it in 1 s
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six million years
-# Anybody can have an IPv6 /48, so it may have as much as so many single sources.
+# Anybody can have an IPv6 /48, so it may have as much as 16 single sources.
 SITE_SOURCES = 16
 LIMITER_SOURCES = 16384             # that one limiter remembers, in about 3 MB
 # What all unproven sources together get beyond what they sent, a second / at once, for each use of
@@ -172,12 +172,12 @@ ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of o
 NUMBER_DIGITS = 400
 HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
-HTTP_CACHE_BYTES = 16 << 20         # of responses; a larger one, of 50,000 servers, is kept alone
+HTTP_CACHE_BYTES = 16 << 20         # of responses; one of 50,000 servers has more, and is kept alone
 GZIP_MIN_BYTES = 600                # a shorter body fits one packet with its head in any case
 GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; level 6: 222 kB in 23
 RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
-RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: so long for each server
-CACHE_S = 5                         # a cache in front may keep an answer so long, as the page does
+RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: this long for each server
+CACHE_S = 5                         # for which a cache in front may keep an answer, like the page
 PAGE_ROWS = 2000                    # on one page; a search finds the others
 CHECK_FINDINGS = 100                # on one page of /check, the latest
 
@@ -693,7 +693,7 @@ class Settings:
         for override in overrides:
             name, equals, text = override.partition("=")
             if not equals:
-                # Not more is shown, because without "=" nobody can tell where a secret begins
+                # No more is shown, because without "=" nobody can tell where a secret begins
                 raise SettingsError("--set %.16s: expected section.key=value"
                                     % without_secrets(override))
             self.set_text(name.strip(), text.strip(), "--set")
@@ -915,7 +915,7 @@ ACCENT_RANGES = (
     "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e",      # Cyrillic, Hebrew, Thai
 )
 ACCENT = "[%s]" % "".join(ACCENT_RANGES)
-# The accents behind the third on one letter: so many are no writing
+# The accents behind the third on one letter: more than three are no writing
 EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
 
@@ -1082,7 +1082,7 @@ LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
 
 
-# Sources: whom a limit counts
+# Sources, by which limits count
 
 def source_key(address):
     """Return the source of an address, which limits count: the address itself for IPv4, and the
@@ -1193,7 +1193,7 @@ class Limiter:
         self.table.clear()
 
     def allow(self, address, now, tokens=1.0):
-        """May this source have so many tokens? If so, they are taken from its bucket."""
+        """May this source have this many tokens? If so, they are taken from its bucket."""
         table = self.table
         key = address
         full_at = table.get(key)
@@ -1280,7 +1280,7 @@ class Rules:
         self.games = settings["games"]
         self.blocked = Networks(settings["blocked"])
         self.exempt = Networks(settings["limits.exempt"])
-        # The reason for a block is for the operator alone, so blocked networks have none here
+        # Only the operator sees the reason for a block, so blocked networks have none here
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])
         self.refuse_names = settings["server.refuse_names"]
         self.max_servers = settings["limits.servers"]
@@ -1843,8 +1843,8 @@ class Registry:
                 self.remove_own(server)
 
     def is_silent(self, source, heard_at, seconds, now):
-        """Has this source, last heard at `heard_at`, been silent for so many seconds, and does the
-        silence prove anything?"""
+        """Has this source, last heard at `heard_at`, been silent for `seconds`, and does its silence
+        prove anything?"""
         if now < max(heard_at, self.silence_counts_from) + seconds:
             return False
         if now >= heard_at + FLOODED_LIFETIMES * seconds:
@@ -2005,13 +2005,13 @@ HOUR_OF_MINUTES = struct.Struct("<60H")     # a block of minutes
 
 STORAGE_BUSY_S = 0.2        # how long SQLite waits for another program's lock
 
-# Nothing is deleted for its age before samples have come for so long without a jump of the clock: a
-# clock that runs two years ahead, until NTP sets it, would make everything too old.
+# Nothing is deleted for its age before samples have come for this long without a jump of the
+# clock. A clock that runs two years ahead, until NTP sets it, would make everything too old.
 STEADY_S = DAY
-# The clock has jumped if a sample's wall clock is before that of the last sample, or so much after
-# it. Samples come every minute, and a restart of the machine takes some minutes.
+# The clock has jumped if the wall clock of a sample is before that of the last sample, or this much
+# after it. Samples come every minute, and a restart of the machine takes some minutes.
 JUMP_S = HOUR
-# What was sampled while the clock ran ahead is deleted after so long. This is more than STEADY_S,
+# What was sampled while the clock ran ahead is deleted after this long. This is more than STEADY_S,
 # because the clock of a machine without network may stand at 1970 for days.
 AHEAD_S = MONTH
 
@@ -2504,7 +2504,7 @@ class Database:
 # --- The list on disk ----------------------------------------------------------------------------
 
 SAVE_LATE_S = 10.0          # a batch takes milliseconds; a disk that has to spin up takes seconds
-# After a restart, a server whose connection has ended (AIO's) has so long to come back. A server
+# After a restart, a server whose connection has ended (AIO's) has this long to come back. A server
 # that no protocol here can hear, because its listener is switched off, stays no longer either.
 RESTORED_S = 60.0
 RESTORE_WITHIN_S = HOUR     # a server that was last seen before that is not worth showing
@@ -2915,18 +2915,18 @@ POLL_ANSWER_BYTES = 16384
 POLL_TIMEOUT_S = 3.0                # the script in the Hyperbol document waits 3 s
 # A poll is missed after two queries without an answer, because a single datagram may get lost
 POLL_ATTEMPTS = 2
-# A server is gone after so many missed polls in a row
+# A server is gone after this many missed polls in a row
 MISSED_POLLS_LIMIT = 3
-# Announcements may restart so many polls in a row, because a server that has just started may
+# Announcements may restart this many polls in a row, because a server that has just started may
 # announce itself several times
 RESTARTED_POLLS_LIMIT = 5
-# At the default rate, so many newcomers are all queried within 4 s, or within 40 s if listed
+# At the default rate, this many newcomers are all queried within 4 s, or within 40 s if listed
 # servers take nine tenths of the rate. If each is a Luanti server with the longest announcement,
 # those announcements take 160 MB
 MAX_NEWCOMERS = 2000
 # Listed servers leave one query in ten to newcomers
 NEWCOMER_SHARE = 10
-# Host names in the ini are looked up again after so long, because home addresses change
+# Host names in the ini are looked up again after this long, because home addresses change
 RESOLVE_S = 600.0
 # A host name without an address is looked up sooner, because our network may just have come up
 RESOLVE_RETRY_S = 60.0
@@ -2982,7 +2982,7 @@ class Querier:
     offset = 0
     # How long a query waits for its answer
     timeout_s = POLL_TIMEOUT_S
-    # A poll is missed after so many queries without an answer
+    # A poll is missed after this many queries without an answer
     attempts = POLL_ATTEMPTS
 
     def nonce(self) -> int:
@@ -3625,7 +3625,7 @@ ICEBALL_TRIMMED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - ICEBALL_TRIMMED.start
 # in place of a cookie. The server echoes it like any cookie, and the master ignores the echo
 ICEBALL_SAME = ICEBALL_COOKIE + b"same"
 ICEBALL_SAME_RETURNED = ICEBALL_HANDSHAKE + b"same"
-# Every server has to prove its address again after so many times the setting iceball.timeout
+# Every server has to prove its address again after this many times the setting iceball.timeout
 ICEBALL_PROOF_LIFETIMES = 2
 # The bits of a version that hold the build. Without them a version stands for all of its builds
 ICEBALL_BUILD_BITS = 1023
@@ -3976,7 +3976,7 @@ DRAFT_VALUE = struct.Struct("<i")
 # The latest requests are kept until their ids come back. If 30,000 forged requests come each
 # second, more than can be read, an honest game server still has 0.3 s to return its id
 DRAFT_REQUESTS = 8192
-# A source may have so many sessions for each server that it may list
+# A source may have this many sessions for each server that it may list
 DRAFT_SESSIONS = 2
 
 
@@ -5139,7 +5139,7 @@ LINK_LIST_PIECE = b"\0\x0a"
 LINK_CLUSTER = b"\0\x0e"
 LINK_VERSIONS = b"\1\0", b"\x11\0"  # end a connect
 LINK_NUMBERED_BYTES = 6             # the shortest packet that has a number or a time after its type
-LINK_WINDOW = 4                     # packets in flight: deployed clients are used to so many
+LINK_WINDOW = 4                     # packets in flight: deployed clients are used to this many
 LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
 LINK_NEVER_SENT = -math.inf         # stands for the time at which a new packet was sent
 # One datagram gets at most this many answers to its packets. A cluster could ask for seventy.
@@ -5387,7 +5387,7 @@ class SubSpaceList(UdpProtocol):
         return replies
 
     def split_list(self, min_players, now):
-        """Yield the packets with the list of zones that have at least so many players.
+        """Yield the packets with the list of zones that have at least this many players.
 
         The packets are built one by one as they can be sent, because thousands of them may be under
         way."""
@@ -9102,7 +9102,7 @@ def get_list(web, request):
 class Contact(NamedTuple):
     """A line that the operator of a game server can copy."""
 
-    reader: str                         # whom the line is for, and where it belongs
+    reader: str                         # the people who need the line, and where it belongs
     line: str                           # a %-template with host, port, game and page
 
 
@@ -11053,7 +11053,7 @@ CLUSTER_BATCHES = 60
 CLUSTER_MASTERS = 16        # operators run two or three masters
 CLUSTER_RETRY_S = 1.0       # before each connection; so the whole list is sent again within 5 s
 CLUSTER_PACE_S = 0.3        # between writing and reading; a change reaches others in two exchanges
-CLUSTER_LEASE_S = 10        # a master that is silent for so long has stopped, and its log expires
+CLUSTER_LEASE_S = 10        # a master that is silent for this long has stopped, and its log expires
 # After a lease has ended, the next attempt comes a second later, and its answer may take another.
 CLUSTER_MARGIN_S = 2.0
 # A master begins a new log when the old one has more records than this for each listed server,
@@ -12139,7 +12139,7 @@ CONNECT_S = 10.0                    # for a TCP connection to be established
 RESPONSE_S = 20.0                   # for an HTTP response
 TTL_MIN_S, TTL_MAX_S = 10.0, 3600.0     # a lifetime outside these bounds makes no sense
 STEP_S = 0.25                       # a waiting thread looks this often whether it must stop
-GOODBYE_S = 3.0                     # stop() waits so long for each master that does not answer
+GOODBYE_S = 3.0                     # stop() waits this long for each master that does not answer
 # The longest texts that the game servers of these games announce, in bytes
 ICEBALL_NAME_BYTES, ICEBALL_MODE_BYTES, ICEBALL_MAP_BYTES = 30, 10, 30
 ZONE_NAME_BYTES, ARENA_NAME_BYTES = 31, 15
@@ -12819,12 +12819,12 @@ ASK_TRIES = 3                       # datagrams get lost
 ASK_WAIT_S = 2.0                    # several round trips around the world
 # For a whole list: our own master does not serve a slow reader for longer
 ASK_TOTAL_S = OUTPUT_TOTAL_S
-FETCH_S = 10.0                      # a list server that is silent for so long does not answer
+FETCH_S = 10.0                      # a list server that is silent for this long does not answer
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
 LIST_SERVERS = 65536                # of one game; a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
-HYPERBOL_LIST_S = 5.0               # the document's script waits so long for the master
+HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
 AIO_TEXT_LIST_REQUEST = b"12#%\n"
 ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # all zones with at least 0 players
@@ -12884,7 +12884,7 @@ def tcp_ask(sock, question, read_answer):
 def tcp_read_all(sock, question, entry_bytes=0):
     """Send a question, and return all that comes until the other side closes.
 
-    `entry_bytes`: for a list of entries that each have so many bytes and no head; then there may
+    `entry_bytes`: for a list of entries that each have this many bytes and no head; then there may
     be LIST_SERVERS entries. Errors and deadlines are as in tcp_ask()."""
     max_bytes, limit_text = FETCH_BYTES, "%d bytes" % FETCH_BYTES
     if entry_bytes:
@@ -13596,7 +13596,7 @@ def list_line(server):
 
 EXPORT_TRIES = 2                    # queries to each server: 4 s together; the script takes 3 s
 EXPORT_AT_ONCE = 200                # queries, with a socket each; macOS allows a program 256 files
-EXPORT_TOTAL_S = 60.0               # for all queries: 3,000 servers that do not answer take so long
+EXPORT_TOTAL_S = 60.0               # for all queries; it is enough for 3,000 that get no answer
 EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may be asleep
 
 # The exit statuses of the script in Hyperbol's document
