@@ -5833,185 +5833,304 @@ class Aio(TcpProtocol, Querier):
 
 # --- Quake III -----------------------------------------------------------------------------------
 
-QUAKE3_HEAD = b"\xff\xff\xff\xff"       # every packet begins with it
+# Every packet of the protocol begins with these bytes
+QUAKE3_HEAD = b"\xff\xff\xff\xff"
 QUAKE3_HEARTBEAT = QUAKE3_HEAD + b"heartbeat"
 QUAKE3_GETINFO = QUAKE3_HEAD + b"getinfo "
 QUAKE3_INFO = QUAKE3_HEAD + b"infoResponse\n"
 QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
+QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
+QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
+# In a list, one of these bytes stands before each address
+QUAKE3_IPV4 = b"\\"
+QUAKE3_IPV6 = b"/"
 QUAKE3_END = b"\\EOT\0\0\0"
-QUAKE3_PACKET_BYTES = 1400              # of a list, as dpmaster: no network splits it
-QUAKE3_TEXT_BYTES = 255                 # of a key or a value; a longer one is skipped
+# The limit for one packet of a list is that of dpmaster. No network splits packets of this size
+QUAKE3_PACKET_BYTES = 1400
+# A key or a value that is longer is skipped
+QUAKE3_TEXT_BYTES = 255
+# A challenge is a MAC in base64. The secret key changes at each start and reload. Because a MAC has
+# only 6 bytes, a getinfo has 20, which is no more than a heartbeat has. Even 50,000 guesses a
+# second take 180 years to find one
+QUAKE3_MAC_BYTES = 6
 QUAKE3_CHALLENGE = re.compile(rb"[A-Za-z0-9_-]{8}")
+# A game server has this time to answer a getinfo; up to twice the time is accepted
+QUAKE3_CHALLENGE_S = 2.0
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
-# The words of game types in a question
+# The filters of a question that stand for a game type, with its number
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-QUAKE3_GAMETYPE = b"gametype="          # the number, or another word, stands behind it
-# Heartbeat tags and the games they stand for; servers of DarkPlaces tell theirs themselves. The
-# Flatlines say that a server shuts down, and like any heartbeat are believed if it is silent then
-QUAKE3_TAGS = {"DarkPlaces": "", "QuakeArena-1": "Quake3Arena", "Wolfenstein-1": "wolfmp",
-               "EnemyTerritory-1": "et", "WolfFlatline-1": "wolfmp", "ETFlatline-1": "et"}
-# The game of a server that tells none, as Quake III 1.32 does not, by its protocol
+# The filter for any game type: its number or its name follows
+QUAKE3_GAMETYPE = b"gametype="
+# A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
+QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
+# The tags of heartbeats, with the gamename that each stands for. Servers of DarkPlaces say their
+# gamename in the infoResponse. A server that shuts down sends a Flatline tag. Like any other
+# heartbeat it may be forged, so the server is removed only if it does not answer any more
+QUAKE3_TAGS = {
+    "DarkPlaces": "",
+    "QuakeArena-1": "Quake3Arena",
+    "Wolfenstein-1": "wolfmp",
+    "EnemyTerritory-1": "et",
+    "WolfFlatline-1": "wolfmp",
+    "ETFlatline-1": "et",
+}
+# Some servers, such as those of Quake III 1.32, do not say their gamename. Their protocol number
+# tells the game
 QUAKE3_GAME_OF_PROTOCOL = {
     "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
     "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
     "72": "et", "80": "et", "83": "et", "84": "et"}
-QUAKE3_TITLES = {                       # by id in the registry; others have their gamename
-    "quake3arena": "Quake III Arena", "openarena": "OpenArena", "xonotic": "Xonotic",
-    "wolfmp": "Return to Castle Wolfenstein", "et": "Wolfenstein: Enemy Territory",
-    "nexuiz": "Nexuiz", "warsow": "Warsow"}
-# What the numbers of game types mean to players of the games that the protocol was made for
+# OpenArena still uses Quake III's gamename. No other game has OpenArena's protocol number
+QUAKE3_OPENARENA_PROTOCOL = "71"
+# The titles of games by id in the registry. A game that is not here has its gamename as its title
+QUAKE3_TITLES = {
+    "quake3arena": "Quake III Arena",
+    "openarena": "OpenArena",
+    "xonotic": "Xonotic",
+    "wolfmp": "Return to Castle Wolfenstein",
+    "et": "Wolfenstein: Enemy Territory",
+    "nexuiz": "Nexuiz",
+    "warsow": "Warsow",
+}
+# The meaning of the game types' numbers in the games that the protocol was made for
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
-QUAKE3_MODES_OF = "quake3arena", "openarena"
-QUAKE3_GAMES = 64                       # at a time: each is a tab on the page
-# New ones that one source may bring: a machine runs servers of one game, rarely of two
+QUAKE3_MODE_GAMES = "quake3arena", "openarena"
+# So many games at a time may be listed that have no name here, because each is a tab on the page
+QUAKE3_MAX_NEW_GAMES = 64
+# One source may bring so many of these games. A machine runs servers of one game, rarely of two
 QUAKE3_GAMES_PER_SOURCE = 4
-QUAKE3_GAMES_PER_NETWORK = 8            # of an IPv6 /48, which anybody can have
-QUAKE3_QUESTIONS = 256                  # whose answers are kept: programs ask a few for each game
-# The form of what an infoResponse must have, once the defaults are in it
-QUAKE3_NEEDED = {"protocol": "0|-?[1-9][0-9]{0,8}", "clients": "-?[0-9]{1,9}",
-                 "sv_maxclients": "0*[1-9][0-9]{0,8}", "gametype": r"\S+"}
+# The limit for an IPv6 /48, because anybody can have one
+QUAKE3_GAMES_PER_NETWORK = 8
+# The answers to so many different questions are kept. Programs ask a few questions for each game
+QUAKE3_MAX_CACHED_ANSWERS = 256
+# The values that an infoResponse must have, each with the pattern that it must match. The game type
+# may be missing, because QUAKE3_DEFAULTS has one
+QUAKE3_REQUIRED_VALUES = {
+    "protocol": "0|-?[1-9][0-9]{0,8}",
+    "clients": "-?[0-9]{1,9}",
+    "sv_maxclients": "0*[1-9][0-9]{0,8}",
+    "gametype": r"\S+",
+}
+QUAKE3_DEFAULTS = {"gametype": "0"}
 
 
 class Quake3Info(NamedTuple):
-    """What an infoResponse tells of its server."""
+    """The state of a game server, as its infoResponse says it."""
 
-    gamename: Optional[str]             # None: it has no such key
-    protocol: str
-    gametype: str
+    gamename: Optional[str]             # None if the infoResponse has no such key
+    protocol: str                       # a number
+    gametype: str                       # a number or a name
     hostname: str                       # without colours
     mapname: str
-    clients: int
+    clients: int                        # all players, bots included
     max_clients: int
-    people: str                         # how many clients are no bots; "": not told
+    human_players: str                  # the number of players without bots; "" if it is missing
 
 
-def quake3_pairs(data):
-    r"""The `\key\value` pairs of an infoResponse, as bytes; of a key that comes twice the last."""
-    texts = data.split(b"\\")[1:]
-    return dict(zip(texts[::2], texts[1::2]))
+def split_quake3_pairs(data):
+    r"""Return the `\key\value` pairs of an infoResponse as a dict of bytes.
+
+    If a key comes twice, its last value counts."""
+    # The first piece is the head of the packet
+    pieces = data.split(b"\\")
+    keys, values = pieces[1::2], pieces[2::2]
+    return dict(zip(keys, values))
 
 
-def quake3_info(pairs):
-    """The Quake3Info that these pairs of an infoResponse give. Raises Malformed."""
-    texts = {"gametype": "0"}
-    for key, value in pairs.items():
-        if len(key) <= QUAKE3_TEXT_BYTES and len(value) <= QUAKE3_TEXT_BYTES:
-            texts[decode_legacy(key)] = decode_legacy(value)
-    for key, form in QUAKE3_NEEDED.items():
-        if not re.fullmatch(form, texts.get(key, "")):
-            raise Malformed("%s: %a" % (key, texts.get(key, "")))
+def parse_quake3_info(pairs):
+    """Return the Quake3Info in the key-value pairs of an infoResponse, which are bytes.
+
+    Raise Malformed if a value that the list needs is missing or has the wrong form."""
+    texts = decode_quake3_pairs(pairs)
+    for key, pattern in QUAKE3_REQUIRED_VALUES.items():
+        value = texts.get(key, "")
+        if not re.fullmatch(pattern, value):
+            raise Malformed("%s: %a" % (key, value))
     gamename = texts.get("gamename")
     if gamename is not None and len(gamename.split()) != 1:
         raise Malformed("gamename: %a" % gamename)
-    hostname = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", texts.get("hostname", ""))
+    hostname = QUAKE3_COLOUR.sub("", texts.get("hostname", ""))
     return Quake3Info(
-        gamename, texts["protocol"], texts["gametype"], clean(hostname),
-        texts.get("mapname", ""), int(texts["clients"]), clamp(int(texts["sv_maxclients"])),
-        texts.get("g_humanplayers", ""))
+        gamename,
+        texts["protocol"],
+        texts["gametype"],
+        clean(hostname),
+        texts.get("mapname", ""),
+        clients=int(texts["clients"]),
+        max_clients=clamp(int(texts["sv_maxclients"])),
+        human_players=texts.get("g_humanplayers", ""))
+
+
+def decode_quake3_pairs(pairs):
+    """Return these key-value pairs of bytes as strings, together with QUAKE3_DEFAULTS.
+
+    Pairs with a key or value that is too long are left out."""
+    texts = dict(QUAKE3_DEFAULTS)
+    for key, value in pairs.items():
+        longest = max(len(key), len(value))
+        if longest <= QUAKE3_TEXT_BYTES:
+            texts[decode_legacy(key)] = decode_legacy(value)
+    return texts
 
 
 def quake3_fields(info, gamename):
-    """The same as attributes of Server; `gamename`: of the game that the server is of."""
-    return {"name": info.hostname, "map": info.mapname, "mode": info.gametype,
-            "version": info.protocol, "players": info.clients, "max_players": info.max_clients,
-            "details": {"gamename": gamename, "people": info.people}}
+    """Return the contents of a Quake3Info as a dict of attributes of Server.
+
+    `gamename` is that of the server's game; the infoResponse may not have it."""
+    return {
+        "name": info.hostname,
+        "map": info.mapname,
+        "mode": info.gametype,
+        "version": info.protocol,
+        "players": info.clients,
+        "max_players": info.max_clients,
+        "details": {"gamename": gamename, "people": info.human_players},
+    }
 
 
-def quake3_game(gamename, protocol=""):
-    """The id in the registry of the game with this gamename."""
+def quake3_game_id(gamename, protocol=""):
+    """Return the id that a game has in the registry, from its gamename and protocol number."""
     game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
-    # OpenArena has kept the name that it comes from, and no other game has its protocol
-    return "openarena" if (game, protocol) == ("quake3arena", "71") else game
+    if game == "quake3arena" and protocol == QUAKE3_OPENARENA_PROTOCOL:
+        return "openarena"
+    return game
 
 
 class Quake3Question(NamedTuple):
-    """What a player's program asks for by getservers or getserversExt."""
+    """The question of a player's program: which servers of a game are there?"""
 
-    extended: bool                      # getserversExt
-    gamename: str                       # "": the anonymous games
-    protocol: str
-    gametype: str                       # "": any
-    empty: bool                         # with servers that nobody is on …
-    full: bool                          # … and with those that have no room
-    ipv4: bool
-    ipv6: bool
+    is_extended: bool                   # True: a getserversExt, whose answer has IPv6 addresses
+    gamename: str                       # "" for the games that are listed without a name
+    protocol: str                       # a number
+    gametype: str                       # "" for any
+    wants_empty: bool                   # False leaves out servers without players
+    wants_full: bool                    # False leaves out servers without a free slot
+    wants_ipv4: bool
+    wants_ipv6: bool
 
 
-def quake3_question(words):
-    """The Quake3Question that is asked by the words of this packet. Raises Malformed."""
-    command, *words = words
-    extended = command == QUAKE3_GETSERVERS_EXT
-    if not extended and command != QUAKE3_GETSERVERS:
+def parse_quake3_question(words):
+    """Return the Quake3Question in a packet. Raise Malformed if the packet is no question.
+
+    `words` are the bytes of the packet, split at white space. There are two forms:
+
+        getservers [gamename] protocol [filter ...]
+        getserversExt gamename protocol [filter ...]"""
+    command, *arguments = words or [b""]
+    is_extended = command == QUAKE3_GETSERVERS_EXT
+    if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
-    gamename = b""
-    # Without a name the protocol comes first; a name may begin with a digit
-    if words and (extended or not QUAKE3_NUMBER.fullmatch(words[0])):
-        gamename, *words = words
-    if not words or not QUAKE3_NUMBER.fullmatch(words[0]):
+    first, *following = arguments or [b""]
+    # A gamename may begin with a digit, but it is no number
+    has_gamename = is_extended or not QUAKE3_NUMBER.fullmatch(first)
+    if has_gamename:
+        gamename = first
+        protocol, *filters = following or [b""]
+    else:
+        gamename, protocol, filters = b"", first, following
+    if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
-    protocol, *filters = words
+    wants_ipv4, wants_ipv6 = quake3_address_families(filters, is_extended)
+    wants_empty = b"empty" in filters
+    wants_full = b"full" in filters
+    return Quake3Question(
+        is_extended, decode_legacy(gamename), protocol.decode(), quake3_gametype(filters),
+        wants_empty, wants_full, wants_ipv4, wants_ipv6)
+
+
+def quake3_gametype(filters):
+    """Return the game type that these filters of a question name, "" if there is none.
+
+    If there are several, the last one counts."""
     gametype = ""
-    for word in filters:
-        if word.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
-        elif word in QUAKE3_GAMETYPES:
-            gametype = QUAKE3_GAMETYPES[word]
-    ipv4, ipv6 = b"ipv4" in filters, b"ipv6" in filters
-    if not extended:
-        ipv4, ipv6 = True, False
-    elif not ipv4 and not ipv6:
-        ipv4 = ipv6 = True
-    return Quake3Question(extended, decode_legacy(gamename), protocol.decode(), gametype,
-                          b"empty" in filters, b"full" in filters, ipv4, ipv6)
+    for argument in filters:
+        if argument.startswith(QUAKE3_GAMETYPE):
+            gametype = decode_legacy(argument[len(QUAKE3_GAMETYPE):])
+        elif argument in QUAKE3_GAMETYPES:
+            gametype = QUAKE3_GAMETYPES[argument]
+    return gametype
+
+
+def quake3_address_families(filters, is_extended):
+    """Return two booleans: does a question with these filters ask for IPv4 servers, and for IPv6
+    servers?
+
+    A plain getservers gets IPv4 servers, because its answer has no room for IPv6 addresses. A
+    getserversExt gets both if its filters name neither."""
+    if not is_extended:
+        return True, False
+    wants_ipv4 = b"ipv4" in filters
+    wants_ipv6 = b"ipv6" in filters
+    if not wants_ipv4 and not wants_ipv6:
+        return True, True
+    return wants_ipv4, wants_ipv6
 
 
 class Quake3Entry(NamedTuple):
-    """A server in the lists of its game."""
+    """A game server in the lists of its game, prepared for the answers to questions."""
 
-    gamenames: Sequence[str]            # by which it is found, "" among them if it is anonymous
+    # Questions with one of these gamenames get the server. "" is among them if the game is also
+    # listed without a name
+    gamenames: Sequence[str]
     protocol: str
     gametype: str
-    empty: bool                         # only players that ask for empty servers get it, …
-    full: bool                          # … or only those that ask for full ones
-    ipv6: bool
-    packed: bytes                       # as it stands in a list
+    is_empty: bool                      # listed only for questions that want empty servers
+    is_full: bool                       # listed only for questions that want full servers
+    is_ipv6: bool
+    packed: bytes                       # the address and port as they stand in a list
 
-    def answers(self, question):
-        """Does the server belong in the answer to this question about its game and protocol?"""
-        if self.empty and not question.empty or self.full and not question.full:
+    def matches(self, question):
+        """Return whether the server belongs in the answer to this question.
+
+        The caller has compared gamename and protocol already."""
+        if self.is_empty and not question.wants_empty:
             return False
-        if question.gametype not in ("", self.gametype):
+        if self.is_full and not question.wants_full:
             return False
-        return question.ipv6 if self.ipv6 else question.ipv4
+        if question.gametype and question.gametype != self.gametype:
+            return False
+        if self.is_ipv6:
+            return question.wants_ipv6
+        return question.wants_ipv4
 
 
-def quake3_entry(server, anonymous):
-    """The Quake3Entry of a server; `anonymous`: the gamenames that are found without a name."""
-    address, gamename = ipaddress.ip_address(server.address), server.details["gamename"]
-    ipv6 = address.version == 6
-    empty = server.players == 0
-    full = not empty and server.players == server.max_players
-    if gamename == "et":                # whose players always get empty and full servers
-        empty = full = False
+def render_quake3_entry(server, anonymous_gamenames):
+    """Return the Quake3Entry of a listed server.
+
+    `anonymous_gamenames` are the games that are listed for questions without a gamename too."""
+    gamename = server.details["gamename"]
+    gamenames = [gamename]
+    if gamename in anonymous_gamenames:
+        gamenames.append("")
+    is_empty = server.players == 0
+    is_full = server.players == server.max_players and not is_empty
+    if gamename == "et":                # its players always get empty and full servers too
+        is_empty = is_full = False
+    address = ipaddress.ip_address(server.address)
+    is_ipv6 = address.version == 6
+    separator = QUAKE3_IPV6 if is_ipv6 else QUAKE3_IPV4
+    packed = separator + address.packed + struct.pack(">H", server.port)
     return Quake3Entry(
-        (gamename, "") if gamename in anonymous else (gamename,), server.version, server.mode,
-        empty, full, ipv6,
-        (b"/" if ipv6 else b"\\") + address.packed + struct.pack(">H", server.port))
+        gamenames, server.version, server.mode, is_empty, is_full, is_ipv6, packed)
 
 
-def quake3_packets(question, entries):
-    """The answer to a question; `entries`: those of its game and protocol."""
-    head = QUAKE3_HEAD + b"getserversResponse"
-    if question.extended:
-        head = QUAKE3_HEAD + b"getserversExtResponse"
-    packets = [head]
-    packed = [entry.packed for entry in entries if entry.answers(question)]
-    for piece in (*packed, QUAKE3_END):
-        if len(packets[-1]) + len(piece) > QUAKE3_PACKET_BYTES:
-            packets.append(head)
-        packets[-1] += piece
+def render_quake3_packets(question, entries):
+    """Return the list of packets that answers a Quake3Question.
+
+    `entries` are the Quake3Entry records of the game and protocol that it asks for."""
+    head = QUAKE3_SERVERS_EXT if question.is_extended else QUAKE3_SERVERS
+    pieces = [entry.packed for entry in entries if entry.matches(question)]
+    pieces.append(QUAKE3_END)
+    packets = []
+    packet = head
+    for piece in pieces:
+        if len(packet) + len(piece) > QUAKE3_PACKET_BYTES:
+            packets.append(packet)
+            packet = head
+        packet += piece
+    packets.append(packet)
     return packets
 
 
@@ -6025,117 +6144,176 @@ class Quake3(UdpProtocol, PolledGame):
         > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
 
-    A heartbeat may be forged, so it only says "ask me": nothing is kept before an infoResponse with
-    the right challenge, and what is listed comes from that. The poller has the servers that are
-    listed, by the address and port that each sends from. A heartbeat of one of them has it polled
-    at once, for the last time if it is silent then, as that may have been its farewell. To the
-    poller's own port its answer comes through, whatever is sent in its name to this one.
+    Because a heartbeat may be forged, it only makes the master ask: nothing is remembered before an
+    infoResponse with the right challenge, and the contents of the list come from infoResponses.
+
+    The poller queries all listed servers, at the address and port that each sends from. If one of
+    them sends a heartbeat, it is polled at once. If it is silent then, it is removed, because the
+    heartbeat may have been its farewell. The answer to such a poll goes to the poller's own port,
+    so packets that others send to this port in the server's name do not hinder it.
     """
 
-    game = "quake3"                     # for poller and /check; each gamename is a game in the list
+    # The name of the protocol for the poller and /check. In the registry each gamename is a game
+    game = "quake3"
     ipv4_only = False
-    timeout_s, attempts = 1.0, 3        # a server that has left is to go within 5 s
+    # With these a server that has left is removed within 5 s of its farewell
+    timeout_s = 1.0
+    attempts = 3
 
     def __init__(self, core):
         super().__init__(core)
-        del core.http_announcers[self.game]          # heartbeats alone announce it
-        self.answers = RenderedList(self.registry, "", self.answers_about)
+        # Servers of this protocol are announced by heartbeats alone, not by HTTP
+        del core.http_announcers[self.game]
+        # The rendered value is a function that answers questions
+        self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
         self.registry.subscribe(self.on_registry_event, events=["listed", "gone"],
                                 every_master=True)
         self.read(core.settings)
 
     def read(self, settings):
-        # With a MAC of 6 bytes getinfo has 20, no more than a heartbeat; 50,000 guesses a second
-        # take 180 years. An answer has 2 s to come back, up to twice that counts
-        self.cookie = Cookie(os.urandom(16), 6, 2.0)
+        """Take over the settings, at the start and after a reload."""
+        self.cookie = Cookie(os.urandom(16), QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
         self.settings = settings
-        self.tags = dict(QUAKE3_TAGS)
+        self.gamenames_by_tag = dict(QUAKE3_TAGS)
         for line in settings["quake3.tags"]:
             tag, _, gamename = line.partition("=")
-            self.tags[tag.strip()] = gamename.strip()
-        self.tag_gamenames = tuple(dict.fromkeys(self.tags.values()))       # each game once
+            self.gamenames_by_tag[tag.strip()] = gamename.strip()
+        gamenames = self.gamenames_by_tag.values()
+        self.tag_gamenames = tuple(dict.fromkeys(gamenames))        # each gamename once
         self.registry.forget_entries()            # entries tell whether their server is anonymous
 
     def serves(self, server):
-        """Every game of the family, as watch() knows them."""
+        """Return whether this server is one of the family. Only those have a gamename."""
         return "gamename" in server.details
 
     def on_registry_event(self, event, server):
-        """Every listed server is polled, also one that was restored from disk."""
+        """Poll every server of the family that is listed, and give its game a title.
+
+        `event` is "listed" or "gone". Servers restored from the disk are listed in this way too.
+        The servers of other masters are not polled."""
         gamename = server.details.get("gamename")
-        if gamename and not server.master:
+        if not gamename:
+            return
+        if not server.master:
             super().on_registry_event(event, server)
-        if gamename and event == "listed":
-            # A foreign letter may look like another one: then the id, which has none, is the title
-            title = gamename if gamename.isascii() else server.game
-            self.registry.set_game_title(server, QUAKE3_TITLES.get(server.game, title))
+        if event == "listed":
+            title = gamename
+            if not gamename.isascii():
+                # Letters of other scripts may look like those of a known title; the id has none
+                title = server.game
+            known_title = QUAKE3_TITLES.get(server.game, title)
+            self.registry.set_game_title(server, known_title)
 
-    def answers_about(self, servers):
-        """The function that gives the packets that answer a Quake3Question about these servers."""
-        ours = [server for server in servers if "gamename" in server.details]
-        render = functools.partial(quake3_entry, anonymous=self.tag_gamenames)
-        entries = collections.defaultdict(list)         # by gamename and protocol
-        for entry in cached_entries(ours, "quake3", render):
-            for gamename in entry.gamenames:
-                entries[gamename, entry.protocol].append(entry)
+    # Questions of players' programs
 
-        @functools.lru_cache(QUAKE3_QUESTIONS)
+    def render_answer_function(self, servers):
+        """Return a function that takes a Quake3Question and returns the packets that answer it from
+        these servers."""
+        entries_by_game = self.group_entries(servers)
+
+        @functools.lru_cache(QUAKE3_MAX_CACHED_ANSWERS)
         def answer(question):
-            return quake3_packets(question, entries.get((question.gamename, question.protocol), ()))
+            entries = entries_by_game.get((question.gamename, question.protocol), ())
+            return render_quake3_packets(question, entries)
+
         return answer
 
+    def group_entries(self, servers):
+        """Return the Quake3Entry records of the family's servers among these, as a dict of lists by
+        (gamename, protocol)."""
+        family = [server for server in servers if "gamename" in server.details]
+        entries_by_game = collections.defaultdict(list)
+        for entry in cached_entries(family, "quake3", self.render_entry):
+            for gamename in entry.gamenames:
+                entries_by_game[gamename, entry.protocol].append(entry)
+        return entries_by_game
+
+    def render_entry(self, server):
+        """Return the Quake3Entry of a server, which cached_entries() keeps until it changes."""
+        return render_quake3_entry(server, self.tag_gamenames)
+
+    def answer_question(self, words, source, now):
+        """Return the packets that answer a question. `words` are its bytes, split at white space.
+
+        Raise Malformed if it is no question, and Limited if a limit forbids an answer."""
+        question = parse_quake3_question(words)
+        # If forged questions have used up the limit for answers, none is even rendered
+        if self.rules.surplus_is_spent("quake3", source, now):
+            raise Limited
+        # By default a source gets 5 answers at once, then 1 a second
+        tokens = self.rules.request_tokens(10)
+        if not self.rules.udp_request_limiter.allow(source, now, tokens):
+            raise Limited
+        answer = self.answer_function.get(now)
+        return answer(question)
+
+    # All datagrams
+
     def datagram(self, data, peer, now):
+        """Answer a heartbeat, an infoResponse or a question: return (datagram, peer) pairs.
+
+        Raise Malformed for every other datagram, and record the reason for /check. Raise Limited
+        if a limit forbids the answer."""
+        endpoint = peer[:2]
+        source, port = endpoint
         try:
-            packets = self.packets_for(data, peer[:2], now)
-        except Malformed as wrong:
-            self.registry.record_outcome(peer[0], self.game, peer[1], "bad packet", now, str(wrong))
+            packets = self.answer_packet(data, endpoint, now)
+        except Malformed as error:
+            self.record_outcome(source, port, "bad packet", now, str(error))
             raise
         surplus = sum(map(len, packets)) - len(data)
-        if not self.rules.allow_surplus("quake3", peer[0], surplus, now):
+        if not self.rules.allow_surplus("quake3", source, surplus, now):
             raise Limited
         return [(packet, peer) for packet in packets]
 
-    def packets_for(self, data, place, now):
-        """The packets that answer this one from `place`. Raises Malformed and Limited."""
+    def answer_packet(self, data, endpoint, now):
+        """Return the list of packets that answer this one.
+
+        `endpoint` is the (address, port) that it comes from. Raise Malformed and Limited as
+        datagram() does."""
         if data.startswith(QUAKE3_INFO):
-            self.refresh(data, place, now)
-            target = self.poller.find(self, *place)
-            if target is not None:                      # else it is refused
+            self.accept_info(data, endpoint, now)
+            target = self.poller.find(self, *endpoint)
+            if target is not None:                      # it is None if the server was refused
                 target.missed_polls = 0
             return []
         words = data.split()
-        if len(words) == 2 and words[0] == QUAKE3_HEARTBEAT:
-            return self.heartbeat(words[1].decode("latin-1"), place, now)
-        question = quake3_question(words or [b""])
-        # Forged questions have emptied the bucket: an answer is not even made
-        if self.rules.surplus_is_spent("quake3", place[0], now):
-            raise Limited
-        # By default a source gets 5 at once, then 1 a second
-        if not self.rules.udp_request_limiter.allow(place[0], now, self.rules.request_tokens(10)):
-            raise Limited
-        return self.answers.get(now)(question)
+        if len(words) == 2:
+            command, tag = words
+            if command == QUAKE3_HEARTBEAT:
+                return self.answer_heartbeat(tag.decode("latin-1"), endpoint, now)
+        source, _ = endpoint
+        return self.answer_question(words, source, now)
 
-    # Heartbeats, and the challenge that an answer must have
+    # Heartbeats, and the challenges that infoResponses must have
 
-    def heartbeat(self, tag, place, now):
-        """A getinfo for a server that is listed, which is polled as well, or that may be listed."""
-        if tag not in self.tags:
+    def answer_heartbeat(self, tag, endpoint, now):
+        """Return a list with a getinfo for the server at `endpoint`, if it is listed or may be.
+
+        A listed server is also polled at once, unless a poll is under way already. Otherwise the
+        list is empty. Raise Malformed if the tag stands for no game here."""
+        if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        target = self.poller.find(self, *place)
-        if target is None or self.listed_server(target) is None:
-            if not self.may_be_listed(place, now):
+        target = self.poller.find(self, *endpoint)
+        is_listed = target is not None and self.listed_server(target) is not None
+        if is_listed:
+            # Whatever arrives, a listed server is asked once a second at most
+            if self.is_last_poll(target, now):
                 return []
-            tag_gamename = self.tags[tag]
-        elif self.is_last_poll(target, now):            # it is asked once a second, whatever comes
-            return []
+            polled_target = self.poller.poll_now(self, *endpoint, now)
+            polled_target.missed_polls = MISSED_POLLS_LIMIT - 1
+            tag_gamename = ""                           # the list has its gamename already
+        elif self.may_be_listed(endpoint, now):
+            tag_gamename = self.gamenames_by_tag[tag]
         else:
-            self.poller.poll_now(self, *place, now).missed_polls = MISSED_POLLS_LIMIT - 1
-            tag_gamename = ""                           # its game is known already
-        return [QUAKE3_GETINFO + self.challenge(tag_gamename, place, now)]
+            return []
+        return [QUAKE3_GETINFO + self.make_challenge(tag_gamename, endpoint, now)]
 
-    def may_be_listed(self, place, now):
-        """Is there room for a server here? For /check it is noted, or why not."""
-        source, port = place
+    def may_be_listed(self, endpoint, now):
+        """Return whether a new server at this (address, port) may be listed.
+
+        Record for /check that it has announced itself, or why it is refused."""
+        source, port = endpoint
         try:
             address = self.rules.listed_address(source)
             self.registry.check_admission((self.game, address, port), source)
@@ -6147,102 +6325,148 @@ class Quake3(UdpProtocol, PolledGame):
         return True
 
     def is_last_poll(self, target, now):
-        """Is the server polled just now, and goes if it is silent?"""
-        under_way = target.asked_at is not None or target.due <= now
-        return under_way and target.missed_polls == MISSED_POLLS_LIMIT - 1
+        """Return whether a poll is under way after which the server is removed if it is silent."""
+        is_under_way = target.asked_at is not None or target.due <= now
+        return is_under_way and target.missed_polls == MISSED_POLLS_LIMIT - 1
 
-    def challenge(self, tag_gamename, place, now):
-        """For a getinfo; `tag_gamename`: what the heartbeat's tag stands for, "" for no game."""
-        return base64.urlsafe_b64encode(self.cookie.make(repr((tag_gamename, place)).encode(), now))
+    def make_challenge(self, tag_gamename, endpoint, now):
+        """Return a challenge for a getinfo to this (address, port), as 8 bytes of base64.
 
-    def proven_tag(self, challenge, place, now):
-        """The gamename that this challenge was made with, for `place`. Raises Malformed."""
+        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The challenge
+        carries it in its MAC: verify_challenge() finds it again."""
+        message = repr((tag_gamename, endpoint)).encode()
+        return base64.urlsafe_b64encode(self.cookie.make(message, now))
+
+    def verify_challenge(self, challenge, endpoint, now):
+        """Return the `tag_gamename` for which make_challenge() has made this challenge.
+
+        Raise Malformed if it is no challenge of this master for this (address, port), or too old.
+        """
         if QUAKE3_CHALLENGE.fullmatch(challenge):
             mac = base64.urlsafe_b64decode(challenge)
             for tag_gamename in self.tag_gamenames:
-                if self.cookie.is_valid(mac, repr((tag_gamename, place)).encode(), now):
+                message = repr((tag_gamename, endpoint)).encode()
+                if self.cookie.is_valid(mac, message, now):
                     return tag_gamename
         raise Malformed("no infoResponse to a getinfo of the last 2 s")
 
-    # What a server tells of itself
+    # The infoResponse of a server
 
-    def refresh(self, data, place, now, measured=NO_DETAILS):
-        """List the server that sent this infoResponse from `place`, or refresh it; it may be
-        refused. Raises Malformed.
+    def accept_info(self, data, endpoint, now, poll_fields=NO_DETAILS):
+        """List or refresh the server that has sent this infoResponse from `endpoint`.
 
-        `measured`: attributes of Server that the poller adds."""
-        pairs = quake3_pairs(data)
+        `poll_fields` has the attributes of Server that the poller has measured. The server may be
+        refused, which is recorded for /check. Raise Malformed if the challenge is wrong or the
+        contents cannot be read."""
+        pairs = split_quake3_pairs(data)
         challenge = pairs.get(b"challenge", b"")
-        tag_gamename = self.proven_tag(challenge, place, now)
-        # With 64 bits two of a million are alike once in 40 million times
-        fingerprint = hash((place, data.replace(challenge, b"", 1)))
+        tag_gamename = self.verify_challenge(challenge, endpoint, now)
+        # An infoResponse that differs from the last one only in its challenge need not be read.
+        # Among a million servers two have the same 64-bit hash once in 40 million times
+        contents = data.replace(challenge, b"", 1)
+        fingerprint = hash((endpoint, contents))
         server = self.registry.by_fingerprint.get(fingerprint)
-        if server is not None:
-            self.registry.confirm(server, now)
-            if not measured:
-                return
-            self.registry.update(server, measured)
+        if server is None:
+            info = parse_quake3_info(pairs)
+            server = self.list_info(info, tag_gamename, endpoint, now, poll_fields)
         else:
-            server = self.take_info(quake3_info(pairs), tag_gamename, place, now, measured)
+            self.registry.confirm(server, now)
+            if not poll_fields:
+                return
+            self.registry.update(server, poll_fields)       # this may forget the fingerprint
         if server is not None:
             self.registry.set_fingerprint(server, fingerprint)
 
-    def take_info(self, info, tag_gamename, place, now, measured):
-        """The server that these answers list or refresh; None: it is refused."""
-        target = self.poller.find(self, *place)
-        listed = target and self.listed_server(target)
-        fields = quake3_fields(info, self.gamename(info, listed, tag_gamename))
-        target = self.poller.keep_polling(self, *place)
-        return self.list_polled(target, {**fields, **measured}, now,
-                                self.settings["quake3.timeout"])
+    def list_info(self, info, tag_gamename, endpoint, now, poll_fields):
+        """List or refresh the server at `endpoint` with a Quake3Info and the poller's fields.
 
-    def gamename(self, info, listed, tag_gamename):
-        """The gamename that the server tells, or that its protocol stands for, or that it is listed
-        with, or that its heartbeat's tag stands for. Raises Malformed."""
-        gamename = info.gamename or QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
-        if not gamename and listed:
-            gamename = listed.details.get("gamename")
-        if not gamename and not tag_gamename:
-            raise Malformed("gamename: it is not told, and protocol %s is of no known game"
-                            % info.protocol)
-        return gamename or tag_gamename
+        Return the Server, or None if it is refused. Raise Malformed if its game is not known."""
+        target = self.poller.find(self, *endpoint)
+        listed_server = None
+        if target is not None:
+            listed_server = self.listed_server(target)
+        gamename = self.determine_gamename(info, listed_server, tag_gamename)
+        fields = {**quake3_fields(info, gamename), **poll_fields}
+        polled_target = self.poller.keep_polling(self, *endpoint)
+        lifetime = self.settings["quake3.timeout"]
+        return self.list_polled(polled_target, fields, now, lifetime)
+
+    def determine_gamename(self, info, listed_server, tag_gamename):
+        """Return the gamename of the server that has sent this Quake3Info.
+
+        It is the one in the infoResponse. Without one, the protocol number may tell the game, then
+        the list (`listed_server` is None if it is not listed), then the heartbeat's tag. Raise
+        Malformed if none of them does."""
+        if info.gamename:
+            return info.gamename
+        protocol_gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
+        if protocol_gamename:
+            return protocol_gamename
+        if listed_server is not None:
+            listed_gamename = listed_server.details.get("gamename")
+            if listed_gamename:
+                return listed_gamename
+        if tag_gamename:
+            return tag_gamename
+        raise Malformed("gamename: it is not told, and protocol %s is of no known game"
+                        % info.protocol)
 
     def admitted_game(self, source, fields):
+        """Return the id of the game under which a server with these attributes is listed.
+
+        `source` is the address that it sends from. Raise Refused if the settings exclude the game,
+        or if it is new and there are too many new games."""
         gamename, games = fields["details"]["gamename"], self.settings["quake3.games"]
-        game = quake3_game(gamename, fields["version"])
+        game = quake3_game_id(gamename, fields["version"])
+        # Under the id of another protocol's game the server would be listed as what it is not
+        is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
         only = games and not games[0].startswith("!")
-        # Under the id of another protocol's game nothing would be what it seems
-        if (game in SECTIONS or game in self.rules.games or "!" + game in games
-                or only and game not in games):
+        is_excluded = "!" + game in games or only and game not in games
+        if is_id_of_another_protocol or is_excluded:
             raise Refused("game", "%a is none of those here" % gamename)
-        # Strangers keep out strangers alone, not the games that have a name here
-        named_games = {*QUAKE3_TITLES, *games, *map(quake3_game, self.tag_gamenames)}
+        # The limits for new games do not count the games that have a name here, so that strangers
+        # with invented games cannot keep those out
+        named_games = {*QUAKE3_TITLES, *games, *map(quake3_game_id, self.tag_gamenames)}
         if game not in self.registry.titles and game not in named_games:
-            self.admit_new_game(source, named_games)
+            self.check_new_game(source, named_games)
         return game
 
-    def admit_new_game(self, source, named_games):
-        """Raise Refused if there are too many games, in all or of this source."""
-        if len(self.registry.titles.keys() - named_games) >= QUAKE3_GAMES:
-            raise Refused("limit", "at most %d games of this family" % QUAKE3_GAMES)
+    def check_new_game(self, source, named_games):
+        """Raise Refused if there are too many new games in the list, of all sources or of this one.
+
+        A game is new if its id is not in `named_games`."""
+        new_games = self.registry.titles.keys() - named_games
+        if len(new_games) >= QUAKE3_MAX_NEW_GAMES:
+            raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
         if self.rules.exempts(source):
             return
-        bringers = [source_keys(bringer) for game, bringer in self.registry.title_sources.items()
-                    if game not in named_games]
-        for key, limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
-            limit = min(limit, QUAKE3_GAMES_PER_NETWORK)
-            if sum(key in keys for keys in bringers) >= limit:
+        # The keys of the source that has brought each new game
+        keys_by_game = []
+        for game, game_source in self.registry.title_sources.items():
+            if game not in named_games:
+                keys_by_game.append(source_keys(game_source))
+        for key, source_limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
+            limit = min(source_limit, QUAKE3_GAMES_PER_NETWORK)
+            game_count = sum(key in keys for keys in keys_by_game)
+            if game_count >= limit:
                 raise Refused("limit", "at most %d new games of one source" % limit)
 
-    # As a Querier
+    # The poller's questions
 
     def query(self, target):
-        return QUAKE3_GETINFO + self.challenge("", target.key[1:], target.asked_at)
+        """Return a getinfo for a poll of this target."""
+        endpoint = target.address, target.server_port
+        return QUAKE3_GETINFO + self.make_challenge("", endpoint, target.asked_at)
 
     def answer(self, target, data, now):
+        """Accept the infoResponse that answers a poll, and return b"", because nothing is sent.
+
+        Raise Malformed if it is no infoResponse, or has the wrong challenge."""
         if not data.startswith(QUAKE3_INFO):
             raise Malformed("no infoResponse")
-        self.refresh(data, target.key[1:], now, {"ping_ms": round(target.ping_ms)})
+        endpoint = target.address, target.server_port
+        poll_fields = {"ping_ms": round(target.ping_ms)}
+        self.accept_info(data, endpoint, now, poll_fields)
         return b""
 
 
@@ -7555,7 +7779,7 @@ def time_tag(then, wall):
 
 def mode_words(server):
     """The server's mode as players call it."""
-    if server.game in QUAKE3_MODES_OF:
+    if server.game in QUAKE3_MODE_GAMES:
         return QUAKE3_MODES.get(server.mode, server.mode)
     return server.mode
 
@@ -12537,7 +12761,7 @@ def ping_quake3(host, port):
 
 def read_quake3_info(data):
     """Return the fields of an infoResponse. Raise Malformed."""
-    info = quake3_info(quake3_pairs(data))
+    info = parse_quake3_info(split_quake3_pairs(data))
     gamename = info.gamename
     if not gamename:
         # Scripts may rely on this name for servers that do not say their game

@@ -4452,7 +4452,7 @@ class Quake3Test(unittest.TestCase):
     def lists(self, *questions):
         """How many servers the answer to each question has; no limit and no age counts."""
         self.registry.rules.read(self.core.settings)
-        self.quake3.answers.due = 0.0
+        self.quake3.answer_function.due = 0.0
         return [len(self.ask(b"getservers " + question, 50.0)) for question in questions]
 
     def server(self, place=place):
@@ -4667,7 +4667,7 @@ class Quake3Test(unittest.TestCase):
 
     def test_a_shortcut_is_for_one_server_and_ends_when_that_changes(self):
         """By polls and by heartbeats alike; a new round trip time is no reason to read again."""
-        with mock.patch.object(ms, "quake3_info", wraps=ms.quake3_info) as read:
+        with mock.patch.object(ms, "parse_quake3_info", wraps=ms.parse_quake3_info) as read:
             first, second = [self.shake(place=(self.place[0], port)) for port in (1, 2)]
             self.poll(range(1, 60), info)
             for now, milliseconds in (91.0, 10), (121.0, 30):
@@ -5889,9 +5889,9 @@ class FuzzTest(unittest.TestCase):
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games subscriptions lists titles requests request_counts".split(),
-                "waiting", "by_source", "altered", "tags"}
+                "waiting", "by_source", "altered", "gamenames_by_tag"}
     DECODERS = (ms.parse_zone_list, ms.parse_hyperbol_list, ms.parse_hyperbol_greeting, ms.aio_info,
-                ms.luanti_goodbye, lambda data: ms.quake3_info(ms.quake3_pairs(data)))
+                ms.luanti_goodbye, lambda data: ms.parse_quake3_info(ms.split_quake3_pairs(data)))
 
     def setUp(self):
         self.chance = random.Random(20)
