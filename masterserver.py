@@ -6754,25 +6754,37 @@ def luanti_server(told):
 # ================================================================================================
 # 8  Pages
 #
-# What people see: a departures board, not a dashboard. Templates, style sheet and script; below
-# them the functions that fill the templates from a Server or a Series. Nothing here knows HTTP. The
-# style sheet and the script have addresses of their own and are never formatted, so that the
-# Content-Security-Policy needs no exception: no style attribute, no inline script, nothing from
-# elsewhere. Every page is complete without the script.
+# The pages that people see: a departures board, not a dashboard. The templates, the style sheet and
+# the script come first. Below them stand the functions that fill the templates from a Server or a
+# Series. Nothing here knows HTTP. The style sheet and the script have addresses of their own and
+# are never formatted, so that the Content-Security-Policy needs no exception: there is no style
+# attribute, no inline script, and nothing comes from another site. Every page is complete without
+# the script.
 # ================================================================================================
 
-SPARK_CROWD = 4             # players that fill a sparkline's height, at least: one is no crowd
-CHART_POINTS = 366          # one per day in a year: about one per pixel on a phone
-PREVIEW_NAMES = 5           # more than a chat shows of a link
-CHART_GRIDLINES = 4         # at most, above zero: few enough to be read, not counted
+# --- Templates -----------------------------------------------------------------------------------
 
-# The list page, and what the operator's own `[http] template` may hold instead. Placeholders,
-# each once or not at all:
-#   $title    the title in the ini (text)             $intro    the paragraph of the ini, or nothing
+# At least so many players fill the height of a sparkline, because fewer are no crowd
+SPARK_MIN_PLAYERS = 4
+# A sparkline has y = 0 at its top. An hour in which the server was away ends at the ground and has
+# no height, an hour without players is one step high
+SPARK_GROUND_Y = 9
+SPARK_EMPTY_Y = 8
+# A chart has at most so many points: one for each day of a year, and one for each pixel of a phone
+CHART_POINTS = 366
+# At most so many gridlines stand above zero, so that they can be read without being counted
+CHART_GRIDLINES = 4
+# The preview of a link names so many servers, which is more than a chat shows
+PREVIEW_NAMES = 5
+
+# The list page. The operator's own `[http] template` may replace it. Its placeholders, of which
+# each may stand in the template or not:
+#   $title    the title in the ini, as text           $intro    the ini's paragraph, may be empty
 #   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers"
-#   $tabs     all games or one, with counts           $search   the form: name, minimum of players
-#   $table    the list, or what to do if it is empty  $foot     the links to /check, /servers.json
-# A dollar sign of your own is written $$.
+#   $tabs     the games with their numbers            $search   the form: name, minimum of players
+#   $table    the list, or a hint if it is empty      $foot     the links to /check, /servers.json
+# Any other dollar sign is written $$.
+LIST_PLACEHOLDERS = ("title", "intro", "head", "totals", "tabs", "search", "table", "foot")
 LIST_PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -6854,8 +6866,8 @@ TABS = """\
 """
 
 HINT = """\
-<p>$whom</p>
-<pre><code>$what</code></pre>
+<p>$reader</p>
+<pre><code>$line</code></pre>
 """
 
 TABLE = """\
@@ -6879,25 +6891,20 @@ $hint
 </section>
 """
 
-# Formatted with %, every value escaped before: 2,000 of them are made in one go, a template would
-# take three times as long. End tags that HTML lets one leave out are left out. The cells have no
-# classes: the style sheet counts columns. The roles say what the tags say already, for browsers
-# that forget it when the style sheet makes a row something else.
-ROW = ('<tr role="row"%s>'
-       '<td role="cell"><a href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
-       '<td role="cell">%s<td role="cell">%s<td role="cell">%s'
-       '<td role="cell"><span><b>%d</b>%s</span>%s'
-       '<td role="cell">%s<td role="cell"')
-ROW_END = '<td role="cell"><code>%s</code>\n'
+# The maximum of players in a row, with a thin bar
 METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
+# One "V...h1" for each hour goes between: up or down to the hour's height, then one step right
+SPARKLINE = '<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
 
-BADGES = {          # what each means, shown as its title
+# The marks beside the names of servers, with the explanation that is the mark's title
+BADGES = {
     "official": "Marked as official by the operator of this list",
     "unconfirmed": "Listed before its master was restarted, not heard from since",
     "self-reported": "Not verified: this master cannot query it",
     "not responding": "Known to this master, but does not answer its queries",
 }
 
+# The explanations of Server.verified
 VERIFIED = {
     "handshake": "It answered this master's handshake",
     "query": "It answers this master's queries",
@@ -6928,7 +6935,8 @@ alt="$address" width="560" height="95"&gt;&lt;/a&gt;</code></pre>
 </section>
 """
 
-# What is too long for its place fades out there: nobody knows how wide a font draws a name
+# A text that is too long for the picture fades out at its end, because the master cannot know how
+# wide a font draws it
 BANNER = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="560" height="95" viewBox="0 0 560 95" role="img">
 <title>$name $players</title>
@@ -6962,7 +6970,7 @@ path { fill: var(--accent); opacity: .75; }
 </svg>
 """
 
-GONE = """\
+NOT_LISTED = """\
 Not listed now. Last seen $seen. <a href="$link">Why?</a>"""
 
 PLAY = """\
@@ -7005,11 +7013,11 @@ $listed</ul>
 $findings</section>
 """
 
-LISTED = """\
-<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>
+LISTED_SERVER = """\
+<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$address</code> <small>seen $seen</small>
 """
 
-FINDINGS = """\
+FINDING_LIST = """\
 <ol class="findings">
 $items</ol>
 """
@@ -7024,7 +7032,7 @@ ARRIVAL = """\
 """
 
 NOTHING_ARRIVED = """\
-<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of
+<p>Nothing has arrived from $endpoint lately. Is the address of this master right in the settings of
 the game server, and does its firewall let packets out? Most game servers announce themselves by
 IPv4. Without the port, this page tells what came from any.</p>
 """
@@ -7045,7 +7053,10 @@ ICON_SVG = """\
 <path d="M24 9h1M21 16h4M24 23h1" stroke="#ece8df"/></g></svg>
 """
 
-# One set of custom properties, twice. Text on its ground has a contrast of 4.5:1 at least.
+# --- Style sheet and script ----------------------------------------------------------------------
+
+# The colours are custom properties, in one set for light and one for dark. Text has a contrast of
+# at least 4.5:1 to its background.
 STYLE_CSS = r""":root {
   color-scheme: light dark;
   --ground: #fcfbf8; --raised: #f4f1ea; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6;
@@ -7714,307 +7725,585 @@ if (document.querySelector(LIVE)) {
 """
 
 
+# --- Filling templates ---------------------------------------------------------------------------
+
 class Html(str):
-    """Text that is HTML already; everything else is escaped by fill()."""
+    """Text that is HTML already, so that fill_template() does not escape it."""
 
 
-def markup(value):
-    """HTML as it is, a list piece by piece, everything else escaped."""
+def render_value(value):
+    """Return a value as it stands in HTML.
+
+    Html stays as it is, a list is rendered piece by piece, and the text of any other value is
+    escaped."""
+    if isinstance(value, Html):
+        return value
     if isinstance(value, list):
-        return "".join(map(markup, value))
-    return value if isinstance(value, Html) else html.escape(str(value))
+        return "".join(map(render_value, value))
+    return html.escape(str(value))
 
 
-def fill(template, **values):
-    """The template with the markup() of every value in its place; KeyError: one is missing."""
-    return Html(string.Template(template).substitute(
-        {key: markup(value) for key, value in values.items()}))
+def fill_template(template, **values):
+    """Return a template as Html, with each `$name` replaced by the value of that name, rendered.
+
+    Raise KeyError if a value is missing. Values that the template does not name are ignored."""
+    rendered = {}
+    for name, value in values.items():
+        rendered[name] = render_value(value)
+    text = string.Template(template).substitute(rendered)
+    return Html(text)
 
 
 class PageContext(NamedTuple):
-    """What the operator has chosen for the pages."""
+    """What the operator has chosen for all pages."""
 
     title: str
     intro: str
-    template: str                   # LIST_PAGE or his own
-    games: Mapping[str, str]        # their titles
-    url: str                        # where the pages are reached from outside, or ""
+    template: str                   # LIST_PAGE or the operator's own list page
+    games: Mapping[str, str]        # the titles of all games, by id
+    url: str                        # the address of the pages for other sites, or ""
 
     def game_title(self, game):
+        """Return the title of a game. A game without a title gets its id."""
         return self.games.get(game, game)
 
 
-def list_template(text):
-    """Raise ValueError if this is no list page: what does not parse, or is unknown."""
-    known = "title intro head totals tabs search table foot".split()
+def check_list_template(text):
+    """Raise ValueError if this text cannot be a list page.
+
+    Either it is no string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
     try:
-        string.Template(text).substitute(dict.fromkeys(known, ""))
+        string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
     except KeyError as error:
+        name, = error.args
         raise ValueError("unknown placeholder $%s (there are: %s)"
-                         % (error.args[0], ", ".join(known))) from None
+                         % (name, ", ".join(LIST_PLACEHOLDERS))) from None
 
 
-def ago(seconds):
-    """12 -> '12 s ago'. The same steps as in the script."""
+# --- Small pieces --------------------------------------------------------------------------------
+
+# An age is given in the first of these units whose limit it is below; a longer age is in days. Each
+# row has the unit, its length and its limit, both in seconds
+AGE_UNITS = (
+    ("s", 1, 90),
+    ("min", 60, 5400),
+    ("h", 3600, 129600),
+)
+
+
+def age_text(seconds):
+    """Return an age in words: for 12 it is "12 s ago". The script has the same rule in ago()."""
     if seconds < 1:
         return "now"
-    for unit, size, following in ("s", 1, 90), ("min", 60, 5400), ("h", 3600, 129600):
-        if seconds < following:
-            return "%d %s ago" % (seconds // size, unit)
-    return "%d d ago" % (seconds // 86400)
+    for unit, unit_s, limit_s in AGE_UNITS:
+        if seconds < limit_s:
+            return "%d %s ago" % (seconds // unit_s, unit)
+    return "%d d ago" % (seconds // DAY)
 
 
-def utc(wall):
+def utc_datetime(wall):
+    """Return the datetime, in UTC, of a time in seconds of the wall clock."""
     return datetime.fromtimestamp(wall, timezone.utc)
 
 
-def iso(wall):
-    return utc(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
+def iso_time(wall):
+    """Return a time of the wall clock as ISO 8601 has it: "2026-11-21T00:59:48Z"."""
+    return utc_datetime(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def minute_text(wall):
+    """Return a time of the wall clock to the minute: "2026-11-21 00:59"."""
+    return utc_datetime(wall).strftime("%Y-%m-%d %H:%M")
 
 
 def time_tag(then, wall):
-    return fill('<time datetime="$exact" title="$exact">$words</time>',
-                exact=iso(then), words=ago(wall - then))
+    """Return a <time> element that says how long ago `then` was. Both are times of the wall clock,
+    and `wall` is now."""
+    return fill_template('<time datetime="$exact" title="$exact">$age</time>',
+                         exact=iso_time(then), age=age_text(wall - then))
 
 
-def mode_words(server):
-    """The server's mode as players call it."""
+def mode_text(server):
+    """Return a server's mode as its players call it."""
     if server.game in QUAKE3_MODE_GAMES:
         return QUAKE3_MODES.get(server.mode, server.mode)
     return server.mode
 
 
 def server_link(server, path="/server"):
-    quote = urllib.parse.quote
-    return "%s?game=%s&address=%s&port=%d" % (
-        path, quote(server.game), quote(server.address), server.port)
+    """Return the link to a page about one server: `path` with the server in its query."""
+    game = urllib.parse.quote(server.game)
+    address = urllib.parse.quote(server.address)
+    return "%s?game=%s&address=%s&port=%d" % (path, game, address, server.port)
 
 
-def badges(server):
-    has = {"official": server.official, "unconfirmed": not server.confirmed,
-           "self-reported": server.verified == "self-reported",
-           "not responding": not server.responding}
-    return Html("".join([
-        ' <i title="%s">%s</i>' % (title, word) for word, title in BADGES.items() if has[word]]))
+def render_badges(server):
+    """Return those of the BADGES that a server has, as Html; it is empty for most servers."""
+    has_badge = {
+        "official": server.official,
+        "unconfirmed": not server.confirmed,
+        "self-reported": server.verified == "self-reported",
+        "not responding": not server.responding,
+    }
+    pieces = []
+    for badge, explanation in BADGES.items():
+        if has_badge[badge]:
+            pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
+    return Html("".join(pieces))
 
 
-def plural(number, word):
-    return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
+def number_text(number):
+    """Return a number with a comma between thousands: "1,003"."""
+    return format(number, ",")
 
 
-def page(look, title, template=PAGE, about="", path="", **values):
-    """A whole page as UTF-8; `title`: what it is of, "": everything; `about`: a sentence that a
-    chat shows beside a link to it, at `path`."""
-    title = " · ".join(filter(None, (title, look.title)))
-    head = fill(HEAD, title=title, about=about or title, site=look.title,
-                link=look.url and path and fill(HEAD_LINK, url=look.url + path))
-    return fill(template, title=look.title, head=head, foot=Html(FOOT), **values).encode()
+def count_text(number, noun):
+    """Return a number of things in words: "1 server" or "1,003 servers"."""
+    ending = "" if number == 1 else "s"
+    return "%s %s%s" % (number_text(number), noun, ending)
 
 
-def tab(link, text, current, count=""):
-    return fill(TAB, link=link, text=text, current="page" if current else "false", count=count)
+def render_page(context, title, template=PAGE, about="", path="", **values):
+    """Return a whole page as UTF-8 bytes.
+
+    `title` says what the page is about; it is empty for the list of all games. `about` is the
+    sentence that a chat shows beside a link to the page, `path` the path of that link ("" if there
+    is none). `values` are those that the template needs beside $title, $head and $foot."""
+    titles = [text for text in (title, context.title) if text]
+    full_title = " · ".join(titles)
+    link = ""
+    if context.url and path:
+        link = fill_template(HEAD_LINK, url=context.url + path)
+    head = fill_template(
+        HEAD,
+        title=full_title,
+        about=about or full_title,
+        site=context.title,
+        link=link)
+    page = fill_template(template, title=context.title, head=head, foot=Html(FOOT), **values)
+    return page.encode()
 
 
-# The list
-
-def server_row(server, spark, title):
-    """One row of the list, about 630 bytes, in two pieces.
-
-    The time at which the server was last seen comes between, as it moves when nothing else does.
-    `spark` is sparkline(...), `title` the game's."""
-    escape, quote = html.escape, urllib.parse.quote
-    address = escape(endpoint_text(server.address, server.port))
-    bar, state = "", ""
-    if server.max_players:
-        bar = METER % (server.max_players, server.max_players, server.players)
-        if server.players >= server.max_players:
-            state = ' class="full"'
-    if not server.players:
-        state = ' class="empty"'
-    before = ROW % (
-        state, quote(server.game), quote(server.address), server.port,
-        escape(server.name) or address, badges(server), escape(title),
-        escape(mode_words(server)), escape(server.map), server.players, bar, spark,
-        escape(server.version))
-    if server.game == "iceball":
-        address = '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address)
-    return before, ROW_END % address
+def render_tab(link, text, is_current, count=""):
+    """Return one tab, a link with this text. `count` is the number that it shows, if any."""
+    current = "page" if is_current else "false"
+    return fill_template(TAB, link=link, text=text, current=current, count=count)
 
 
-def list_rows(look, servers, recent, epoch, wall):
-    """`recent`: the last day's hourly player counts by server; `epoch`: see Web."""
-    made = cached_entries(servers, "row", lambda server: server_row(
-        server, sparkline(recent.get(server.key, ())), look.game_title(server.game)))
+# --- The list page -------------------------------------------------------------------------------
+
+class ListPage(NamedTuple):
+    """The contents of the list page."""
+
+    list_filter: ListFilter
+    servers: Sequence[Server]       # all that match the filter
+    rows: Html                      # render_rows() of the first of them
+    counts: Mapping[str, int]       # by game that has servers: their number
+    # (game, reader, line) of contact_lines(), which are shown if no server is listed
+    contacts: Sequence[Tuple[str, str, str]]
+    spark: Html                     # the sparkline of all players together
+
+
+def render_list_page(context, contents):
+    """Return the list page with the contents of a ListPage, as UTF-8 bytes."""
+    list_filter = contents.list_filter
+    game = list_filter.game
+    search = fill_template(
+        SEARCH,
+        game=game,
+        name=list_filter.name,
+        players_min=list_filter.players_min or "")
+    return render_page(
+        context,
+        context.games.get(game),
+        context.template,
+        about=list_summary(contents.servers),
+        path="/?game=" + game if game else "/",
+        intro=fill_template("<p>$text</p>\n", text=context.intro),
+        totals=render_totals(contents),
+        tabs=render_game_tabs(context, contents.counts, game),
+        search=search,
+        table=render_table(contents))
+
+
+def list_summary(servers):
+    """Return the sentence that a chat shows beside a link to the list of these servers.
+
+    It has the number of players and the first servers that have players."""
+    played = [server for server in servers if server.players]
+    players = total_players_text(servers)
+    summary = "%s on %d of %s" % (players, len(played), count_text(len(servers), "server"))
+    previews = []
+    for server in played[:PREVIEW_NAMES]:
+        name = server.name or endpoint_text(server.address, server.port)
+        previews.append("%s %d" % (name, server.players))
+    if previews:
+        summary += ": " + ", ".join(previews)
+    return summary
+
+
+def total_players_text(servers):
+    """Return how many players are on these servers, in words."""
+    total = sum([server.players for server in servers])
+    return count_text(total, "player")
+
+
+def render_totals(contents):
+    """Return the line of a ListPage that says "312 players on 87 servers", with bold numbers."""
+    servers = contents.servers
+    text = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
+    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", text)
+    return fill_template(TOTALS, spark=contents.spark, totals=Html(totals))
+
+
+def render_game_tabs(context, counts, game):
+    """Return the tabs for all games together and for each game that has servers.
+
+    `counts` has the number of servers by game. The chosen `game` has a tab even if it has no
+    servers; "" is all games. There are no tabs if only one game would have one."""
+    games = [id for id in context.games if id in counts or id == game]
+    if len(games) < 2:
+        return fill_template(TABS, tabs="")
+    total = number_text(sum(counts.values()))
+    tabs = [render_tab("/", "All games", game == "", total)]
+    for id in games:
+        link = "/?game=" + urllib.parse.quote(id)
+        count = number_text(counts.get(id, 0))
+        tabs.append(render_tab(link, context.games[id], id == game, count))
+    return fill_template(TABS, tabs=tabs)
+
+
+def render_table(contents):
+    """Return the table of a ListPage. If it is empty, it says why, or how to list a server."""
+    list_filter = contents.list_filter
+    total = len(contents.servers)
+    is_search = bool(list_filter.name or list_filter.players_min)
+    status = list_status(total, is_search)
+    state = ' class="one-game"' if list_filter.game else ""
+    empty = ""
+    if not status:
+        # These hints are in the page only if there are no servers, and not hidden otherwise,
+        # because a browser for text shows everything
+        state += " hidden"
+        empty = render_contacts(contents.contacts, list_filter.game)
+    return fill_template(
+        TABLE,
+        status=status,
+        total=total,
+        rows=contents.rows,
+        state=Html(state),
+        empty=empty)
+
+
+def list_status(total, is_search):
+    """Return the line above a list of `total` servers. It is "" if no server is listed at all, and
+    the list is no search."""
+    servers = count_text(total, "server")
+    if total > PAGE_ROWS:
+        limit = number_text(PAGE_ROWS)
+        return "The first %s of %s. Search by name to find the others." % (limit, servers)
+    if total:
+        return servers
+    return "No server matches." if is_search else ""
+
+
+def render_contacts(contacts, game):
+    """Return the hints how servers of this game get into the list. `game` is "" for all games.
+
+    `contacts` are (game, reader, line): the line is what the reader has to write."""
+    hints = []
+    for contact_game, reader, line in contacts:
+        if game in ("", contact_game):
+            hints.append(fill_template(HINT, reader=reader, line=line))
+    return fill_template(EMPTY, hint=hints)
+
+
+def render_rows(context, servers, hourly_players, epoch, wall):
+    """Return the table rows of these servers as Html.
+
+    `hourly_players` has the last day's player counts by the server's key; `epoch` is the wall clock
+    minus the monotonic clock, `wall` the time now."""
+    def render(server):
+        spark = render_sparkline(hourly_players.get(server.key, ()))
+        return render_server_row(server, spark, context.game_title(server.game))
+
     rows = []
-    for server, (before, after) in zip(servers, made):
+    row_pieces = cached_entries(servers, "row", render)
+    for server, (before_seen, after_seen) in zip(servers, row_pieces):
         seen = server.last_seen + epoch
-        rows.append('%s title="%s">%s%s' % (before, iso(seen), ago(wall - seen), after))
+        age = age_text(wall - seen)
+        rows.append('%s title="%s">%s%s' % (before_seen, iso_time(seen), age, after_seen))
     return Html("".join(rows))
 
 
-def sparkline(values):
-    """24 hourly values, None where there is none: a histogram of about 160 bytes.
+def render_server_row(server, spark, title):
+    """Return one row of the list, about 630 bytes, as two pieces.
 
-    Empty if nothing is known."""
-    known = [value for value in values if value is not None]
-    if not known:
+    Between the pieces belongs the time at which the server was last seen, because this time changes
+    while the pieces are cached. `spark` is the server's sparkline, `title` the title of its game.
+    """
+    # Every value is escaped here, because fill_template() would take three times as long, and a
+    # page has up to 2,000 rows. End tags that HTML does not need are left out. The cells have no
+    # classes, because the style sheet counts columns. The roles repeat what the tags say, because
+    # some browsers forget it when the style sheet changes how a row is displayed.
+    escape = html.escape
+    game = urllib.parse.quote(server.game)
+    address = urllib.parse.quote(server.address)
+    endpoint = escape(endpoint_text(server.address, server.port))
+    name = escape(server.name) or endpoint
+    before_seen = (
+        f'<tr role="row"{row_state(server)}>'
+        f'<td role="cell"><a href="/server?game={game}&amp;address={address}'
+        f'&amp;port={server.port}"><bdi>{name}</bdi></a>{render_badges(server)}'
+        f'<td role="cell">{escape(title)}'
+        f'<td role="cell">{escape(mode_text(server))}'
+        f'<td role="cell">{escape(server.map)}'
+        f'<td role="cell"><span><b>{server.players}</b>{render_meter(server)}</span>{spark}'
+        f'<td role="cell">{escape(server.version)}'
+        '<td role="cell"')
+    if server.game == "iceball":
+        endpoint = '<a href="iceball://%s" title="Start the game">%s</a>' % (endpoint, endpoint)
+    after_seen = f'<td role="cell"><code>{endpoint}</code>\n'
+    return before_seen, after_seen
+
+
+def row_state(server):
+    """Return the class attribute of a server's row if the server is empty or full, otherwise ""."""
+    if not server.players:
+        return ' class="empty"'
+    if server.players >= server.max_players > 0:
+        return ' class="full"'
+    return ""
+
+
+def render_meter(server):
+    """Return the maximum of players with a thin bar; "" if the server has not said a maximum."""
+    limit = server.max_players
+    if not limit:
+        return ""
+    return METER % (limit, limit, server.players)
+
+
+def render_sparkline(counts):
+    """Return the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
+
+    A count is None if the server was away in that hour. Without any count, return empty Html."""
+    known_counts = [count for count in counts if count is not None]
+    if not known_counts:
         return Html("")
-    crowd = max(SPARK_CROWD, max(known))
-    # 9 is the ground: away. 8: here and empty. 0: the day's peak
-    levels = [9 if value is None else 8 - round(8 * value / crowd) for value in values]
-    steps = "".join(["V%dh1" % level for level in levels])
-    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>' % steps)
+    scale = max(SPARK_MIN_PLAYERS, max(known_counts))
+    tops = []
+    for count in counts:
+        if count is None:
+            top = SPARK_GROUND_Y
+        else:
+            top = SPARK_EMPTY_Y - round(SPARK_EMPTY_Y * count / scale)
+        tops.append("V%dh1" % top)
+    return Html(SPARKLINE % "".join(tops))
 
 
-def game_tabs(look, counts, game):
-    """All games, those with servers and the one chosen; nothing where that is one."""
-    shown = [id for id in look.games if id in counts or id == game]
-    tabs = [tab("/", "All games", not game, format(sum(counts.values()), ","))]
-    for id in shown:
-        tabs.append(tab("/?game=" + urllib.parse.quote(id), look.games[id], id == game,
-                        format(counts.get(id, 0), ",")))
-    return fill(TABS, tabs=tabs if len(shown) > 1 else "")
+# --- The page of one server ----------------------------------------------------------------------
 
-
-def list_status(total, filtered):
-    servers = plural(total, "server")
-    if total > PAGE_ROWS:
-        return "The first %s of %s. Search by name to find the others." % (
-            format(PAGE_ROWS, ","), servers)
-    if total:
-        return servers
-    return "No server matches." if filtered else ""
-
-
-def list_page(look, wanted, servers, rows, counts, contacts, spark):
-    """wanted: a ListFilter; servers: all that match; rows: list_rows() of the first; counts: how
-    many servers a game has; contacts: contact_lines(), shown while nobody is listed; spark: the
-    day's sparkline of all players."""
-    game, total = wanted.game, len(servers)
-    state, empty = ' class="one-game"' if game else "", ""
-    status = list_status(total, wanted.name or wanted.players_min)
-    if not status:
-        # Not there when there are servers, instead of hidden: a browser for text shows all
-        state, empty = state + " hidden", fill(EMPTY, hint=[
-            fill(HINT, whom=whom, what=what) for id, whom, what in contacts if game in ("", id)])
-    players = plural(sum([server.players for server in servers]), "player")
-    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", players + " on " + plural(total, "server"))
-    crowded = [server for server in servers if server.players]
-    about = "%s on %d of %s: %s" % (players, len(crowded), plural(total, "server"), ", ".join([
-        "%s %d" % (server.name or endpoint_text(server.address, server.port), server.players)
-        for server in crowded[:PREVIEW_NAMES]]))
-    return page(
-        look, look.games.get(game), look.template, about.rstrip(": "),
-        "/?game=" + game if game else "/", intro=fill("<p>$text</p>\n", text=look.intro),
-        totals=fill(TOTALS, spark=spark, totals=Html(totals)), tabs=game_tabs(look, counts, game),
-        search=fill(SEARCH, game=game, name=wanted.name, players_min=wanted.players_min or ""),
-        table=fill(TABLE, status=status, total=total, rows=rows, state=Html(state), empty=empty))
-
-
-# One server, one check, an error
-
-def uptime(series, first_seen):
-    """The share of the samples with the server, since it is known; "" if there is none."""
-    samples = series.means[max(0, int((first_seen - series.start) // series.step)):]
-    here = len(samples) - samples.count(None)
-    # Rounded down: 100 only if always
-    return samples and "%.4g %% of the time" % (1000 * here // len(samples) / 10)
-
-
-# Of no interest to players: programs ask for servers by the gamename. The others are in records of
-# older versions only
-UNSHOWN_DETAILS = "gamename", "tag", "players_online"
+# Players do not need the gamename, by which programs ask for servers. The two others are in records
+# of older versions only
+HIDDEN_DETAILS = "gamename", "tag", "players_online"
 DESCRIPTION = "Description"
 
 
-def server_facts(server):
-    """What is shown of a server that is listed; what is empty is left out."""
-    players = str(server.players)
-    if server.max_players:
-        players += " of %d" % server.max_players
-    if server.playing is not None:
-        players += ", %d of them playing" % server.playing
+class ServerPage(NamedTuple):
+    """The contents of the page of one server."""
+
+    server: Server                  # with times of the wall clock
+    is_listed: bool                 # False: only its name and its times are known
+    series: Optional[Series]        # its player counts; None if no history is kept
+    span: str                       # the span of the series, a key of SPANS
+    base: str                       # the scheme and host at which other sites reach this page
+
+
+def render_server_page(context, contents, wall):
+    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes."""
+    server = contents.server
+    address = endpoint_text(server.address, server.port)
+    name = server.name or address
+    link = server_link(server)
+    lead = render_lead(context, contents, wall)
+    badges = play = ""
+    if contents.is_listed:
+        badges = render_badges(server)
+        if server.game == "iceball":
+            play = fill_template(PLAY, address=address)
+    facts = []
+    for fact_name, value in page_facts(context, contents, wall):
+        if value:
+            facts.append(render_fact(fact_name, value))
+    main = fill_template(
+        SERVER_PAGE,
+        name=name,
+        badges=badges,
+        lead=lead,
+        play=play,
+        history=render_history(contents, wall),
+        link=link,
+        image=server_link(server, "/banner.svg"),
+        base=contents.base,
+        address=address,
+        facts=facts)
+    about = server_summary(contents, lead)
+    return render_page(context, name, about=about, path=link, main=main)
+
+
+def render_lead(context, contents, wall):
+    """Return the line below the name on a ServerPage: game, mode and map, each in an element of its
+    own, because each may run from right to left. For a server that is not listed, it says since
+    when."""
+    server = contents.server
+    if not contents.is_listed:
+        seen = time_tag(server.last_seen, wall)
+        return fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
+    pieces = []
+    for text in (context.game_title(server.game), mode_text(server), server.map):
+        if text:
+            pieces.append(fill_template("<bdi>$text</bdi>", text=text))
+    return Html(" · ".join(pieces))
+
+
+def server_summary(contents, lead):
+    """Return the sentence that a chat shows beside a link to a ServerPage.
+
+    It is the page's `lead` without its link and its tags, after the number of players."""
+    lead_without_link, _, _ = lead.partition("<a ")
+    summary = re.sub("<.+?>", "", lead_without_link)
+    if contents.is_listed:
+        summary = "%s · %s" % (count_text(contents.server.players, "player"), summary)
+    return Html(summary)
+
+
+def render_history(contents, wall):
+    """Return the chart of a ServerPage with the tabs for its spans; "" if no history is kept."""
+    if not contents.series:
+        return ""
+    link = server_link(contents.server)
+    tabs = []
+    for span in SPANS:
+        tabs.append(render_tab(link + "&span=" + span, span.capitalize(), span == contents.span))
+    return fill_template(HISTORY, chart=render_chart(contents.series, wall), tabs=tabs)
+
+
+def page_facts(context, contents, wall):
+    """Return the facts of a ServerPage as (name, value) pairs. Empty values are not shown."""
+    server = contents.server
+    address = endpoint_text(server.address, server.port)
     facts = [
-        ("Players", players),
-        ("Mode", mode_words(server)),
-        ("Map", server.map),
-        ("Version", server.version),
-        (DESCRIPTION, server.description),
-        ("Ping from this master", server.ping_ms and "%.0f ms" % server.ping_ms),
-        ("Verified", VERIFIED[server.verified])]
-    for name, value in server.details.items():
-        if name not in UNSHOWN_DETAILS:
-            facts.append((name.replace("_", " ").capitalize(), value))
-    facts.append(("Players online", ", ".join(server.luanti_announcement.get("clients_list", ()))))
+        ("Address", fill_template("<code>$address</code>", address=address)),
+        ("Game", context.game_title(server.game)),
+    ]
+    if contents.is_listed:
+        facts += server_facts(server)
+    if contents.series:
+        name = "Uptime, past " + contents.span
+        facts.append((name, uptime_text(contents.series, server.first_seen)))
+    facts.append(("First seen", time_tag(server.first_seen, wall)))
+    facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
 
 
-def fact(name, value):
-    """One fact of a server; a description has a line of its own."""
+def server_facts(server):
+    """Return the facts about a listed server that the list has, as (name, value) pairs."""
+    ping = ""
+    if server.ping_ms:
+        ping = "%.0f ms" % server.ping_ms
+    facts = [
+        ("Players", players_text(server)),
+        ("Mode", mode_text(server)),
+        ("Map", server.map),
+        ("Version", server.version),
+        (DESCRIPTION, server.description),
+        ("Ping from this master", ping),
+        ("Verified", VERIFIED[server.verified]),
+    ]
+    for key, value in server.details.items():
+        if key not in HIDDEN_DETAILS:
+            name = key.replace("_", " ").capitalize()
+            facts.append((name, value))
+    player_names = server.luanti_announcement.get("clients_list", ())
+    facts.append(("Players online", ", ".join(player_names)))
+    return facts
+
+
+def players_text(server):
+    """Return how many players a server has, in words: "3 of 32, 2 of them playing"."""
+    text = str(server.players)
+    if server.max_players:
+        text += " of %d" % server.max_players
+    if server.playing is not None:
+        text += ", %d of them playing" % server.playing
+    return text
+
+
+def uptime_text(series, first_seen):
+    """Return the share of the time in a Series at which the server was there, in words.
+
+    Samples before `first_seen` do not count. If no others are left, return ""."""
+    skipped = int((first_seen - series.start) // series.step)
+    samples = series.means[max(0, skipped):]
+    if not samples:
+        return ""
+    present_count = len(samples) - samples.count(None)
+    # The share is rounded down, so that it is 100 % only if the server was always there
+    permille = 1000 * present_count // len(samples)
+    return "%.4g %% of the time" % (permille / 10)
+
+
+def render_fact(name, value):
+    """Return one fact of a server as Html. A description gets a line of its own."""
     width = Html(' class="wide"') if name == DESCRIPTION else ""
-    return fill(FACT, width=width, name=name, value=value)
+    return fill_template(FACT, width=width, name=name, value=value)
 
 
-def server_lead(server, game, listed, wall):
-    """What stands below its name; game: its title."""
-    if not listed:
-        return fill(GONE, seen=time_tag(server.last_seen, wall), link=server_link(server, "/check"))
-    return Html(" · ".join([fill("<bdi>$part</bdi>", part=part)
-                            for part in (game, mode_words(server), server.map) if part]))
+# --- The pages for checks and errors -------------------------------------------------------------
 
+def render_check_page(context, address, port, findings, listed, wall):
+    """Return the page that says what became of an address's packets, as UTF-8 bytes.
 
-def server_page(look, server, listed, series, span, wall, base):
-    """One server, its times the wall clock's. Of one that is not `listed` the name and the times
-    are known. series: of the span, see chart(); None where no history is kept. base: where other
-    pages reach this one."""
-    address, game = endpoint_text(server.address, server.port), look.game_title(server.game)
-    name, marks, play, history = server.name or address, "", "", ""
-    link, lead = server_link(server), server_lead(server, game, listed, wall)
-    about = plural(server.players, "player") + " · " if listed else ""
-    about += re.sub("<a .*|<.+?>", "", lead)
-    facts = [("Address", fill("<code>$address</code>", address=address)), ("Game", game)]
+    `port` is 0 for all ports, `findings` has filled FINDING templates, `listed` has the address's
+    servers in the list, with times of the wall clock."""
+    endpoint = endpoint_text(address, port) if port else address
+    verdict = "Nothing at %s is listed now" % endpoint
     if listed:
-        marks = badges(server)
-        facts += server_facts(server)
-        play = fill(PLAY, address=address) if server.game == "iceball" else ""
-    if series:
-        history = fill(HISTORY, chart=chart(series, wall), tabs=[
-            tab(link + "&span=" + key, key.capitalize(), key == span) for key in SPANS])
-        facts.append(("Uptime, past " + span, uptime(series, server.first_seen)))
-    facts += [("First seen", time_tag(server.first_seen, wall)),
-              ("Last seen", time_tag(server.last_seen, wall))]
-    return page(look, name, about=Html(about), path=link, main=fill(
-        SERVER_PAGE, name=name, badges=marks, lead=lead, play=play, history=history, link=link,
-        image=server_link(server, "/banner.svg"), base=base, address=address,
-        facts=[fact(name, value) for name, value in facts if value]))
+        verdict = "Listed now: " + count_text(len(listed), "server")
+    if findings:
+        finding_list = fill_template(FINDING_LIST, items=findings)
+    else:
+        finding_list = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
+    main = fill_template(
+        CHECK_PAGE,
+        address=address,
+        port=port or "",
+        verdict=verdict,
+        listed=[render_listed_server(server, wall) for server in listed],
+        findings=finding_list)
+    return render_page(context, "Is my server listed?", main=main)
 
 
-def check_page(look, address, port, findings, listed, wall):
-    """What became of what an address sent.
-
-    port: 0 for any; findings: filled FINDINGs; listed: its servers, their times the wall clock's.
-    """
-    whom = endpoint_text(address, port) if port else address
-    verdict = "Nothing at %s is listed now" % whom
-    if listed:
-        verdict = "Listed now: " + plural(len(listed), "server")
-    rows = []
-    for server in listed:
-        peer = endpoint_text(server.address, server.port)
-        rows.append(fill(
-            LISTED, link=server_link(server), name=server.name or peer, badges=badges(server),
-            peer=peer, seen=time_tag(server.last_seen, wall)))
-    found = fill(FINDINGS, items=findings) if findings else fill(NOTHING_ARRIVED, whom=whom)
-    return page(look, "Is my server listed?", main=fill(
-        CHECK_PAGE, address=address, port=port or "", verdict=verdict, listed=rows,
-        findings=found))
+def render_listed_server(server, wall):
+    """Return the line about a listed server on /check. Its times are those of the wall clock."""
+    address = endpoint_text(server.address, server.port)
+    return fill_template(
+        LISTED_SERVER,
+        link=server_link(server),
+        name=server.name or address,
+        badges=render_badges(server),
+        address=address,
+        seen=time_tag(server.last_seen, wall))
 
 
-def error_page(look, status, reason, hint):
-    return page(look, reason, main=fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
+def render_error_page(context, status, reason, hint):
+    """Return the page for an HTTP error as UTF-8 bytes. `hint` says what can be done about it."""
+    main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
+    return render_page(context, reason, main=main)
 
 
-# The chart of one server's players
+# --- The chart of a server's players -------------------------------------------------------------
 
 CHART = """\
 <figure>
@@ -8030,11 +8319,11 @@ NO_HISTORY = """\
 """
 VALUE_MARK = """\
 <line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>\
-<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$words</text>
+<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>
 """
 TIME_MARK = """\
 <line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>\
-<text class="middle$minor" x="$x" y="95%">$words</text>
+<text class="middle$minor" x="$x" y="95%">$text</text>
 """
 CURVES = """\
 <svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" preserveAspectRatio="none">\
@@ -8043,94 +8332,210 @@ CURVES = """\
 PEAK_DOT = """\
 <circle cx="$x" cy="$y" r="3"/>"""
 PEAK_MARK = """\
-<text class="label middle" x="$x" y="$y" dy="-9">peak $words</text>
+<text class="label middle" x="$x" y="$y" dy="-9">peak $text</text>
 """
 LATEST_MARK = """\
-<text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$words</text>
+<text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$text</text>
 """
 
-TIME_STEPS = (      # the longest span in days, seconds from tick to tick, their words
-    (2, 10800, "%H:%M"), (10, 86400, "%a %d"), (100, 5 * 86400, "%d %b"), (366, 86400, "%b"))
+# A tick's text that is the name of a month
+MONTH_FORMAT = "%b"
+# The steps from tick to tick on the time axis. Each row has the longest span for which it is used,
+# in days, the step in seconds, and the format of a tick's text
+TIME_STEPS = (
+    (2, 3 * HOUR, "%H:%M"),
+    (10, DAY, "%a %d"),
+    (100, 5 * DAY, "%d %b"),
+    (366, DAY, MONTH_FORMAT),
+)
+
+
+class ChartBar(NamedTuple):
+    """The player counts of one sample of a Series, or of several that follow each other."""
+
+    start: int                      # the index of the first sample
+    mean: float
+    peak: float
+
+
+def render_chart(series, wall):
+    """Return the player counts of a Series as inline SVG, about 13 kB.
+
+    The plot is stretched to the available width; the text around it keeps its size. `wall` is the
+    time now."""
+    count = len(series.means)
+    width = math.ceil(count / CHART_POINTS)
+    bars = chart_bars(series, width)
+    if not bars:
+        return Html(NO_HISTORY)
+    *_, latest_bar = bars
+    latest_index = last_index(series.means)
+    latest_text = mean_text(latest_bar.mean)
+    peak = max(bar.peak for bar in bars)
+    peak_index = series.peaks.index(peak)
+    peak_text = number_text(round(peak, 1))
+    end = series.start + count * series.step
+    ticks = value_ticks(peak)
+    *_, top = ticks
+    marks = [
+        *render_axes(ticks, series.start, end),
+        render_curves(bars, width, count, top),
+        *render_peak(peak_index / count, peak / top, peak_text),
+        render_latest(latest_index / count, latest_bar.mean / top, latest_text),
+    ]
+    peak_at = series.start + peak_index * series.step
+    latest_at = series.start + (latest_index + 1) * series.step
+    return fill_template(
+        CHART,
+        start=minute_text(series.start),
+        end=minute_text(end),
+        marks=marks,
+        peak=peak_text,
+        peak_time=minute_text(peak_at),
+        latest=latest_text,
+        latest_time=time_tag(min(wall, latest_at), wall))
+
+
+def chart_bars(series, width):
+    """Return a ChartBar for each `width` samples of a Series, from its start on.
+
+    Samples are None if the server was away. A bar without any other sample is left out."""
+    bars = []
+    for start in range(0, len(series.means), width):
+        end = start + width
+        means = [mean for mean in series.means[start:end] if mean is not None]
+        peaks = [peak for peak in series.peaks[start:end] if peak is not None]
+        if means:
+            mean = sum(means) / len(means)
+            bars.append(ChartBar(start, mean, max(peaks)))
+    return bars
+
+
+def last_index(counts):
+    """Return the index of the last of these counts that is not None."""
+    index = len(counts) - 1
+    while counts[index] is None:
+        index -= 1
+    return index
+
+
+def mean_text(mean):
+    """Return a mean number of players: with one decimal below 10, otherwise without."""
+    digits = 1 if mean < 10 else None
+    return format(round(mean, digits), ",g")
 
 
 def value_ticks(top):
-    """Round whole numbers from 0 to at least `top`, CHART_GRIDLINES above zero at most."""
-    most = max(1, math.ceil(top))
-    step = next(factor * 10 ** power for power in range(10) for factor in (1, 2, 5)
-                if factor * 10 ** power * CHART_GRIDLINES >= most)
-    return list(range(0, most + step, step))
+    """Return round whole numbers for the axis of players, from 0 to at least `top`.
+
+    Above zero there are CHART_GRIDLINES of them at most."""
+    limit = max(1, math.ceil(top))
+    power_of_ten = 1
+    while True:
+        for factor in (1, 2, 5):
+            step = factor * power_of_ten
+            if step * CHART_GRIDLINES >= limit:
+                return list(range(0, limit + step, step))
+        power_of_ten *= 10
 
 
-def time_ticks(start, end):
-    """Round times within a span with their words: hours in a day, days in a week, dates, months."""
-    step, words = next(row[1:] for row in TIME_STEPS if end - start <= row[0] * 86400)
-    ticks = range(math.ceil(start / step) * step, math.floor(end) + 1, step)
-    return [(tick, utc(tick).strftime(words)) for tick in ticks
-            if words != "%b" or utc(tick).day == 1]
+def render_axes(ticks, start, end):
+    """Return the two axes of a chart, with gridlines, as a list of Html.
 
-
-def minute(wall):
-    return iso(wall)[:16].replace("T", " ")
-
-
-def mark(template, words, x, y, **more):
-    """`x` and `y`: its place in the plot, from 0 to 1.
-
-    The plot takes 6 % to 92 % of the width, as there are numbers left and right of it, and 14 % to
-    86 % of the height: the peak's label stands above."""
-    return fill(template, words=words, x="%.5g%%" % (6 + 86 * x), y="%.4g%%" % (86 - 72 * y),
-                **more)
-
-
-def axes(ticks, start, end):
-    long = " long" if ticks[-1] > 999 else ""       # more than a phone's margins hold
-    marks = [mark(VALUE_MARK, format(tick, ","), 0, tick / ticks[-1], long=long,
-                  kind="grid" if tick else "axis") for tick in ticks]
-    for index, (tick, words) in enumerate(time_ticks(start, end)):
-        marks.append(mark(TIME_MARK, words, (tick - start) / (end - start), 0,
-                          minor=" minor" * (index % 2)))
+    `ticks` are the numbers of players that get a line; `start` and `end` are times of the wall
+    clock."""
+    *_, top = ticks
+    long_class = ""
+    if top > 999:                   # such numbers do not fit into the margins on a phone
+        long_class = " long"
+    marks = []
+    for tick in ticks:
+        kind = "grid" if tick else "axis"
+        marks.append(place_mark(
+            VALUE_MARK, 0, tick / top, text=number_text(tick), long=long_class, kind=kind))
+    for index, (tick, text) in enumerate(time_ticks(start, end)):
+        # On a phone every other text is left out
+        minor_class = " minor" if index % 2 else ""
+        x = (tick - start) / (end - start)
+        marks.append(place_mark(TIME_MARK, x, 0, text=text, minor=minor_class))
     return marks
 
 
-def curves(known, count, top):
-    """The mean as a line, the peaks as an area of bars; and the mean's last point."""
-    every = math.ceil(count / CHART_POINTS)
-    line, area, following, level = "", "", -1, 0.0
-    for at, samples in itertools.groupby(known, lambda sample: sample[0] // every * every):
-        _, means, peaks = zip(*samples)
-        level = sum(means) / len(means)
-        pen = "L" if at == following else "M"          # a gap is a gap
-        # h.01: a sample alone is a dot
-        line += "%s%d %.4gh.01" % (pen, at, 100 - 100 * level / top)
-        area += "M%d 100V%.4gh%dV100" % (at, 100 - 100 * max(peaks) / top, every)
-        following = at + every
-    return fill(CURVES, points=count, area=area, line=line), level
+def time_ticks(start, end):
+    """Return the ticks of the time axis as [(time, text), ...], at round times from start to end.
+
+    All times are of the wall clock. The ticks of a day are hours, those of a week are days, those
+    of a month are every fifth day, and those of a year are months."""
+    step, text_format = time_step(end - start)
+    first_tick = math.ceil(start / step) * step
+    last_tick = math.floor(end)
+    ticks = []
+    for tick in range(first_tick, last_tick + 1, step):
+        tick_datetime = utc_datetime(tick)
+        # Months differ in length, so the step is a day, and only the first of a month has a tick
+        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
+            continue
+        ticks.append((tick, tick_datetime.strftime(text_format)))
+    return ticks
 
 
-def chart(series, wall):
-    """Players over time as inline SVG, about 13 kB.
+def time_step(span_s):
+    """Return the seconds from tick to tick for a span of so many seconds, and the text's format."""
+    for longest_days, step, text_format in TIME_STEPS:
+        if span_s <= longest_days * DAY:
+            break                   # the last row has the longest of the SPANS
+    return step, text_format
 
-    The plot is stretched to the width at hand; the text around it keeps its size."""
-    start, step, count = series.start, series.step, len(series.means)
-    known = [sample for sample in zip(range(count), series.means, series.peaks)
-             if sample[1] is not None]          # else the server was away
-    if not known:
-        return Html(NO_HISTORY)
-    last, (peak_at, _, peak) = known[-1][0], max(known, key=lambda sample: sample[2])
-    ticks = value_ticks(peak)
-    drawing, level = curves(known, count, ticks[-1])
-    latest = format(round(level, 1) if level < 10 else round(level), ",g")
-    latest_at = min(wall, start + (last + 1) * step)
-    x, y, words = peak_at / count, peak / ticks[-1], format(round(peak, 1), ",")
-    marks = [
-        *axes(ticks, start, start + count * step), drawing, mark(PEAK_DOT, "", x, y),
-        mark(PEAK_MARK, words, min(max(x, .04), .96), y),       # within the page
-        mark(LATEST_MARK, latest, last / count, level / ticks[-1],
-             long=" long" if len(latest) > 2 else "")]
-    return fill(
-        CHART, start=minute(start), end=minute(start + count * step), peak=words, marks=marks,
-        peak_time=minute(start + peak_at * step), latest=latest,
-        latest_time=time_tag(latest_at, wall))
+
+def place_mark(template, x, y, **values):
+    """Return a template filled with these values and the place of a point in the plot.
+
+    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes 6 % to 92 % of the
+    chart's width, because there are numbers to both sides, and 14 % to 86 % of its height, because
+    the peak's label stands above."""
+    left = "%.5g%%" % (6 + 86 * x)
+    top = "%.4g%%" % (86 - 72 * y)
+    return fill_template(template, x=left, y=top, **values)
+
+
+def render_curves(bars, width, count, top):
+    """Return the means of a list of ChartBar as a line, and their peaks as an area.
+
+    Each bar stands for `width` samples, the plot for `count` samples. The plot reaches from 0 to
+    `top` players."""
+    line = []
+    area = []
+    next_start = -1
+    for start, mean, peak in bars:
+        mean_y = 100 - 100 * mean / top
+        peak_y = 100 - 100 * peak / top
+        # The line is interrupted where samples are missing
+        command = "L" if start == next_start else "M"
+        # The tiny step to the right makes a point that stands alone visible, as a dot
+        line.append("%s%d %.4gh.01" % (command, start, mean_y))
+        area.append("M%d 100V%.4gh%dV100" % (start, peak_y, width))
+        next_start = start + width
+    return fill_template(CURVES, points=count, area="".join(area), line="".join(line))
+
+
+def render_peak(x, y, text):
+    """Return a dot at the highest peak and its label, as a list of Html. `x` and `y` as in
+    place_mark()."""
+    label_x = min(max(x, .04), .96)             # so that the label stays within the page
+    return [
+        place_mark(PEAK_DOT, x, y),
+        place_mark(PEAK_MARK, label_x, y, text=text),
+    ]
+
+
+def render_latest(x, y, text):
+    """Return the label at the end of the line, which has the latest number of players. `x` and `y`
+    as in place_mark()."""
+    long_class = ""
+    if len(text) > 2:               # such a number does not fit into the margin on a phone
+        long_class = " long"
+    return place_mark(LATEST_MARK, x, y, text=text, long=long_class)
+
 
 # ================================================================================================
 # 9  Web
@@ -8629,7 +9034,7 @@ class Web(TcpProtocol):
         elif request.route == "/master.json" and status in (403, 429):
             type, body = JSON_TYPE, iceball_list(self, [])
         elif "text/html" in request.header("Accept"):
-            type, body = HTML_TYPE, error_page(self.look, status, reason, hint)
+            type, body = HTML_TYPE, render_error_page(self.look, status, reason, hint)
         else:
             text = "%d %s\n%s\n" % (status, reason, hint)
             type, body = TEXT_TYPE, text.encode()
@@ -8864,7 +9269,7 @@ def server_xml(server):
 
 def servers_xml(elements, wall):
     """Return the XML document with these servers' elements. `wall`: seconds since 1970."""
-    rendered_at = utc(wall).replace(microsecond=0)
+    rendered_at = utc_datetime(wall).replace(microsecond=0)
     head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n' % (
         rendered_at.astimezone().isoformat(), rendered_at.isoformat())
     return head.encode() + b"".join(elements) + b"</serverlist>\n"
@@ -9010,13 +9415,15 @@ def render_list(web, list_filter, servers, wall):
     for id, listed in web.registry.games.items():
         if listed:
             counts[id] = len(listed)
-    rows = list_rows(web.look, servers[:PAGE_ROWS], hourly_players, web.epoch, wall)
+    rows = render_rows(web.look, servers[:PAGE_ROWS], hourly_players, web.epoch, wall)
     day = ()
     if list_filter == ListFilter(game):
         day = day_total(hourly_players, [game] if game else counts)
     host = web.settings["server.public_address"] or "THIS-HOST"
     contacts = contact_lines(web.core.listeners, host, web.settings)
-    return list_page(web.look, list_filter, servers, rows, counts, contacts, sparkline(day))
+    spark = render_sparkline(day)
+    contents = ListPage(list_filter, servers, rows, counts, contacts, spark)
+    return render_list_page(web.look, contents)
 
 
 def with_wall_times(server, epoch):
@@ -9053,7 +9460,8 @@ def get_server(web, request):
     if remembered:                      # the server may have been here before
         shown.first_seen = min(shown.first_seen, remembered.first_seen)
     base = web.look.url or "http://" + request.header("Host")
-    page = server_page(web.look, shown, listed, series, query.span, wall, base)
+    contents = ServerPage(shown, listed is not None, series, query.span, base)
+    page = render_server_page(web.look, contents, wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -9072,10 +9480,11 @@ def get_banner(web, request):
         remembered, = from_disk(request, lambda: [database.known(*query.key)])
         if remembered:
             name, status = remembered.name, 200
-            state = "not listed since %s UTC" % minute(remembered.last_seen)
-    svg = fill(BANNER, name=clean(name) or endpoint, state=state, players=players,
-               game=web.look.game_title(clean(query.game)), address=endpoint,
-               spark=sparkline(web.hourly_players.get(query.key, ())))
+            state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+    svg = fill_template(
+        BANNER, name=clean(name) or endpoint, state=state, players=players,
+        game=web.look.game_title(clean(query.game)), address=endpoint,
+        spark=render_sparkline(web.hourly_players.get(query.key, ())))
     return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
 
@@ -9404,7 +9813,8 @@ def get_check(web, request):
     findings = [finding(outcome, detail)
                 for outcome, detail in current_outcomes(web, request, address, listed)]
     findings += recorded_findings(web, address, port, listed, wall)
-    return HttpResponse(check_page(web.look, address, port, findings, listed, wall), HTML_TYPE)
+    page = render_check_page(web.look, address, port, findings, listed, wall)
+    return HttpResponse(page, HTML_TYPE)
 
 
 def listed_from(web, address, port):
@@ -9459,9 +9869,10 @@ def recorded_findings(web, address, port, listed, wall):
         if record.outcome in ("announced", "listed") and packet_port in confirmed_ports:
             continue
         outcome = "gone" if record.outcome == "listed" else record.outcome
-        arrival = fill(ARRIVAL, when=time_tag(record.at + web.epoch, wall),
-                       protocol=web.look.game_title(protocol),
-                       peer=endpoint_text(address, packet_port) if packet_port else address)
+        arrival = fill_template(
+            ARRIVAL, when=time_tag(record.at + web.epoch, wall),
+            protocol=web.look.game_title(protocol),
+            peer=endpoint_text(address, packet_port) if packet_port else address)
         findings.append((record.at, finding(outcome, record.detail, arrival)))
     findings.sort(key=lambda timed_finding: timed_finding[0], reverse=True)
     return [shown for _, shown in findings[:CHECK_FINDINGS]]
@@ -9470,8 +9881,8 @@ def recorded_findings(web, address, port, listed, wall):
 def finding(outcome, detail, arrival=""):
     """Return the HTML of one finding. `arrival`: the HTML that says when a packet came."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
-    return fill(FINDING, outcome=title, arrival=arrival,
-                todo=advice.replace("%s", detail or "nothing more is known"))
+    return fill_template(FINDING, outcome=title, arrival=arrival,
+                         todo=advice.replace("%s", detail or "nothing more is known"))
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -10699,7 +11110,7 @@ def read_text_files(settings):
         try:
             text = read_text_file(path) if path else ""
             if name == "http.template":
-                list_template(text)             # raises ValueError for a wrong template
+                check_list_template(text)             # raises ValueError for a wrong template
         except (OSError, ValueError) as error:
             section, key = name.split(".")
             raise SettingsError("[%s] %s = %s: %s" % (section, key, path, error)) from None
