@@ -5883,6 +5883,8 @@ QUAKE3_GAME_OF_PROTOCOL = {
     "72": "et", "80": "et", "83": "et", "84": "et"}
 # OpenArena still uses Quake III's gamename. No other game has OpenArena's protocol number
 QUAKE3_OPENARENA_PROTOCOL = "71"
+# A game has its gamename as its id in the registry, in lower case and cut off here
+QUAKE3_GAME_ID_CHARACTERS = 32
 # The titles of games by id in the registry. A game that is not here has its gamename as its title
 QUAKE3_TITLES = {
     "quake3arena": "Quake III Arena",
@@ -5935,7 +5937,8 @@ def split_quake3_pairs(data):
     If a key comes twice, its last value counts."""
     # The first piece is the head of the packet
     pieces = data.split(b"\\")
-    keys, values = pieces[1::2], pieces[2::2]
+    keys = pieces[1::2]
+    values = pieces[2::2]
     return dict(zip(keys, values))
 
 
@@ -5992,7 +5995,8 @@ def quake3_fields(info, gamename):
 
 def quake3_game_id(gamename, protocol=""):
     """Return the id that a game has in the registry, from its gamename and protocol number."""
-    game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
+    allowed = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
+    game = allowed[:QUAKE3_GAME_ID_CHARACTERS]
     if game == "quake3arena" and protocol == QUAKE3_OPENARENA_PROTOCOL:
         return "openarena"
     return game
@@ -6166,13 +6170,16 @@ class Quake3(UdpProtocol, PolledGame):
         del core.http_announcers[self.game]
         # The rendered value is a function that answers questions
         self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
-        self.registry.subscribe(self.on_registry_event, events=["listed", "gone"],
-                                every_master=True)
+        self.registry.subscribe(
+            self.on_registry_event,
+            events=["listed", "gone"],
+            every_master=True)
         self.read(core.settings)
 
     def read(self, settings):
         """Take over the settings, at the start and after a reload."""
-        self.cookie = Cookie(os.urandom(16), QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
+        secret_key = os.urandom(16)
+        self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
         self.settings = settings
         self.gamenames_by_tag = dict(QUAKE3_TAGS)
         for line in settings["quake3.tags"]:
@@ -6221,7 +6228,7 @@ class Quake3(UdpProtocol, PolledGame):
     def group_entries(self, servers):
         """Return the Quake3Entry records of the family's servers among these, as a dict of lists by
         (gamename, protocol)."""
-        family = [server for server in servers if "gamename" in server.details]
+        family = [server for server in servers if self.serves(server)]
         entries_by_game = collections.defaultdict(list)
         for entry in cached_entries(family, "quake3", self.render_entry):
             for gamename in entry.gamenames:
@@ -6295,8 +6302,10 @@ class Quake3(UdpProtocol, PolledGame):
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
         target = self.poller.find(self, *endpoint)
-        is_listed = target is not None and self.listed_server(target) is not None
-        if is_listed:
+        listed_server = None
+        if target is not None:
+            listed_server = self.listed_server(target)
+        if listed_server is not None:
             # Whatever arrives, a listed server is asked once a second at most
             if self.is_last_poll(target, now):
                 return []
@@ -6307,7 +6316,8 @@ class Quake3(UdpProtocol, PolledGame):
             tag_gamename = self.gamenames_by_tag[tag]
         else:
             return []
-        return [QUAKE3_GETINFO + self.make_challenge(tag_gamename, endpoint, now)]
+        challenge = self.make_challenge(tag_gamename, endpoint, now)
+        return [QUAKE3_GETINFO + challenge]
 
     def may_be_listed(self, endpoint, now):
         """Return whether a new server at this (address, port) may be listed.
@@ -6316,18 +6326,20 @@ class Quake3(UdpProtocol, PolledGame):
         source, port = endpoint
         try:
             address = self.rules.listed_address(source)
-            self.registry.check_admission((self.game, address, port), source)
+            key = self.game, address, port
+            self.registry.check_admission(key, source)
         except Refused as refused:
-            self.registry.record_outcome(source, self.game, port, refused.outcome, now,
-                                         str(refused))
+            self.record_outcome(source, port, refused.outcome, now, str(refused))
             return False
         self.registry.record_outcome(source, self.game, port, "announced", now)
         return True
 
     def is_last_poll(self, target, now):
         """Return whether a poll is under way after which the server is removed if it is silent."""
-        is_under_way = target.asked_at is not None or target.due <= now
-        return is_under_way and target.missed_polls == MISSED_POLLS_LIMIT - 1
+        if target.missed_polls != MISSED_POLLS_LIMIT - 1:
+            return False
+        is_asked = target.asked_at is not None
+        return is_asked or target.due <= now
 
     def make_challenge(self, tag_gamename, endpoint, now):
         """Return a challenge for a getinfo to this (address, port), as 8 bytes of base64.
@@ -6335,7 +6347,8 @@ class Quake3(UdpProtocol, PolledGame):
         `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The challenge
         carries it in its MAC: verify_challenge() finds it again."""
         message = repr((tag_gamename, endpoint)).encode()
-        return base64.urlsafe_b64encode(self.cookie.make(message, now))
+        mac = self.cookie.make(message, now)
+        return base64.urlsafe_b64encode(mac)
 
     def verify_challenge(self, challenge, endpoint, now):
         """Return the `tag_gamename` for which make_challenge() has made this challenge.
@@ -6441,13 +6454,13 @@ class Quake3(UdpProtocol, PolledGame):
         if self.rules.exempts(source):
             return
         # The keys of the source that has brought each new game
-        keys_by_game = []
+        keys_of_new_games = []
         for game, game_source in self.registry.title_sources.items():
             if game not in named_games:
-                keys_by_game.append(source_keys(game_source))
+                keys_of_new_games.append(source_keys(game_source))
         for key, source_limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
             limit = min(source_limit, QUAKE3_GAMES_PER_NETWORK)
-            game_count = sum(key in keys for keys in keys_by_game)
+            game_count = sum(key in keys for keys in keys_of_new_games)
             if game_count >= limit:
                 raise Refused("limit", "at most %d new games of one source" % limit)
 
@@ -6456,7 +6469,8 @@ class Quake3(UdpProtocol, PolledGame):
     def query(self, target):
         """Return a getinfo for a poll of this target."""
         endpoint = target.address, target.server_port
-        return QUAKE3_GETINFO + self.make_challenge("", endpoint, target.asked_at)
+        challenge = self.make_challenge("", endpoint, target.asked_at)
+        return QUAKE3_GETINFO + challenge
 
     def answer(self, target, data, now):
         """Accept the infoResponse that answers a poll, and return b"", because nothing is sent.
@@ -7095,8 +7109,8 @@ code, pre {
     ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace;
 }
 [hidden] { display: none !important; }
-/* a name of combining marks alone has nowhere to break; what stands a little outside, as a focus
-   does, is seen */
+/* A name that consists of combining marks alone cannot be broken, so it is clipped. The padding
+   keeps visible what stands a little outside, such as the ring around a focus */
 main { margin: 0 -1rem; padding: 0 1rem; overflow-x: clip; }
 .unseen {
   position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
@@ -7158,8 +7172,8 @@ form.check { margin-top: 1.5rem; }
 .check input { width: 16rem; max-width: 100%; }
 .check input[type=number] { width: 6rem; }
 
-/* The board: rows are no table's, so that those out of sight cost no layout and a phone can fold
-   them.
+/* The board. Its rows are not displayed as those of a table, so that rows out of sight cost no
+   layout, and so that a phone can fold them.
    Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
 #status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--ink); font-weight: 650; }
@@ -7188,7 +7202,7 @@ td {
 .one-game :is(th, td):nth-child(2) { display: none; }
 td:first-child { display: flex; }
 td:first-child a { min-width: 0; overflow: hidden; font-weight: 650; text-decoration: none; }
-/* its end, the left one of right-to-left words */
+/* A name that is too long loses its end, even if it runs from right to left */
 td bdi {
   display: block; overflow: hidden; text-overflow: ellipsis; text-align: left;
 }
@@ -7215,7 +7229,7 @@ i {
   font-weight: 400; letter-spacing: 0; white-space: nowrap;
 }
 td i { line-height: 1.625rem; }
-/* the first to give way, then the name */
+/* If there is no room, the second badge is cut first, then the name */
 td i + i { flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis; }
 td a, td .copy { outline-offset: -2px; }
 td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
@@ -7245,8 +7259,8 @@ pre {
   background: var(--raised); white-space: pre-wrap;
 }
 
-/* Every column has its width, and leaves where there is no room for it; the name has what is left
-   */
+/* Every column has a width of its own, and is hidden on screens that have no room for it. The name
+   takes the remaining space */
 @media (min-width: 40.01rem) {
   th, td { flex: none; width: 5rem; }
   :is(th, td):first-child { flex: 1; }
@@ -7262,7 +7276,8 @@ pre {
   table:not(.one-game) :is(th, td):nth-child(4) { display: none; }
 }
 
-/* A phone: every row is two lines, name and players above, game, mode, map and address below */
+/* On a phone every row has two lines: name and players above, game, mode, map and address below
+   them */
 @media (max-width: 40rem) {
   html { scroll-padding-top: 6rem; }
   body { padding: 0 1rem; }
@@ -7293,13 +7308,13 @@ pre {
   td span { flex-basis: 3.5rem; }
   form { gap: .5rem .875rem; font-size: .8125rem; }
 }
-/* and where text is twice as large on it: the name, and how many play */
+/* If text is twice as large on a phone, sparklines and badges are left out */
 @media (max-width: 19.99rem) {
   td:nth-child(5) { width: 3.5rem; }
   td svg, td i { display: none; }
 }
 
-/* One server, one check */
+/* The pages of one server, of /check, and of errors */
 h1, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
 h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
@@ -7330,7 +7345,7 @@ dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 .error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
 .error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
 
-/* A chart: text keeps its size at every width, only the line inside is stretched */
+/* In a chart, text keeps its size at every width. Only the curves are stretched */
 figure { margin: .75rem 0 0; }
 .chart { display: block; width: 100%; height: 16rem; overflow: visible; }
 .chart text { fill: var(--soft); font-size: .75rem; }
@@ -7353,8 +7368,8 @@ figure { margin: .75rem 0 0; }
 @media (max-width: 40rem) {
   .chart { height: 13rem; }
   .chart .minor { display: none; }
-  /* numbers too long for the margins stand in the plot: over their gridline and the
-     line */
+  /* Numbers that are too long for the margins stand inside the plot, above their gridlines and
+     above the curve */
   .chart .tick.long { text-anchor: start; transform: translate(12px, -9px); }
   .chart .latest.long { text-anchor: end; transform: translate(-8px, -16px); }
 }
@@ -7368,12 +7383,12 @@ APP_JS = r"""'use strict';
 // Every page is complete without this script. It adds: search as you type, sorting, hiding, copy
 // buttons, and a refresh every five seconds that touches only what has changed.
 
-const REFRESH_MS = 5000;            // as long as caches keep a page
-const ANSWER_MS = 10000;            // two of those: packets that were lost have come again
-const FADE_MS = 1600;               // to be seen by who looks elsewhere
-const COPIED_MS = 1500;             // likewise
-const TYPING_MS = 300;              // longer than from key to key
-const PLAYERS_MAX = 65535;          // as the master counts them
+const REFRESH_MS = 5000;            // caches keep a page for the same time
+const ANSWER_MS = 10000;            // two refreshes: time to send lost packets again
+const FADE_MS = 1600;               // long enough to be noticed in passing
+const COPIED_MS = 1500;             // long enough to be noticed
+const TYPING_MS = 300;              // longer than the pause between two keys
+const PLAYERS_MAX = 65535;          // the highest number that the master accepts
 const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
 const PLAYERS = 4, SEEN = 6, ADDRESS = 7;
 const table = document.querySelector('#servers');
@@ -7384,7 +7399,8 @@ const put = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
 
-// ---- Times: relative, the exact one in the title. The master's clock counts, known from Date.
+// ---- Times are shown as ages, with the exact time in the title. They are measured by the master's
+// clock, which is known from the Date header of its answers.
 
 let skew = 0;
 
@@ -7401,7 +7417,7 @@ function tellTimes() {
     put(time, ago((now - Date.parse(time.title)) / 1000));
 }
 
-// ---- Copy: a button beside each <code>, which says what it did to the eye and to the ear
+// ---- A copy button beside each <code>. It shows that it has copied, and tells screen readers.
 
 const said = make('div', {className: 'unseen'});
 said.setAttribute('role', 'status');
@@ -7421,7 +7437,7 @@ document.addEventListener('click', async event => {
   const text = button.previousElementSibling.textContent;
   try {
     await navigator.clipboard.writeText(text);
-  } catch {                         // plain http has no clipboard: copy a selection instead
+  } catch {                         // pages by plain http have no clipboard: copy a selection
     const area = make('textarea', {value: text, className: 'unseen'});
     document.body.append(area);
     area.select();
@@ -7437,7 +7453,8 @@ document.addEventListener('click', async event => {
   }, COPIED_MS);
 });
 
-// ---- The view: what is searched, sorted and hidden. It is kept in the address, for links.
+// ---- The view says how the list is searched and sorted, and which rows are hidden. It is kept in
+// the page's address, so that a link leads to the same view.
 
 const linked = new URLSearchParams(location.search);
 const view = {
@@ -7449,13 +7466,13 @@ const view = {
 const NUMBERS = ['players', 'seen'];                // sorted with the largest first
 const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
 const players = row => parseInt(row.cells[PLAYERS].textContent);
-// ß as ss: what Python's casefold() takes for one is one
+// ß becomes ss, as with Python's casefold() in the master's search
 const fold = text => text.toLowerCase().toUpperCase();
 const nameOf = row => row.querySelector('bdi').textContent;
 const labelOf = element => element.getAttribute('aria-label') || element.getAttribute('href');
 const keyOf = row => row.querySelector('a').getAttribute('href');
 let order = [];                                     // the rows in the master's order
-let capped = false;         // the master has more rows than a page shows: it must search
+let capped = false;         // true: the page lacks some rows, so the master must search
 
 function viewQuery() {
   const query = new URLSearchParams(location.search);
@@ -7476,8 +7493,8 @@ function keepView() {
   }
 }
 
-function wanted(row) {              // a part of the name or of the address, as the master searches
-  // Nothing invisible is in a name, and keyboards write some behind emoji
+function wanted(row) {              // the same rule as in the master's ListFilter.matches()
+  // Names have no invisible characters, but keyboards add some to emoji
   const name = fold(view.name.replace(/\p{DI}/gu, '').trim());
   const endpoint = row.querySelector('code').textContent;
   const address = name.includes(':') ? endpoint : endpoint.replace(/^\[|\]?:\d+$/g, '');
@@ -7502,7 +7519,7 @@ function show() {
   const rows = sorted(order), body = table.tBodies[0];
   let place = body.firstElementChild;
   if (rows.filter((row, index) => body.rows[index] !== row).length > 100) body.append(...rows);
-  else for (const row of rows) {    // a few rows move: leave the others where they are
+  else for (const row of rows) {    // only a few rows move: the others stay where they are
     if (place && place !== row && place.nextElementSibling === row) place = row;
     if (place === row) place = row.nextElementSibling;
     else body.insertBefore(row, place);
@@ -7543,7 +7560,8 @@ function tellStatus() {
   put(status, statusText());
 }
 
-function source(search = capped) {  // filters stay here, unless the master has too many rows
+// Returns the URL to fetch. Filters are applied here, unless the page lacks some rows.
+function source(search = capped) {
   if (!table) return location.pathname + location.search;
   const query = new URLSearchParams(), now = viewQuery();
   for (const key of search ? ['game', 'name', 'players_min'] : ['game'])
@@ -7560,11 +7578,11 @@ function patchRow(row, fresh) {
   row.className = fresh.className;
   for (const [index, cell] of [...fresh.cells].entries()) {
     const old = row.cells[index];
-    // The address never changes, and has a copy button
+    // The address never changes, and its cell has a copy button
     if (index === ADDRESS || old.isEqualNode(cell)) continue;
     if (index === SEEN) old.title = cell.title;
     old.replaceChildren(...cell.childNodes);
-    if (index !== SEEN) fade(old);                  // which always moves
+    if (index !== SEEN) fade(old);                  // the time changes at every refresh
   }
 }
 
@@ -7590,7 +7608,7 @@ function patchTable(page, fading) {
   const inAddress = row && row.cells[ADDRESS].contains(held);
   patchRows(page, fading);
   if (table.hidden !== page.querySelector('#servers').hidden) {
-    // The first server has come, or the last one gone
+    // The first server has come, or the last one has left
     const empty = page.querySelector('#empty');
     addCopyButtons(empty);
     document.querySelector('#empty').replaceWith(empty);
@@ -7620,7 +7638,7 @@ function patchParts(page) {
   }
 }
 
-function reading() {                // text is held selected: nothing may move under it
+function reading() {                // while text is selected, nothing on the page may move
   const selection = getSelection();
   return !selection.isCollapsed && [...document.querySelectorAll('#servers, [data-live]')]
     .some(part => selection.getRangeAt(0).intersectsNode(part));
@@ -7629,10 +7647,10 @@ function reading() {                // text is held selected: nothing may move u
 function takePage(url, text) {
   const page = new DOMParser().parseFromString(text, 'text/html');
   if (!page.querySelector(LIVE)) throw new Error('a page of a proxy, such as one to log in');
-  if (url !== source()) return;     // the view moved on
+  if (url !== source()) return;     // the view has changed since
   if (table && url === source(false))
     capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
-  if (url !== source()) return;     // the master has too many rows: ask it to search
+  if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
   if (table) patchTable(page, url === lastUrl);
   [lastText, lastUrl] = [text, url];
@@ -7642,7 +7660,7 @@ async function refresh() {
   if (document.hidden || asking || reading()) return;
   asking = true;
   const url = source();
-  const late = new AbortController();               // AbortSignal.timeout() is too young
+  const late = new AbortController();               // some browsers lack AbortSignal.timeout()
   setTimeout(() => late.abort(), ANSWER_MS);
   try {
     const answer = await fetch(url, {cache: 'no-cache', signal: late.signal});
@@ -7650,7 +7668,7 @@ async function refresh() {
     const text = await answer.text();
     if (text !== lastText) takePage(url, text);
     skew = Date.parse(answer.headers.get('date')) - Date.now() || 0;
-    if (Math.abs(skew) < 2000) skew = 0;            // Date has whole seconds, and took its time
+    if (Math.abs(skew) < 2000) skew = 0;            // Date has whole seconds, and travels too
     lastAnswer = Date.now();
     failed = '';
   } catch (error) {
@@ -7660,8 +7678,8 @@ async function refresh() {
   asking = false;
   if (!reading()) tellTimes();
   tellStatus();
-  if (url !== source()) refresh();                  // the view moved on while the answer came
-  if (table) keepView();                            // tabs may be new
+  if (url !== source()) refresh();                  // the view has changed meanwhile
+  if (table) keepView();                            // new tabs need links with the view
 }
 
 // ---- Start
@@ -7671,7 +7689,7 @@ for (const part of document.querySelectorAll('[data-live]'))
 addCopyButtons(document);
 
 function startSearch(form) {
-  form.elements.name.value = view.name;             // a browser may put back what stood there
+  form.elements.name.value = view.name;             // a browser may have restored old input
   form.elements.players_min.value = view.players_min;
   form.querySelector('button').hidden = true;
   for (const word of ['empty', 'full']) {
@@ -7688,7 +7706,7 @@ function startSearch(form) {
     view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
     show();
     clearTimeout(pause);
-    if (capped) pause = setTimeout(refresh, TYPING_MS);         // the master counts searches
+    if (capped) pause = setTimeout(refresh, TYPING_MS);         // the master limits searches
     keepView();
   });
 }
@@ -7699,7 +7717,7 @@ function startSorting() {
     const up = COLUMNS[index], down = '-' + up;
     const ways = NUMBERS.includes(up) ? [down, up, ''] : [up, down, ''];
     head.replaceChildren(button);
-    button.addEventListener('click', () => {        // one way, the other way, the master's order
+    button.addEventListener('click', () => {        // one order, its reverse, the master's order
       view.sort = ways[(ways.indexOf(view.sort) + 1) % 3];
       show();
       keepView();
@@ -7715,7 +7733,7 @@ if (table) {
   startSorting();
   keepView();
   show();
-  if (view.name || view.players_min) refresh();     // it came filtered: fetch the rest
+  if (view.name || view.players_min) refresh();     // the page came filtered: fetch all rows
 }
 
 if (document.querySelector(LIVE)) {
@@ -7886,8 +7904,12 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
 def render_tab(link, text, is_current, count=""):
     """Return one tab, a link with this text. `count` is the number that it shows, if any."""
-    current = "page" if is_current else "false"
-    return fill_template(TAB, link=link, text=text, current=current, count=count)
+    return fill_template(
+        TAB,
+        link=link,
+        text=text,
+        current="page" if is_current else "false",
+        count=count)
 
 
 # --- The list page -------------------------------------------------------------------------------
@@ -7932,7 +7954,8 @@ def list_summary(servers):
     It has the number of players and the first servers that have players."""
     played = [server for server in servers if server.players]
     players = total_players_text(servers)
-    summary = "%s on %d of %s" % (players, len(played), count_text(len(servers), "server"))
+    server_count = count_text(len(servers), "server")
+    summary = "%s on %d of %s" % (players, len(played), server_count)
     previews = []
     for server in played[:PREVIEW_NAMES]:
         name = server.name or endpoint_text(server.address, server.port)
@@ -7951,7 +7974,8 @@ def total_players_text(servers):
 def render_totals(contents):
     """Return the line of a ListPage that says "312 players on 87 servers", with bold numbers."""
     servers = contents.servers
-    text = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
+    server_count = count_text(len(servers), "server")
+    text = "%s on %s" % (total_players_text(servers), server_count)
     totals = re.sub("[0-9,]+", r"<b>\g<0></b>", text)
     return fill_template(TOTALS, spark=contents.spark, totals=Html(totals))
 
@@ -7961,11 +7985,14 @@ def render_game_tabs(context, counts, game):
 
     `counts` has the number of servers by game. The chosen `game` has a tab even if it has no
     servers; "" is all games. There are no tabs if only one game would have one."""
-    games = [id for id in context.games if id in counts or id == game]
+    games = []
+    for id in context.games:
+        if id in counts or id == game:
+            games.append(id)
     if len(games) < 2:
         return fill_template(TABS, tabs="")
-    total = number_text(sum(counts.values()))
-    tabs = [render_tab("/", "All games", game == "", total)]
+    total = sum(counts.values())
+    tabs = [render_tab("/", "All games", game == "", number_text(total))]
     for id in games:
         link = "/?game=" + urllib.parse.quote(id)
         count = number_text(counts.get(id, 0))
@@ -8088,10 +8115,10 @@ def render_sparkline(counts):
     """Return the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
 
     A count is None if the server was away in that hour. Without any count, return empty Html."""
-    known_counts = [count for count in counts if count is not None]
-    if not known_counts:
+    present_counts = without_gaps(counts)
+    if not present_counts:
         return Html("")
-    scale = max(SPARK_MIN_PLAYERS, max(known_counts))
+    scale = max(SPARK_MIN_PLAYERS, *present_counts)
     tops = []
     for count in counts:
         if count is None:
@@ -8100,6 +8127,11 @@ def render_sparkline(counts):
             top = SPARK_EMPTY_Y - round(SPARK_EMPTY_Y * count / scale)
         tops.append("V%dh1" % top)
     return Html(SPARKLINE % "".join(tops))
+
+
+def without_gaps(counts):
+    """Return those of these player counts that are not None, as a list."""
+    return [count for count in counts if count is not None]
 
 
 # --- The page of one server ----------------------------------------------------------------------
@@ -8185,8 +8217,11 @@ def render_history(contents, wall):
     link = server_link(contents.server)
     tabs = []
     for span in SPANS:
-        tabs.append(render_tab(link + "&span=" + span, span.capitalize(), span == contents.span))
-    return fill_template(HISTORY, chart=render_chart(contents.series, wall), tabs=tabs)
+        span_link = link + "&span=" + span
+        is_current = span == contents.span
+        tabs.append(render_tab(span_link, span.capitalize(), is_current))
+    chart = render_chart(contents.series, wall)
+    return fill_template(HISTORY, chart=chart, tabs=tabs)
 
 
 def page_facts(context, contents, wall):
@@ -8256,7 +8291,9 @@ def uptime_text(series, first_seen):
 
 def render_fact(name, value):
     """Return one fact of a server as Html. A description gets a line of its own."""
-    width = Html(' class="wide"') if name == DESCRIPTION else ""
+    width = ""
+    if name == DESCRIPTION:
+        width = Html(' class="wide"')
     return fill_template(FACT, width=width, name=name, value=value)
 
 
@@ -8403,8 +8440,8 @@ def chart_bars(series, width):
     bars = []
     for start in range(0, len(series.means), width):
         end = start + width
-        means = [mean for mean in series.means[start:end] if mean is not None]
-        peaks = [peak for peak in series.peaks[start:end] if peak is not None]
+        means = without_gaps(series.means[start:end])
+        peaks = without_gaps(series.peaks[start:end])
         if means:
             mean = sum(means) / len(means)
             bars.append(ChartBar(start, mean, max(peaks)))
