@@ -5905,6 +5905,9 @@ QUAKE3_MAX_NEW_GAMES = 64
 QUAKE3_GAMES_PER_SOURCE = 4
 # The limit for an IPv6 /48, because anybody can have one
 QUAKE3_GAMES_PER_NETWORK = 8
+# An answer costs so many tokens of [limits] requests. With the default of that setting a source
+# gets 5 answers at once, then 1 a second
+QUAKE3_QUESTION_TOKENS = 10
 # The answers to so many different questions are kept. Programs ask a few questions for each game
 QUAKE3_MAX_CACHED_ANSWERS = 256
 # The values that an infoResponse must have, each with the pattern that it must match. The game type
@@ -6015,14 +6018,14 @@ class Quake3Question(NamedTuple):
     wants_ipv6: bool
 
 
-def parse_quake3_question(words):
+def parse_quake3_question(pieces):
     """Return the Quake3Question in a packet. Raise Malformed if the packet is no question.
 
-    `words` are the bytes of the packet, split at white space. There are two forms:
+    `pieces` are the bytes of the packet, split at white space. There are two forms:
 
         getservers [gamename] protocol [filter ...]
         getserversExt gamename protocol [filter ...]"""
-    command, *arguments = words or [b""]
+    command, *arguments = pieces or [b""]
     is_extended = command == QUAKE3_GETSERVERS_EXT
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
@@ -6239,16 +6242,15 @@ class Quake3(UdpProtocol, PolledGame):
         """Return the Quake3Entry of a server, which cached_entries() keeps until it changes."""
         return render_quake3_entry(server, self.tag_gamenames)
 
-    def answer_question(self, words, source, now):
-        """Return the packets that answer a question. `words` are its bytes, split at white space.
+    def answer_question(self, pieces, source, now):
+        """Return the packets that answer a question. `pieces` are its bytes, split at white space.
 
         Raise Malformed if it is no question, and Limited if a limit forbids an answer."""
-        question = parse_quake3_question(words)
+        question = parse_quake3_question(pieces)
         # If forged questions have used up the limit for answers, none is even rendered
         if self.rules.surplus_is_spent("quake3", source, now):
             raise Limited
-        # By default a source gets 5 answers at once, then 1 a second
-        tokens = self.rules.request_tokens(10)
+        tokens = self.rules.request_tokens(QUAKE3_QUESTION_TOKENS)
         if not self.rules.udp_request_limiter.allow(source, now, tokens):
             raise Limited
         answer = self.answer_function.get(now)
@@ -6284,13 +6286,13 @@ class Quake3(UdpProtocol, PolledGame):
             if target is not None:                      # it is None if the server was refused
                 target.missed_polls = 0
             return []
-        words = data.split()
-        if len(words) == 2:
-            command, tag = words
+        pieces = data.split()
+        if len(pieces) == 2:
+            command, tag = pieces
             if command == QUAKE3_HEARTBEAT:
                 return self.answer_heartbeat(tag.decode("latin-1"), endpoint, now)
         source, _ = endpoint
-        return self.answer_question(words, source, now)
+        return self.answer_question(pieces, source, now)
 
     # Heartbeats, and the challenges that infoResponses must have
 
