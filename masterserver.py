@@ -100,155 +100,163 @@ log = logging.getLogger("masterserver")
 # 2  Limits
 #
 # Numbers that bound something, each with its reason or its source. What an operator may want to
-# change is a setting (section 3); what bounds one protocol or one tool stands with it.
+# change is a setting (section 3). What bounds one protocol or one tool stands with it.
 # ================================================================================================
 
-TICK_S = 1.0                        # protocols are ticked this often; documents count whole seconds
-LOOK_S = 0.25                       # connections are ticked so often: AIO greets after 1.2 s
-HELD_UP_S = 5.0                     # a tick this late: the program was stopped (docker pause)
+TICK_S = 1.0                        # between two ticks of protocols; documents count whole seconds
+LOOK_S = 0.25                       # between two ticks of connections: AIO greets after 1.2 s
+HELD_UP_S = 5.0                     # a tick this late means that the program was stopped for a time
 DRAIN_DATAGRAMS = 128               # read from one socket before the others get their turn: 1 ms
-ACCEPT_CONNECTIONS = 64             # taken from one listener before the others get theirs
+ACCEPT_CONNECTIONS = 64             # taken from one listener before the others get their turn
 BACKLOG = 1024                      # connections that wait: half a second of 2,000 a second
-# The longest datagram in a document has 520 bytes; what is beyond this is cut off
-MAX_DATAGRAM_BYTES = 2048
+MAX_DATAGRAM_BYTES = 2048           # the longest in a document has 520; what is beyond is cut off
 UDP_BUFFER_BYTES = 8 << 20          # 20,000 announcements, which cost about 800 bytes each there
-RECV_BYTES = 65536                  # one read from a connection
-SEND_BUFFER_BYTES = 1 << 18         # the system's own megabytes would hide a slow reader's progress
-LINGER_S = 5.0                      # how long what a peer sends after our last byte is read away …
-LINGER_BYTES = 65536                # … and how much of it; then the connection is closed
-OUTPUT_TOTAL_S = 120.0              # who takes longer for one answer is not reading it
-# What waits for all readers together: three lists of 50,000 servers
-OUTPUT_BYTES = 64 << 20
-WORKER_JOBS = 64                    # waiting for one thread; others are told to try again
-# Host names of strangers that wait to be looked up. With a name server that is slow each of them
-# takes half a minute
+RECV_BYTES = 65536                  # for one read from a connection
+# The system's own buffer of megabytes would hide how slowly a reader reads.
+SEND_BUFFER_BYTES = 1 << 18
+# What a peer sends after our last byte is read away: for so long, and so many bytes of it. Then
+# the connection is closed.
+LINGER_S = 5.0
+LINGER_BYTES = 65536
+OUTPUT_TOTAL_S = 120.0              # a client that takes longer for one answer does not read it
+OUTPUT_BYTES = 64 << 20             # that wait for all readers together: three lists of 50,000
+WORKER_JOBS = 64                    # that wait for one thread; further ones are refused
+# Host names from strangers that wait to be looked up. With a slow name server each takes half a
+# minute.
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
-LOOKUPS_PER_NETWORK = 4             # of an IPv6 /48, which anybody can have
-# Sources that are remembered as served lately: 16 times as many as can wait
-LOOKUP_TURNS = 1024
+LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, which anybody can have
+LOOKUP_TURNS = 1024                 # sources that are remembered: 16 times as many as can wait
 # Game servers of one source that wait for the same look-up. If each is a Luanti server with the
-# longest announcement, those of all strangers take 80 MB
+# longest announcement, those of all strangers take 80 MB.
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # at a stop, for answers on their way: people wait no longer
-STOP_DISK_S = 5.0                   # and for a batch being written, which takes milliseconds
-DESCRIPTORS_KEPT = 40               # for all but connections: listeners, streams, database, log
-DESCRIPTORS_UNTOLD = 256            # assumed where the system does not tell: macOS's limit
+STOP_S = 2.0                        # for answers on their way at a stop: people wait no longer
+STOP_DISK_S = 5.0                   # for a batch that is being written; it takes milliseconds
+DESCRIPTORS_KEPT = 40               # not for connections: listeners, streams, database, log
+DESCRIPTORS_UNTOLD = 256            # assumed if the system does not tell: macOS's limit
 FAULT_RATE = 1, 20                  # tracebacks a second / at once: a fault must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
-# Of a description; SubSpace's 386 bytes are the longest in a document
-TEXT_CHARACTERS = 512
+TEXT_CHARACTERS = 512               # of a description; the longest in a document has 386 bytes
 PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSpace: u16)
 
-# A cookie lives one to two windows; servers return it in a second
-COOKIE_WINDOW_S = 30
+COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers return it in 1 s
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six million years
-SITE_SOURCES = 16                   # an IPv6 /48, which anybody can have, lists as much as so many
-LIMITER_SOURCES = 16384             # sources remembered by one limiter, about 3 MB
+# Anybody can have an IPv6 /48, so it may have as much as so many single sources.
+SITE_SOURCES = 16
+LIMITER_SOURCES = 16384             # that one limiter remembers, in about 3 MB
 # What all unproven sources together get beyond what they sent, a second / at once, for each use of
-# allow_surplus(): 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses
+# allow_surplus(). It is 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses.
 SURPLUS_BYTES = 100_000, 1_000_000
-# No real limit: a flood in its name must not make a server silent
+# This rate is never reached. A limit would let a flood with a server's address silence the server.
 ANSWERS_RATE = 1e6, 1e6
-# Of silence, while a flood in its name keeps a server's own packets out
+# While a flood with its address keeps a server's own packets out, silence proves nothing before so
+# many lifetimes.
 FLOODED_LIFETIMES = 3
-ALTERED_SERVERS = 100_000           # waiting for the disk: all that can be listed, and who has left
-# Servers that have gone and are remembered on disk: those that were here for longest
-KNOWN_SERVERS = 60_000
-# Games whose history is kept: the page has some 80 at a time, those of the Quake III family 64
-KNOWN_GAMES = 1000
-# What became of the last packets, for /check: so many notes in all, about 3 MB at their longest
-OUTCOMES_KEPT = 4096
-# two for each of the 32 servers that a source lists by default
-OUTCOMES_PER_SOURCE = 64
-OUTCOMES_PER_S = 500                   # a flood leaves eight seconds to look at
-OUTCOME_CHARACTERS = 200               # of the detail: two lines on the page
+ALTERED_SERVERS = 100_000           # that wait for the disk: a full list, and as many that left
+KNOWN_SERVERS = 60_000              # that have left and are remembered on disk
+KNOWN_GAMES = 1000                  # whose history is kept; the page has some 80 at a time
+OUTCOMES_KEPT = 4096                # of packets, for /check: 3 MB if each is as long as possible
+OUTCOMES_PER_SOURCE = 64            # two for each of the 32 servers that a source lists by default
+OUTCOMES_PER_S = 500                # so a flood leaves eight seconds to look at
+OUTCOME_CHARACTERS = 200            # of the detail: two lines on the page
 
-HTTP_LINE_BYTES = 4096              # the longest request line; 128 Chinese characters need 1,200
-HTTP_HEAD_BYTES = 16384             # line and headers; browsers behind proxies send up to 4 kB
-# An announcement needs 500, with every text at its longest 12,500; Luanti's has all names of mods
+HTTP_LINE_BYTES = 4096              # of the request line; 128 Chinese characters need 1,200
+HTTP_HEAD_BYTES = 16384             # of line and headers; browsers behind proxies send up to 4 kB
+# An announcement needs 500 bytes, or 12,500 with every text at its longest. Luanti's has the names
+# of all mods.
 HTTP_BODY_BYTES = 65536
-# A body of so many bytes costs the loop 3 ms at most, whatever is in it, with these two limits
+# With the next two limits a body of that size costs the event loop 3 ms at most.
 ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of other games 10
-NUMBER_DIGITS = 400                 # a float has 309 before its point; int() takes the square
+# Digits of a number. A float has 309 before its point. int() takes the square of their number.
+NUMBER_DIGITS = 400
 HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
-HTTP_CACHE_BYTES = 16 << 20         # responses kept; a larger one, of 50,000 servers, alone
-GZIP_MIN_BYTES = 600                # a shorter one fits one packet with its head, compressed or not
-GZIP_LEVEL = 3                      # 10,000 servers, 4 MB, in 10 ms to 266 kB; level 6: 23, 222
-RENDER_S = 1.0                      # a list is rebuilt at most this often, however many ask
-# A short list may be rebuilt sooner: so long after the last time for each of its servers
-RENDER_SERVER_S = 0.0001
-# How long a cache in front may keep an answer: the page's refresh
-CACHE_S = 5
-PAGE_ROWS = 2000                    # rows on one page; a search finds the others
+HTTP_CACHE_BYTES = 16 << 20         # of responses; a larger one, of 50,000 servers, is kept alone
+GZIP_MIN_BYTES = 600                # a shorter body fits one packet with its head in any case
+GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; level 6: 222 kB in 23
+RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
+RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: so long for each server
+CACHE_S = 5                         # a cache in front may keep an answer so long, as the page does
+PAGE_ROWS = 2000                    # on one page; a search finds the others
 CHECK_FINDINGS = 100                # on one page of /check, the latest
 
 # ================================================================================================
 # 3  Settings
 #
-# One row a setting; its type is the function that reads it. The ini, --set, --print-config, the
-# README's table and the errors all come from this table. A setting that is live takes effect on
-# reload, the others at the next start.
+# A table of settings. The type of each is the function that reads it. The ini, --set,
+# --print-config, the README's table and the errors all come from this table. A setting that is live
+# takes effect on reload, any other at the next start.
 # ================================================================================================
 
 
 class SettingsError(Exception):
-    """A setting that cannot be used; the text names file, key and the nearest right name."""
+    """A setting that cannot be used. The text names file, key and the nearest right name."""
 
 
-# What may follow "://" in a URL without telling a secret
+# What may follow "://" in a URL without being a secret: the host.
 URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
 
 
 def without_secrets(text):
-    """A setting's name or value as messages may show it: of a URL no more than the host.
+    """Return a setting's name or value as messages may show it: of a URL only the host.
 
-    URLs of webhooks and of Redis are secrets, wherever in the ini they stand. A password may have
-    blanks in it, so nothing after the URL is shown either; and it may have @ and / in it, so that
-    nobody can tell where the host is once there is an @."""
+    The URLs of webhooks and of Redis are secrets, wherever they stand in the ini. A password may
+    have blanks in it, so nothing after the URL is shown either. It may also have @ and / in it, so
+    if there is an @, nobody can tell where the host is."""
     before, separator, url = text.partition("://")
     if not separator:
         return text
-    host = URL_HOST.match(url)[0] if "@" not in url else ""     # type: ignore[index]
+    host = ""
+    match = URL_HOST.match(url)
+    if match and "@" not in url:
+        host = match.group()
     if host == url:
         return text
-    return before + separator + (host + "/" if host else "") + "…"
+    if host:
+        host += "/"
+    return before + separator + host + "…"
 
 
-# Readers take the text of a setting and give its value. A wrong one raises ValueError, whose words
-# never repeat the text: Settings.put() shows as much of it as may be shown
+# Readers get the text of a setting and return its value. They raise ValueError for a wrong one. The
+# error never repeats the text; Settings.set_text() shows as much of it as may be shown
 
 read_text = str.strip
 
 
 def read_line(text):
-    if "\n" in text.strip():        # settings in the lines below would be lost without a word
+    """Return a text of one line. A further line would be a setting that is indented by mistake, and
+    would be lost without a word."""
+    if "\n" in text.strip():
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
 
 def read_without_url(text):
-    """A line that everybody sees, or that names a file: no webhook that has lost its header."""
+    """Return a line that everybody sees, or that names a file. A URL in it may be a webhook that
+    has lost its section."""
     if "://" in text:
         raise ValueError("a URL cannot stand here")
     return read_line(text)
 
 
-def read_choice(choices):
+def choice_reader(choices):
+    """Return a reader for one of these words. `choices`: the values by the words in lower case."""
     def read(text):
-        if text.strip().lower() not in choices:
+        word = text.strip().lower()
+        if word not in choices:
             raise ValueError("expected one of %s" % ", ".join(choices))
-        return choices[text.strip().lower()]
+        return choices[word]
+
     return read
 
 
-read_flag = read_choice(configparser.ConfigParser.BOOLEAN_STATES)
-read_log_level = read_choice({level: level for level in ("debug", "info", "warning", "error")})
+read_flag = choice_reader(configparser.ConfigParser.BOOLEAN_STATES)
+read_log_level = choice_reader({level: level for level in ("debug", "info", "warning", "error")})
 
 
 def read_number(low, high, kind=int):
+    """Return a reader for a number from `low` to `high`; `kind` is int or float."""
     def read(text):
         try:
             value = kind(text.strip())
@@ -257,23 +265,29 @@ def read_number(low, high, kind=int):
         if not low <= value <= high:
             raise ValueError("expected a number from %.12g to %.12g" % (low, high))
         return value
+
     return read
 
 
 def read_port(text):
-    """A port; empty switches the listener off, 0 takes a free one."""
-    # 65535 is for nobody: SubSpace also listens on the port after the one in the ini
-    return read_number(0, 65534)(text) if text.strip() else None
+    """Return a port; None for an empty text, which switches the listener off; 0 for a port that
+    the system chooses. 65535 is no choice, because SubSpace also listens on the next port."""
+    if not text.strip():
+        return None
+    return read_number(0, 65534)(text)
 
 
-def read_list(read, separator=","):
+def list_reader(read, separator=","):
+    """Return a reader for a list of values, each read by `read`. Empty ones are left out."""
     def read_all(text):
-        return tuple(read(part.strip()) for part in text.split(separator) if part.strip())
+        parts = [part.strip() for part in text.split(separator)]
+        return tuple([read(part) for part in parts if part])
+
     return read_all
 
 
-def parsed_address(text):
-    """IPv4-mapped IPv6 as IPv4."""
+def parse_address(text):
+    """Return an ipaddress object; IPv4 for an IPv4-mapped IPv6 address."""
     try:
         parsed = ipaddress.ip_address(text)
     except ValueError:
@@ -282,28 +296,32 @@ def parsed_address(text):
 
 
 def read_address(text):
-    """An IP address as lists have it."""
-    return str(parsed_address(text.strip().strip("[]")))
+    """Return an IP address as lists have it. It may stand in brackets."""
+    return str(parse_address(text.strip().strip("[]")))
 
 
 def read_addresses(text):
-    return tuple(read_address(part) for part in text.split(","))
+    """Return a tuple of IP addresses."""
+    return tuple([read_address(part) for part in text.split(",")])
 
 
-@functools.lru_cache(1024)          # one server's address is asked for several times in a row
+@functools.lru_cache(1024)          # the same address is asked for several times in a row
 def is_unicast(address):
-    """An IP address that a game server can have; with a scope it means nothing elsewhere."""
+    """Is this an IP address that a game server can have? An address with a scope is not, because it
+    means nothing elsewhere."""
     try:
-        parsed = parsed_address(address)
+        parsed = parse_address(address)
     except ValueError:
         return False
-    # RFC 1122 and 1112: IPv4 unicast is 1.0.0.0 to 223.255.255.255
-    reserved = parsed.version == 4 and not 1 <= parsed.packed[0] < 224
-    return not (reserved or parsed.is_multicast or parsed.is_unspecified or "%" in address)
+    if parsed.version == 4:
+        first_byte, *_ = parsed.packed
+        if not 1 <= first_byte < 224:       # RFC 1122 and 1112
+            return False
+    return not (parsed.is_multicast or parsed.is_unspecified or "%" in address)
 
 
 def read_unicast(text):
-    """An address that a list may carry."""
+    """Return an address that a game server can have."""
     address = read_address(text)
     if not is_unicast(address):
         raise ValueError("this cannot be the address of a server")
@@ -311,69 +329,89 @@ def read_unicast(text):
 
 
 def read_public(text):
-    """The same, or nothing."""
+    """Return an address that a game server can have, or "" for an empty text."""
     return read_unicast(text) if text.strip() else ""
 
 
 def read_network(text):
+    """Return an ipaddress network."""
     try:
         return ipaddress.ip_network(text.strip(), strict=False)
     except ValueError:
         raise ValueError("expected an IPv4 or IPv6 network, such as 198.51.100.0/24") from None
 
 
+# A host in brackets, as IPv6 addresses need it, or a host without; then the port
+ENDPOINT = re.compile(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*")
+
+
 def read_endpoint(text: str) -> Tuple[str, int]:
-    """`ADDRESS:PORT` or `[ADDRESS]:PORT`; the address may be a host name."""
-    match = re.fullmatch(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*", text)
-    if not match or not 0 < int(match[3]) <= 65535:
+    """Return host and port of `HOST:PORT` or `[ADDRESS]:PORT`."""
+    match = ENDPOINT.fullmatch(text)
+    if not match:
         raise ValueError("expected ADDRESS:PORT")
-    return match[1] or match[2], int(match[3])
+    bracketed_host, host, port_text = match.groups()
+    port = int(port_text)
+    if not 0 < port <= 65535:
+        raise ValueError("expected ADDRESS:PORT")
+    return bracketed_host or host, port
 
 
 def read_numeric_endpoint(text):
+    """Return an IP address and a port."""
     host, port = read_endpoint(text)
     return read_address(host), port
 
 
 def read_known_hyperbol(text):
-    """`ADDRESS:PORT FLAVOR`; the address may be a host name."""
-    place, flavor = (text.split(None, 1) + ["0"])[:2]
-    return (*read_endpoint(place), read_number(0, 255)(flavor))
+    """Return (host, port, flavor) of `HOST:PORT FLAVOR`. Without a flavor it is 0."""
+    endpoint, *flavors = text.split(None, 1)
+    host, port = read_endpoint(endpoint)
+    flavor, = flavors or ["0"]
+    return host, port, read_number(0, 255)(flavor)
 
 
 def read_pattern(text):
+    """Return a compiled regular expression."""
     try:
         return re.compile(text, re.IGNORECASE)
-    except re.error as error:           # its words repeat parts of the pattern
+    except re.error as error:           # its own words repeat parts of the pattern
+        character = (error.pos or 0) + 1
         raise ValueError("expected a regular expression; there is a mistake at character %d"
-                         % ((error.pos or 0) + 1)) from None
+                         % character) from None
     except (OverflowError, RecursionError):
         raise ValueError("expected a regular expression; this one is too large") from None
 
 
-def read_form(pattern, expected):
-    """A text of this form; the error does not repeat it."""
+def pattern_reader(pattern, expected):
+    """Return a reader for a text that matches a pattern. `expected` describes it in words."""
     def read(text):
         if not re.fullmatch(pattern, text.strip()):
             raise ValueError("expected " + expected)
         return text.strip()
+
     return read
 
 
-read_game_id = read_form("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-# No user and no password, as everybody sees it
-read_page_url = read_form(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
-                          "https://HOST, with no / at its end and no @")
-# A name that keys, metrics and JSON carry as it is; or nothing
-WORD = "[A-Za-z0-9._-]{1,64}"
-read_word = read_form("(%s)?" % WORD, "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
+# It may have no user and no password, because everybody sees it.
+read_page_url = pattern_reader(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
+                               "https://HOST, with no / at its end and no @")
+# A name that can stand in keys, metrics and JSON as it is.
+PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
+read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
+                                 "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+# It may have no user and no password: urllib would take them for the host.
+read_webhook = pattern_reader(
+    r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
+    "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
+
 ENGINE_SCHEMES = "redis", "rediss", "unix"
 ENGINE_FORM = ("redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
                " in a password write %40 for @ and %2F for /")
-# No user and no password: urllib would take them for the host
-read_webhook = read_form(
-    r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
-    "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
+# A host, in brackets if it is an IPv6 address, and perhaps a port
+ENGINE_HOST_AND_PORT = re.compile(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?")
+ENGINE_DEFAULT_PORT = "6379"            # Redis's own
 
 
 class EngineAddress(NamedTuple):
@@ -384,21 +422,24 @@ class EngineAddress(NamedTuple):
     user: str = ""
     password: str = ""
     host: str = ""
-    port: int = 6379                    # Redis's own default
+    port: int = int(ENGINE_DEFAULT_PORT)
     database: int = 0
 
 
 def read_engine(text):
-    """An EngineAddress, or None; the error does not repeat the text, which has a password in it."""
-    text = text.strip()
+    """Return an EngineAddress, or None for an empty text. The error does not repeat the text,
+    because there is a password in it."""
+    url = text.strip()
+    if not url:
+        return None
     try:
-        return engine_address(text) if text else None
+        return engine_address(url)
     except ValueError:
         raise ValueError("expected " + ENGINE_FORM) from None
 
 
 def engine_address(url):
-    """The EngineAddress of an ENGINE_FORM; raises ValueError."""
+    """Return the EngineAddress of a URL as ENGINE_FORM describes it. Raise ValueError."""
     if "\n" in url:
         raise ValueError("more than one line")
     scheme, _, after_scheme = url.partition("://")
@@ -408,62 +449,75 @@ def engine_address(url):
         return EngineAddress(path=urllib.parse.unquote(after_scheme))
     if scheme not in ("redis", "rediss"):
         raise ValueError("another scheme")
-    place, _, database = after_scheme.partition("/")
-    login, has_login, host_and_port = place.rpartition("@")
+    authority, _, database = after_scheme.partition("/")
+    login, has_login, host_and_port = authority.rpartition("@")
     user, has_password, password = login.partition(":")
     if has_login and not has_password:
         raise ValueError("a user without a password")
-    match = re.fullmatch(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?", host_and_port)
+    match = ENGINE_HOST_AND_PORT.fullmatch(host_and_port)
     if not match:
         raise ValueError("no host and port")
-    host, port = match.groups("6379")
+    host, port = match.groups(ENGINE_DEFAULT_PORT)
     return EngineAddress(
-        tls=scheme == "rediss", user=urllib.parse.unquote(user),
-        password=urllib.parse.unquote(password), host=urllib.parse.unquote(host.strip("[]")),
-        port=read_number(1, 65535)(port), database=read_number(0, 65535)(database or "0"))
+        tls=scheme == "rediss",
+        user=urllib.parse.unquote(user),
+        password=urllib.parse.unquote(password),
+        host=urllib.parse.unquote(host.strip("[]")),
+        port=read_number(1, 65535)(port),
+        database=read_number(0, 65535)(database or "0"))
 
 
 def read_own_game_id(text):
+    """Return the id of a game of the operator's own."""
     if text in SECTIONS:
         raise ValueError("the id %s is taken" % text)
     return read_game_id(text)
 
 
 def read_rate(text):
-    """`100/400`: 100 a second, 400 at once."""
+    """Return (a second, at once) for `100/400`. Without a second number both are the first."""
     rate, _, burst = text.partition("/")
     return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
 
 
-def read_iceball_version(text):
-    """"0.2.1-37" -> 8421413: w.5 x.5 y.7 a.5 z.10 from high to low bits.
+# w.x[.y][letter][-z]
+ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?")
+BEFORE_LETTER_A = "`"                   # the character before "a" in ASCII stands for no letter
 
-    Written w.x[.y][letter][-z]."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?", text)
+
+def read_iceball_version(text):
+    """Return the number of a version: 8421413 for "0.2.1-37". Its bits, from high to low, are
+    w.5 x.5 y.7 letter.5 z.10 of a version w.x[.y][letter][-z]; the letter a is 1."""
+    match = ICEBALL_VERSION_TEXT.fullmatch(text)
     if not match:
         raise ValueError("expected a version such as 0.2.1-37")
-    w, x, y, z = (int(part or 0) for part in match.group(1, 2, 3, 5))
-    a = ord(match[4] or "`") - 96           # a is 1; the backquote stands before it
+    w_text, x_text, y_text, letter, z_text = match.groups()
+    w, x, y, z = int(w_text), int(x_text), int(y_text or 0), int(z_text or 0)
+    letter_number = ord(letter or BEFORE_LETTER_A) - ord(BEFORE_LETTER_A)
     if max(w, x) > 31 or y > 127 or z > 1023:
         raise ValueError("a part of the version is too large")
-    return w << 27 | x << 22 | y << 15 | a << 10 | z
+    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
 
 
 class Setting(NamedTuple):
-    name: str                       # section.key, or a section whose keys are data
-    default: str                    # or an example of data
+    """One setting, or a section whose keys are data of the operator."""
+
+    name: str                       # section.key, or the section whose keys are data
+    default: str                    # or, for a section of data, an example
     read: Callable[[str], Any]
     help: str                       # one line of the ini
-    live: bool = True
+    live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text
 
     @property
     def section(self) -> str:
-        return self.name.partition(".")[0]
+        section, _, _ = self.name.partition(".")
+        return section
 
     @property
     def key(self) -> str:
-        return self.name.partition(".")[2]
+        _, _, key = self.name.partition(".")
+        return key
 
 
 SETTINGS = (
@@ -475,14 +529,14 @@ SETTINGS = (
     Setting("server.database", "masterserver.db", read_without_url,
             "SQLite file for the list and the player history, from the ini's folder; empty: none.",
             live=False),
-    Setting("server.refuse_names", "", read_list(read_pattern, "\n"),
+    Setting("server.refuse_names", "", list_reader(read_pattern, "\n"),
             "Names not to list: regular expressions, one a line. Beware: (a+)+ may take for ever."),
     Setting("server.log_level", "info", read_log_level,
             "How much is logged (debug, info, warning, error); debug reports every bad packet."),
     Setting("server.log_file", "", read_without_url,
             "A file for the log, from the ini's folder, rotated at 10 MB; empty: standard error.",
             live=False),
-    Setting("http.ports", "27790, 27795", read_list(read_port),
+    Setting("http.ports", "27790, 27795", list_reader(read_port),
             "TCP ports of the page and the lists. Iceball looks for both.", live=False),
     Setting("http.title", "Game servers", read_without_url, "The page's title."),
     Setting("http.url", "", read_page_url,
@@ -491,22 +545,22 @@ SETTINGS = (
     Setting("http.template", "", read_without_url,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
     Setting("http.stylesheet", "", read_without_url, "A file with your own style.css."),
-    Setting("http.trusted_proxies", "", read_list(read_network),
+    Setting("http.trusted_proxies", "", list_reader(read_network),
             "Networks of reverse proxies whose X-Forwarded-For header is believed."),
     Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
     Setting("iceball.version", "0.2.1-37", read_iceball_version,
             "The game's current version; players with an older one are told of the update."),
-    Setting("iceball.accept_versions", "", read_list(read_iceball_version),
+    Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
             "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
     Setting("iceball.timeout", "120", read_number(1, 86400, float),
             "Seconds of silence after which a server is removed (the document says 120).",
             live=False),
     Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
-    Setting("hyperbol.servers", "", read_list(read_known_hyperbol, "\n"),
+    Setting("hyperbol.servers", "", list_reader(read_known_hyperbol, "\n"),
             "Known servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official)."),
     Setting("subspace.port", "4990", read_port,
             "UDP port of the zone list; announcements and pings use the next port.", live=False),
-    Setting("subspace.zones", "", read_list(read_endpoint, "\n"),
+    Setting("subspace.zones", "", list_reader(read_endpoint, "\n"),
             "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
     Setting("aio.port", "27011", read_port,
             "TCP port for servers and clients of every generation.", live=False),
@@ -515,9 +569,9 @@ SETTINGS = (
             "A text file to read the news from instead; read again when it changes."),
     Setting("quake3.port", "27950", read_port,
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", read_list(str.lower),
+    Setting("quake3.games", "", list_reader(str.lower),
             "Games to list, such as xonotic, openarena; or !nexuiz: all but this; empty: all."),
-    Setting("quake3.tags", "", read_list(read_form(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
     Setting("quake3.timeout", "900", read_number(1, 86400, float),
             "Seconds without an answer after which one is removed; missed polls do so sooner."),
@@ -531,9 +585,9 @@ SETTINGS = (
     Setting("cluster.redis", "", read_engine,
             "Redis or Valkey through which masters share their lists, as redis://:password@host/0.",
             live=False),
-    Setting("cluster.name", "", read_word,
+    Setting("cluster.name", "", read_plain_name,
             "This master's name among others; empty: the host's and a random part.", live=False),
-    Setting("cluster.prefix", "masterserver", read_word,
+    Setting("cluster.prefix", "masterserver", read_plain_name,
             "What the keys there begin with; masters with another one are not seen.", live=False),
     Setting("poll.interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
@@ -544,7 +598,7 @@ SETTINGS = (
     Setting("notify.again_after", "10800", read_number(0, 86400),
             "Seconds for which the same server is not news again."),
     Setting("notify.official_only", "no", read_flag, "News of official servers alone."),
-    Setting("notify.games", "", read_list(read_game_id),
+    Setting("notify.games", "", list_reader(read_game_id),
             "News of these games alone, by their ids such as iceball; empty: of all."),
     Setting("notify.text", "$players of $max_players are playing on $name ($game, map $map) $url",
             read_text, "What is told; there are no other placeholders than these."),
@@ -565,7 +619,7 @@ SETTINGS = (
     Setting("blocked", "192.0.2.66 = floods", read_line,
             "Networks that get no answer at all, with a note for the operator.",
             read_key=read_network),
-    Setting("limits.exempt", "127.0.0.0/8, ::1", read_list(read_network),
+    Setting("limits.exempt", "127.0.0.0/8, ::1", list_reader(read_network),
             "Networks to which no limit per source applies."),
     Setting("limits.datagrams", "100/400", read_rate,
             "Datagrams from one source (an IPv4 address, an IPv6 /64): per second / at once."),
@@ -583,178 +637,207 @@ SETTINGS = (
             "many."),
     Setting("limits.servers", "50000", read_number(1, 10000000), "Listed servers in all."),
 )
-SETTINGS_BY_NAME = {row.name: row for row in SETTINGS}
-SECTIONS = {row.section for row in SETTINGS}
+SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
+SECTIONS = {setting.section for setting in SETTINGS}
 
-# Settings of earlier versions; one that is still in an ini has no effect and is a warning
+# Settings of earlier versions. If one is still in an ini, it has no effect and gives a warning.
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
-# Sections of which no value is shown, as it is a secret even where it is no URL
+# No value of these sections is shown, because each is a secret even if it is no URL.
 SECRET_SECTIONS = "webhooks", "cluster"
 
-# Settings that name a text file, which is read with the settings and again when it changes
+# These settings name a text file, which is read with the settings and again when it changes.
 TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 
 
 class Settings:
-    """Values by name: `settings["iceball.port"]`; a section of data is a dict: `settings["bans"]`.
+    """The values of all settings by name: `settings["iceball.port"]`. A section of data is a dict:
+    `settings["bans"]`.
 
-    `values`: texts by name as for --set; anything wrong raises SettingsError."""
+    path        of the ini, whether it exists or not
+    found       whether the ini exists and is not empty
+    folder      where relative paths begin; None if a program has made these settings, which keeps
+                nothing on disk unless asked to
+    given       the names of the settings that are not left at their default
+    warnings    texts for the log
+    texts       the contents of TEXT_FILES by the setting's name"""
 
     def __init__(self, values=None):
-        self.path = ""                          # of the ini, there or not
-        self.found = False                      # it is there, and not empty
-        # Where relative paths begin; None: settings made by a program, which keeps nothing unasked
+        """`values`: texts by name as for --set. Raise SettingsError for anything wrong."""
+        self.path = ""
+        self.found = False
         self.folder: Optional[str] = None
-        self.given = set()                      # names of those that are not left at their default
+        self.given = set()
         self.warnings = []
-        self.texts = {}                         # of TEXT_FILES, by name of the setting
-        self.values = {row.name: row.read(row.default) if row.key else {} for row in SETTINGS}
+        self.texts = {}
+        self.values: Dict[str, Any] = {}
+        for setting in SETTINGS:
+            self.values[setting.name] = setting.read(setting.default) if setting.key else {}
         for name, text in (values or {}).items():
-            self.put(name, str(text), "setting")
+            self.set_text(name, str(text), "setting")
 
     def __getitem__(self, name):
         return self.values[name]
 
-    def put(self, name, text, where):
-        """`name`: section.key; `where`: the file, or --set, for the errors."""
-        section, _, key = name.partition(".")
-        if "://" in section:            # the dot is the URL's
-            raise SettingsError("%s: %s: expected section.key" % (where, without_secrets(name)))
-        shown = "%s: [%s] %s" % (where, section, without_secrets(key))
-        if name in REMOVED_SETTINGS:
-            self.warnings.append(shown + " is no setting any more; it has no effect")
-            return
-        row = SETTINGS_BY_NAME.get(name) or SETTINGS_BY_NAME.get(section)
-        if row is None:
-            raise SettingsError("%s: [%s] %s" % (where, section, what_is_unknown(section, key)))
-        for line in text.split("\n")[1:]:
-            check_line_below(line, shown)
-        self.given.add(row.name)
-        try:
-            (name + text).encode()          # bytes of the command line that are no text
-            if "\0" in text:
-                raise ValueError("a NUL is no text")        # and the name of no file
-            if row.key:
-                self.values[name] = row.read(text)
-            else:
-                self.values[section][row.read_key(key)] = row.read(text)
-        except ValueError as error:
-            # If the key has a URL in it, the value is the rest of it: "=" may stand in a URL
-            secret = section in SECRET_SECTIONS or "://" in key
-            value = "…" if secret else without_secrets(" ".join(text.split()))
-            raise SettingsError("%s = %s: %s" % (shown, value, error)) from None
-
     @classmethod
     def load(cls, path, overrides=(), missing_ok=False):
-        """Read the ini at `path`, then the overrides (`section.key=value`)."""
+        """Read the ini at `path`, and then the overrides (`section.key=value`)."""
         self = cls()
-        self.path, self.folder = path, os.path.dirname(os.path.abspath(path))
+        self.path = path
+        self.folder = os.path.dirname(os.path.abspath(path))
         parser = read_ini(path, missing_ok)
         self.found = bool(parser.sections())
         for section in parser.sections():
             for key, text in parser.items(section):
-                self.put("%s.%s" % (section, key), text, path)
-        for item in overrides:
-            name, equals, text = item.partition("=")
+                self.set_text("%s.%s" % (section, key), text, path)
+        for override in overrides:
+            name, equals, text = override.partition("=")
             if not equals:
-                # No more of it: without "=" nobody can tell where a secret begins
+                # Not more is shown, because without "=" nobody can tell where a secret begins
                 raise SettingsError("--set %.16s: expected section.key=value"
-                                    % without_secrets(item))
-            self.put(name.strip(), text.strip(), "--set")
+                                    % without_secrets(override))
+            self.set_text(name.strip(), text.strip(), "--set")
         database = self.file("server.database")
         if database and os.path.realpath(database) == os.path.realpath(path):
             raise SettingsError("[server] database: that is the ini; it would be overwritten")
         return self
 
+    def set_text(self, name, text, where):
+        """Set a setting to the value of a text. `name`: section.key; `where`: the file, or --set,
+        for errors."""
+        section, _, key = name.partition(".")
+        if "://" in section:            # then the dot is part of a URL
+            raise SettingsError("%s: %s: expected section.key" % (where, without_secrets(name)))
+        shown_name = "%s: [%s] %s" % (where, section, without_secrets(key))
+        if name in REMOVED_SETTINGS:
+            self.warnings.append(shown_name + " is no setting any more; it has no effect")
+            return
+        setting = SETTINGS_BY_NAME.get(name) or SETTINGS_BY_NAME.get(section)
+        if setting is None:
+            raise SettingsError("%s: [%s] %s" % (where, section, unknown_setting(section, key)))
+        _, *lines_below = text.split("\n")
+        for line in lines_below:
+            check_line_below(line, shown_name)
+        self.given.add(setting.name)
+        try:
+            self.read_value(setting, key, text)
+        except ValueError as error:
+            # If there is a URL in the key, the value is the rest of it: a URL may have "=" in it
+            is_secret = section in SECRET_SECTIONS or "://" in key
+            shown_value = "…" if is_secret else without_secrets(" ".join(text.split()))
+            raise SettingsError("%s = %s: %s" % (shown_name, shown_value, error)) from None
+
+    def read_value(self, setting, key, text):
+        """Set the value of a setting, or of a key in a section of data. Raise ValueError."""
+        (key + text).encode()           # raises it for bytes of the command line that are no text
+        if "\0" in text:                # no file can be named so
+            raise ValueError("a NUL is no text")
+        if setting.key:
+            self.values[setting.name] = setting.read(text)
+        else:
+            self.values[setting.name][setting.read_key(key)] = setting.read(text)
+
     def file(self, name):
-        """The path that a setting names, from the ini's folder on; "" if there is none."""
+        """Return the path of the file that a setting names; "" if it names none. A relative path
+        begins in the ini's folder."""
         path = self.values[name]
-        if not path or self.folder is None and name not in self.given:
+        if not path:
+            return ""
+        if self.folder is None and name not in self.given:
             return ""
         return os.path.join(self.folder or "", path)
 
 
-def what_is_unknown(section, key):
-    """Words for a setting that there is not, with the nearest right name."""
-    keys = [row.key for row in SETTINGS if row.section == section]
+def unknown_setting(section, key):
+    """Return a text that says that there is no such setting, with the nearest right name."""
+    keys = [setting.key for setting in SETTINGS if setting.section == section]
     if not keys:
-        return "is no section" + nearest(section, SECTIONS)
-    return "has no key " + without_secrets(key) + nearest(key, keys)
+        return "is no section" + nearest_name(section, SECTIONS)
+    return "has no key " + without_secrets(key) + nearest_name(key, keys)
 
 
-def check_line_below(line, shown):
-    """Raise SettingsError for a line that is indented, and so continues the value of the setting
-    `shown`, although it looks like a setting of its own whose value is a URL.
+def nearest_name(name, right_names):
+    """Return the end of an error's text: the name that was probably meant, or all right names."""
+    close = difflib.get_close_matches(name, right_names, 1, 0.5)
+    if close:
+        return "; did you mean %s?" % "".join(close)
+    return "; there are %s" % ", ".join(sorted(right_names))
 
-    It might be shown on the page, and would be sent nowhere."""
+
+def check_line_below(line, shown_name):
+    """Raise SettingsError for an indented line that continues the value of a setting although it
+    looks like a setting of its own whose value is a URL. It might be shown on the page, and nothing
+    would be sent there."""
     name, _, value = line.partition("=")
     name = name.strip()
     before_url, separator, _ = value.partition("://")
-    words = before_url.split()          # the scheme; in [webhooks] a FORMAT stands before it
-    if not separator or not re.fullmatch(WORD, name) or len(words) not in (1, 2):
+    # Before "://" stands the scheme, and in [webhooks] a FORMAT before that
+    words = before_url.split()
+    if not separator or len(words) not in (1, 2) or not re.fullmatch(PLAIN_NAME, name):
         return
-    section = "webhooks"
-    if words[-1] in ENGINE_SCHEMES:
+    *_, scheme = words
+    if scheme in ENGINE_SCHEMES:
         section = "cluster"
-    elif SETTINGS_BY_NAME.get("http." + name):
+    elif "http." + name in SETTINGS_BY_NAME:
         section = "http"
+    else:
+        section = "webhooks"
     raise SettingsError(
         "%s: the line %s = … stands below this value and continues it, as it is indented; it "
-        "probably belongs into [%s], without blanks before it" % (shown, name, section))
+        "probably belongs into [%s], without blanks before it" % (shown_name, name, section))
 
 
 def read_ini(path, missing_ok):
-    # Not strict: a section may come twice, as lines are often appended; of a key the last counts
+    """Return a ConfigParser with the contents of an ini. Raise SettingsError."""
+    # It is not strict: people append lines, so a section may come twice, and of a key that is given
+    # twice the last one counts
     parser = configparser.ConfigParser(
         interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"),
         strict=False)
     # The parser's own pattern takes "[::1]:27790 = yes" for a section
     parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]
     try:
-        read = parser.read(path, encoding="utf-8-sig")
+        paths_read = parser.read(path, encoding="utf-8-sig")
     except (configparser.Error, UnicodeDecodeError) as error:
         raise SettingsError(
             "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
-            "continues the one above" % (path, what_is_unreadable(error))) from None
-    # The parser does not say what kept it from reading
-    if not read and (not missing_ok or os.path.lexists(path)):
+            "continues the one above" % (path, ini_error_text(error))) from None
+    # The parser leaves out a file that it cannot open, and does not say why
+    if not paths_read and (not missing_ok or os.path.lexists(path)):
         raise SettingsError("%s: cannot be read; is the name right, and may this user read it?"
                             % path)
     return parser
 
 
-def what_is_unreadable(error):
-    """Words for what kept an ini from being read: never the line, as it may be a secret."""
+def ini_error_text(error):
+    """Return a text that says where an ini cannot be read. It never has the line, because that may
+    be a secret."""
     if isinstance(error, UnicodeDecodeError):
         return "byte %d is no text" % (error.start + 1)
     if isinstance(error, configparser.MissingSectionHeaderError):
         return "line %d: no section headers stand above it" % error.lineno
-    lines = [number for number, _ in getattr(error, "errors", ())]
-    # The error of Python 3.13 for what continues no value has but one line
-    return "line " + ", ".join(map(str, lines or [getattr(error, "lineno", 0)]))
-
-
-def nearest(word, words):
-    close = difflib.get_close_matches(word, words, 1, 0.5)
-    if close:
-        return "; did you mean %s?" % close[0]
-    return "; there are %s" % ", ".join(sorted(words))
+    line_numbers = [number for number, _ in getattr(error, "errors", ())]
+    if not line_numbers:
+        # In Python 3.13 the error for a line that continues no value has only one line
+        line_numbers = [getattr(error, "lineno", 0)]
+    return "line " + ", ".join(map(str, line_numbers))
 
 
 def config_text():
-    """masterserver.ini: every setting commented out at its default, with its help."""
+    """Return masterserver.ini: every setting at its default with its help, commented out."""
     lines = [
         "# masterserver.ini: settings of masterserver.py, each at its default or as an example;",
         "# remove the # to change one. A wrong name or value is an error at start that says where.",
         "# This file is what --print-config prints."]
     section = ""
-    for row in SETTINGS:
-        if row.section != section:
-            section = row.section
+    for setting in SETTINGS:
+        if setting.section != section:
+            section = setting.section
             lines += ["", "[%s]" % section]
-        setting = "%s = %s" % (row.key, row.default) if row.key else row.default
-        lines += ["", "# " + row.help, ("#" + setting).rstrip()]
+        example = setting.default
+        if setting.key:
+            example = "%s = %s" % (setting.key, setting.default)
+        lines += ["", "# " + setting.help, ("#" + example).rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -765,187 +848,116 @@ def config_text():
 # cookie, the rate limiter. Nothing here does I/O.
 # ================================================================================================
 
-# as the socket gives it: (address, port) or (address, port, flow, scope)
+# As the socket gives it: (address, port), or (address, port, flow, scope) for IPv6
 Peer = Tuple[Any, ...]
 Replies = List[Tuple[bytes, Peer]]
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
-# not the module's own generator, which an embedding program may have seeded
+# Not the generator of the module random, which an embedding program may have seeded
 RANDOM = random.SystemRandom()
 
 
+class Malformed(Exception):
+    """Bytes that are not what the protocol's document says; the text names the field. A decoder
+    raises no other exception."""
+
+
+class Limited(Exception):
+    """A UDP request that a limit turns away: it is counted and gets no answer."""
+
+
 def error_text(error):
-    """Its message; its type where there is none, as for a MemoryError."""
+    """Return an exception's message, or, as for a MemoryError, the name of its type."""
     return str(error) or type(error).__name__
 
 
-class Malformed(Exception):
-    """Bytes that are not what the protocol's document says; the text names the field.
+class Tally:
+    """What one protocol has seen, for /metrics. METRICS (section 9) explains each counter."""
 
-    The only exception of a decoder."""
+    def __init__(self):
+        self.received = 0
+        self.sent = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.malformed = 0
+        self.limited = 0
+        self.unsent = 0
+        self.errors = 0
+        self.connections = 0
+
+
+# Text
+
+# Escape sequences (ECMA-48): control sequences such as colours, control strings, all others
+CONTROL_SEQUENCE = "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
+STRING_START, STRING_TEXT = "(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])", "[^\x07\x1b\x90\x98\x9c-\x9f]*"
+STRING_END = "(?:\x07|\x1b\\\\|\x9c)"
+OTHER_ESCAPE = "\x1b[ -/]*[0-~]?"
+ESCAPE_SEQUENCE = re.compile("|".join(
+    (CONTROL_SEQUENCE, STRING_START + STRING_TEXT + STRING_END, OTHER_ESCAPE)))
+# Characters that look like spaces. They become one space, so that nobody takes a name that only
+# looks like another one.
+BLANKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
+INVISIBLE_RANGES = (
+    "\0-\x1f\x7f-\x9f",                             # control characters
+    "\xad\u034f\u180b-\u180f",                      # soft hyphen, joiners, variation selectors
+    "\u115f\u1160\u17b4\u17b5\u3164\uffa0",         # Hangul fillers, Khmer vowels
+    "\u061c\u200b-\u200f\u202a-\u202e",             # zero-width and bidirectional characters
+    "\u2060-\u206f",                                # invisible operators, bidirectional isolates
+    "\ufe00-\ufe0f\ufeff\ufff0-\ufffb",             # variation selectors, byte order mark, specials
+    "\ufffe\uffff\ud800-\udfff",                    # no characters; surrogates
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a",   # shorthand and music formatting
+    "\U000e0000-\U000e0fff",                        # tags
+)
+INVISIBLE = re.compile("[%s]" % "".join(INVISIBLE_RANGES))
+ACCENT_RANGES = (
+    "\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff",      # combining marks
+    "\u20d0-\u20ff\ufe20-\ufe2f",                   # for symbols, half marks
+    "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e",      # Cyrillic, Hebrew, Thai
+)
+ACCENT = "[%s]" % "".join(ACCENT_RANGES)
+# The accents behind the third on one letter: so many are no writing
+EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
+
+
+def clean(text, max_characters=NAME_CHARACTERS):
+    """Return a text that is fit for every list: without control, bidirectional and zero-width
+    characters and without blanks at its ends, cut to `max_characters`."""
+    if not (text.isascii() and text.isprintable()):
+        text = ESCAPE_SEQUENCE.sub("", text)
+        text = BLANKS.sub(" ", text)
+        text = INVISIBLE.sub("", text)
+        text = EXCESS_ACCENTS.sub("", text)
+    return text.strip()[:max_characters].strip()
+
+
+def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
+    """Return UTF-8 as a cleaned text. A character that is cut off at the end is left out; other
+    invalid bytes become U+FFFD."""
+    text, _ = codecs.utf_8_decode(raw, "replace")
+    return clean(text, max_characters)
+
+
+def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
+    """Return bytes as a cleaned text: UTF-8 if they are valid, whole or cut off within a character,
+    else Windows-1252."""
+    try:
+        text, decoded_bytes = codecs.utf_8_decode(raw)      # stops at a character that is cut off
+    except UnicodeDecodeError:
+        text, decoded_bytes = "", 0
+    # If everything else is ASCII, what seems cut off is a letter of Windows-1252
+    if decoded_bytes < len(raw) and text.isascii():
+        text = raw.decode("cp1252", "replace")
+    return clean(text, max_characters)
 
 
 def c_string(data: bytes) -> bytes:
-    """Up to the first NUL; a field filled to its end has none."""
-    return data.partition(b"\0")[0]
-
-
-# Control sequences such as colours, control strings up to their end, other escapes (ECMA-48)
-ANSI = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
-                  "|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*"
-                  "(?:\x07|\x1b\\\\|\x9c)"
-                  "|\x1b[ -/]*[0-~]?")
-# What shows as a space: a name must not be taken that only looks like another's
-BREAKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
-# Control, soft hyphen, bidirectional, zero-width, shorthand, tag characters, surrogates, non-
-# characters
-INVISIBLE = re.compile(
-    "[\0-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
-    "\u202a-\u202e"
-    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
-    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]")
-# More than three accents on one letter are not writing: those behind the third
-ACCENTS = ("[\u0300-\u036f\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e\u1ab0-\u1aff"
-           "\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
-STACKED = re.compile("(?<=%s{3})%s+" % (ACCENTS, ACCENTS))
-
-
-def clean(text, characters=NAME_CHARACTERS):
-    """Text fit for every list: no control, bidirectional or zero-width characters, no outer
-    space."""
-    if not (text.isascii() and text.isprintable()):
-        text = ANSI.sub("", text)
-        text = BREAKS.sub(" ", text)
-        text = INVISIBLE.sub("", text)
-        text = STACKED.sub("", text)
-    return text.strip()[:characters].strip()
-
-
-def decode_utf8(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
-    """UTF-8, cleaned. A character cut off at the end goes; other invalid bytes become U+FFFD."""
-    return clean(codecs.utf_8_decode(raw, "replace")[0], characters)
-
-
-def decode_legacy(raw: bytes, characters: int = NAME_CHARACTERS) -> str:
-    """UTF-8 if valid, whole or cut off within a character, else Windows-1252; cleaned."""
-    try:
-        text, used = codecs.utf_8_decode(raw)       # without a character cut off at the end
-    except UnicodeDecodeError:
-        text, used = "", 0
-    # Where all else is ASCII, what seems cut off is a letter of Windows-1252
-    if used < len(raw) and text.isascii():
-        text = raw.decode("cp1252", "replace")
-    return clean(text, characters)
-
-
-def clamp(value, high=PLAYERS_MAX):
-    return 0 if value < 0 else high if value > high else value
-
-
-def canonical_address(address):
-    """The address as lists and limits know it: no scope, IPv4-mapped IPv6 as IPv4."""
-    if ":" not in address:
-        return address
-    parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    return str(parsed.ipv4_mapped or parsed)
-
-
-def is_loopback(address):
-    """`address`: as read_address() and sockets give it."""
-    return address.startswith("127.") or address == "::1"
-
-
-def address_number(address):
-    """An address as a number, every IPv6 one above all IPv4 ones, in a third of ipaddress's time.
-    """
-    if ":" in address:
-        return 1 << 128 | int(ipaddress.IPv6Address(address.partition("%")[0]))
-    a, b, c, d = address.split(".")
-    return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)
-
-
-class Networks:
-    """Networks, with a word about each.
-
-    Finding an address takes one look-up a prefix length, however many networks there are: tens of
-    thousands of strangers come each second."""
-
-    def __init__(self, networks, words=None):
-        sizes = collections.defaultdict(dict)
-        for network in networks:
-            bits = network.max_prefixlen - network.prefixlen
-            number = address_number(str(network.network_address))
-            sizes[bits][number >> bits] = (words or {}).get(network, "")
-        self.sizes = sorted(sizes.items())          # no two are alike; the smallest network counts
-
-    def find(self, number):
-        """What is said about the network that has this address_number(); None: none has it."""
-        for bits, words in self.sizes:
-            if number >> bits in words:
-                return words[number >> bits]
-        return None
-
-    def __contains__(self, address):
-        return self.find(address_number(address)) is not None
-
-    def __bool__(self):
-        return bool(self.sizes)
-
-
-# Loopback, private or link-local: a server there may name another address for itself
-LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
-    "127.0.0.0/8", "::1/128",                                   # loopback
-    "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
-    "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
-
-
-def ipv6_network(parsed, bits):
-    number = int(parsed) >> 128 - bits << 128 - bits
-    return "%s/%d" % (ipaddress.IPv6Address(number), bits)
-
-
-def source_key(address):
-    """What a limit by source counts: an IPv4 address, an IPv6 /64 (a host has all of it)."""
-    if ":" not in address:
-        return address
-    parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    return str(parsed.ipv4_mapped or ipv6_network(parsed, 64))
-
-
-def source_keys(address):
-    """What listed servers are counted by: their source, and of IPv6 its /48 as well."""
-    source = source_key(address)
-    if ":" not in source:
-        return (source,)
-    return source, ipv6_network(ipaddress.IPv6Address(source[:-3]), 48)
-
-
-def source_limits(address, limit):
-    """Each key that counts what this source has, with the limit for that key.
-
-    Anybody can have an IPv6 /48, so a /48 gets as much as SITE_SOURCES single sources."""
-    if ":" not in address:
-        return ((address, limit),)
-    source, *network = source_keys(address)
-    return [(source, limit)] + [(key, limit * SITE_SOURCES) for key in network]
-
-
-def decrement(counts, key):
-    """One fewer of these; a key with none left is dropped."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
-
-
-def keep_latest(table, key, value, most):
-    """Put this into the ordered `table` as its latest; the oldest makes room."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
+    """Return the bytes up to the first NUL. A field that is filled to its end has none."""
+    text, _, _ = data.partition(b"\0")
+    return text
 
 
 # One encoder is kept: json.dumps() would create one at each call, in a quarter of the time that one
-# server takes.
+# server takes
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -955,41 +967,197 @@ def to_json(value):
     return ENCODER.encode(value).encode()
 
 
+# Numbers and tables
+
+def clamp(value, high=PLAYERS_MAX):
+    """Return the number from 0 to `high` that is nearest to the value."""
+    if value < 0:
+        return 0
+    if value > high:
+        return high
+    return value
+
+
+def decrement(counts, key):
+    """Count one fewer of a key. A key with none left is deleted."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+def keep_latest(table, key, value, limit):
+    """Set a key of an OrderedDict as its latest one. If there are more than `limit`, the oldest is
+    deleted."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > limit:
+        table.popitem(last=False)
+
+
+# Addresses
+
+def canonical_address(address):
+    """Return an address as lists and limits know it: without a scope, and IPv4-mapped IPv6 as
+    IPv4."""
+    if ":" not in address:
+        return address
+    parsed = parse_ipv6(address)
+    return str(parsed.ipv4_mapped or parsed)
+
+
+def parse_ipv6(address):
+    """Return an IPv6Address without its scope."""
+    without_scope, _, _ = address.partition("%")
+    return ipaddress.IPv6Address(without_scope)
+
+
+def is_loopback(address):
+    """Is this a loopback address? It must be written as read_address() and sockets do."""
+    return address.startswith("127.") or address == "::1"
+
+
 def endpoint_text(address, port):
-    return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
+    """Return ADDRESS:PORT, or [ADDRESS]:PORT for IPv6."""
+    if ":" in address:
+        return "[%s]:%d" % (address, port)
+    return "%s:%d" % (address, port)
 
 
 def ipv4_bytes(address):
+    """Return the four bytes of an IPv4 address."""
     return ipaddress.IPv4Address(address).packed
 
 
-class Cookie:
-    """A keyed MAC with a lifetime, so that a handshake needs no memory: what returns has gone out.
+IPV6_NUMBERS = 1 << 128             # is added to IPv6 addresses, so that none is an IPv4 number
 
-    `key`: 16 bytes. `make` gives `size` bytes over the message in the window of `now`; `good`
-    accepts those of this window and the one before."""
+
+def address_number(address):
+    """Return an address as a number. Those of IPv6 are above those of IPv4. This takes a third of
+    the time of ipaddress."""
+    if ":" in address:
+        return IPV6_NUMBERS | int(parse_ipv6(address))
+    a, b, c, d = address.split(".")
+    return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)
+
+
+class Networks:
+    """A set of networks, each with a label.
+
+    Finding the network of an address takes one look-up for each length of prefix, however many
+    networks there are: tens of thousands of unknown addresses come each second."""
+
+    def __init__(self, networks, labels=None):
+        """`labels`: texts by network; a network without one has ""."""
+        if labels is None:
+            labels = {}
+        labels_by_bits = collections.defaultdict(dict)
+        for network in networks:
+            host_bits = network.max_prefixlen - network.prefixlen
+            number = address_number(str(network.network_address))
+            labels_by_bits[host_bits][number >> host_bits] = labels.get(network, "")
+        # The label of each prefix, by the number of bits behind it; the smallest network comes
+        # first, and counts
+        self.by_host_bits = sorted(labels_by_bits.items())
+
+    def find(self, number):
+        """Return the label of the smallest network that has the address with this number; None if
+        no network has it."""
+        for host_bits, labels in self.by_host_bits:
+            prefix = number >> host_bits
+            if prefix in labels:
+                return labels[prefix]
+        return None
+
+    def __contains__(self, address):
+        return self.find(address_number(address)) is not None
+
+    def __bool__(self):
+        return bool(self.by_host_bits)
+
+
+# A server in one of these networks may say that it has another address
+LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
+    "127.0.0.0/8", "::1/128",                                   # loopback
+    "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
+    "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
+
+
+# Sources: whom a limit counts
+
+def source_key(address):
+    """Return the source of an address, which limits count: the address itself for IPv4, and the
+    network /64 for IPv6, because one host can have all its addresses."""
+    if ":" not in address:
+        return address
+    parsed = parse_ipv6(address)
+    return str(parsed.ipv4_mapped or ipv6_network(parsed, 64))
+
+
+def source_keys(address):
+    """Return the keys under which servers of an address are counted: its source, and for IPv6 its
+    network /48 as well."""
+    source = source_key(address)
+    if ":" not in source:
+        return (source,)
+    network, _, _ = source.partition("/")
+    return source, ipv6_network(parse_ipv6(network), 48)
+
+
+def source_limits(address, limit):
+    """Return (key, limit) for each key under which servers of an address are counted. `limit` is
+    for one source; anybody can have an IPv6 /48, so it has as much as SITE_SOURCES sources."""
+    if ":" not in address:
+        return ((address, limit),)
+    source, *site = source_keys(address)
+    limits = [(source, limit)]
+    for key in site:
+        limits.append((key, limit * SITE_SOURCES))
+    return limits
+
+
+def ipv6_network(parsed, prefix_bits):
+    """Return the network of an IPv6Address as text, such as 2001:db8::/64."""
+    host_bits = 128 - prefix_bits
+    number = int(parsed) >> host_bits << host_bits
+    return "%s/%d" % (ipaddress.IPv6Address(number), prefix_bits)
+
+
+class Cookie:
+    """Makes keyed MACs that are valid for a time.
+
+    A sender that returns a valid one has received it, so nothing has to be kept in memory between
+    the two packets of a handshake. The time is divided into windows; a MAC is valid in its window
+    and the next."""
 
     def __init__(self, key, size=COOKIE_MAC_BYTES, window_s=COOKIE_WINDOW_S):
-        self.key, self.size, self.window_s = key, size, window_s
-        self.turn(0.0)
+        """`key`: 16 secret bytes; `size`: bytes of a MAC."""
+        self.key = key
+        self.size = size
+        self.window_s = window_s
+        self.begin_window(0.0)
 
-    def turn(self, now):
-        """Begin the window of `now`."""
+    def begin_window(self, now):
+        """Begin the window that has the time `now`."""
         window = int(now // self.window_s)
-        self.ends = (window + 1.0) * self.window_s
-        # BLAKE2's own keyed mode would pad the key to a block and compress a second one each time
-        self.previous, self.current = (
-            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
-            for number in (window - 1, window))
+        self.window_ends = (window + 1.0) * self.window_s
+        self.previous = self.keyed_hash(window - 1)
+        self.current = self.keyed_hash(window)
+
+    def keyed_hash(self, window):
+        """Return a hash object for the MACs of a window. BLAKE2's own keyed mode would pad the key
+        to a block, and hash a second block for each MAC."""
+        return hashlib.blake2b(self.key + struct.pack("<q", window), digest_size=self.size)
 
     def make(self, message, now):
-        if now >= self.ends:
-            self.turn(now)
+        """Return the MAC of a message, as bytes."""
+        if now >= self.window_ends:
+            self.begin_window(now)
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
 
     def is_valid(self, mac, message, now):
+        """Is this the MAC of the message, made in the present window or the one before?"""
         if mac == self.make(message, now):
             return True
         older = self.previous.copy()
@@ -997,67 +1165,68 @@ class Cookie:
         return mac == older.digest()
 
 
-# Verdicts, which stand in a limiter's table in place of the time at which the bucket is full
+# Two verdicts about an address. They stand in a limiter's table in place of the time at which a
+# bucket is full, so that no second look-up is needed
 EXEMPT, BLOCKED = -math.inf, math.inf
 
 
 class Limiter:
-    """Token buckets by source in a bounded table.
+    """Token buckets by source, in a bounded table.
 
-    A bucket is one number, the time at which it will be full again (the "generic cell rate
-    algorithm"). An unknown source has a full bucket, so a full table forgets the least recently
-    used one and refuses nobody. `verdict(address)` says once, when a source is first seen, whether
-    it is EXEMPT or BLOCKED; else 0. Verdicts are about addresses, buckets about source_key()."""
+    A bucket is one number: the time at which it will be full again (the "generic cell rate
+    algorithm"). An unknown source has a full bucket. So a full table refuses nobody: it forgets
+    the source that was used longest ago."""
 
     def __init__(self, rate, verdict=lambda address: 0.0):
-        """`rate`: tokens a second, tokens at once."""
+        """`rate`: (tokens a second, tokens at once); `verdict(address)` returns EXEMPT, BLOCKED or
+        0. It is called when an address is first seen."""
         self.verdict = verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
 
     def set_rate(self, rate):
-        """This rate from now on; every bucket is full, every verdict is asked for anew."""
-        self.cost_s = 1.0 / rate[0]
-        self.depth_s = (rate[1] + 0.001) / rate[0]      # a bit more, so that sums of fractions fit
+        """Change the rate. Every bucket is full again, and all verdicts are forgotten."""
+        per_second, at_once = rate
+        self.cost_s = 1.0 / per_second
+        # A bit more than the tokens take, so that rounding refuses none of them
+        self.depth_s = (at_once + 0.001) / per_second
         self.table.clear()
 
-    def is_nearly_empty(self, address, now):
-        """Has this source next to nothing left? Asking costs it nothing."""
-        full_at = self.table.get(source_key(address), 0.0)
-        return full_at - now > self.depth_s - 2 * self.cost_s
-
     def allow(self, address, now, tokens=1.0):
+        """May this source have so many tokens? If so, they are taken from its bucket."""
         table = self.table
-        full_at = table.get(address)
+        key = address
+        full_at = table.get(key)
         if full_at is None:
-            full_at = self.verdict(address)
-            if not full_at and ":" in address:          # a verdict may be about less than the /64
-                address = source_key(address)
-                full_at = table.get(address, 0.0)
-            if address not in table:
-                if len(table) >= LIMITER_SOURCES:
-                    table.popitem(last=False)
-                table[address] = full_at
+            key = self.insert(address)
+            full_at = table[key]
         if full_at == EXEMPT:
             return True
-        table.move_to_end(address)
+        table.move_to_end(key)
         full_at = (full_at if full_at > now else now) + self.cost_s * tokens
         if full_at - now > self.depth_s:
             return False
-        table[address] = full_at
+        table[key] = full_at
         return True
 
+    def insert(self, address):
+        """Put an address with its verdict into the table, or else its source with a full bucket.
+        Return the key there. Verdicts are about addresses, because they may be about less than an
+        IPv6 /64; buckets are about sources."""
+        key, full_at = address, self.verdict(address)
+        if not full_at and ":" in address:
+            key = source_key(address)
+            if key in self.table:
+                return key
+        if len(self.table) >= LIMITER_SOURCES:
+            self.table.popitem(last=False)
+        self.table[key] = full_at
+        return key
 
-class Limited(Exception):
-    """A UDP request that a limit turns away: it is counted and gets no answer."""
-
-
-class Tally:
-    """What one protocol has seen, for /metrics and the last line of the log."""
-
-    def __init__(self):
-        self.received = self.sent = self.bytes_in = self.bytes_out = 0
-        self.malformed = self.limited = self.unsent = self.errors = self.connections = 0
+    def is_nearly_empty(self, address, now):
+        """Has this source next to no tokens left? None is taken."""
+        full_at = self.table.get(source_key(address), 0.0)
+        return full_at - now > self.depth_s - 2 * self.cost_s
 
 
 # ================================================================================================
@@ -1191,10 +1360,12 @@ class Rules:
 
         `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
         for key, limit in source_limits(source, self.max_servers_per_source):
-            if counts.get(key, 0) >= limit and not self.exempts(source):
-                network = key[-len("/64"):] + " network" if ":" in key else "address"
-                raise Refused("limit", "at most %d servers of one %s are %s"
-                              % (limit, network, participle))
+            if counts.get(key, 0) < limit or self.exempts(source):
+                continue
+            _, is_network, prefix_bits = key.partition("/")
+            unit = "/%s network" % prefix_bits if is_network else "address"
+            raise Refused("limit", "at most %d servers of one %s are %s"
+                          % (limit, unit, participle))
 
     def operator_marks(self, endpoint):
         """Return whether the operator marks the server at this (address, port) as official, and
@@ -1540,10 +1711,12 @@ class Registry:
         max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
         if fields.get("players", 0) > max_players:
             fields = {**fields, "players": max_players}
-        different = [item for item in fields.items() if getattr(server, item[0]) != item[1]]
-        if different:
-            for name, value in different:
+        has_changed = False
+        for name, value in fields.items():
+            if getattr(server, name) != value:
                 setattr(server, name, value)
+                has_changed = True
+        if has_changed:
             self.changed("changed", server)
 
     def remove_own(self, server):
@@ -1660,9 +1833,12 @@ class Registry:
     def expire(self, now):
         """Remove every own server that was silent for its lifetime. Called once a second."""
         # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
-        silent = [server for table in self.games.values() for server in table.values()
-                  if server.last_seen + server.lifetime <= now]
-        for server in silent:
+        expired = []
+        for table in self.games.values():
+            for server in table.values():
+                if server.last_seen + server.lifetime <= now:
+                    expired.append(server)
+        for server in expired:
             if self.is_silent(server.source, server.last_seen, server.lifetime, now):
                 self.remove_own(server)
 
@@ -2174,11 +2350,13 @@ class Database:
 
     def _write_samples(self, db, form, at, server_id, samples):
         """Write stored samples from the time `at` on; they belong to one block."""
-        start, offset = form.block_start(at), form.offset(at)
+        start = form.block_start(at)
+        offset = form.offset(at)
+        end = offset + len(samples)
         block = bytearray(self._block(db, form, start, server_id))
-        block[offset:offset + len(samples)] = samples
-        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)",
-                   {"step": form.step, "start": start, "server": server_id, "block": block})
+        block[offset:end] = samples
+        row = {"step": form.step, "start": start, "server": server_id, "block": block}
+        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)", row)
 
     def _roll_up(self, db, minute):
         """Compute the quarter hours and the hour of the last block of minutes that is not after
@@ -5365,41 +5543,66 @@ def parse_zone_entry(head, description):
 
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0; greets framed peers as well
 AIO_GREETING_S = 1.2                # of silence before the text greeting; text clients wait for it
-# Of all connections those of listed servers are so much at most: the others are for players and
-# browsers, and where room must be made no server has to leave
+# The share of all connections that listed servers may hold. The others are for players and
+# browsers, so no server has to leave to make room for them.
 AIO_SHARE = 0.5
-AIO_IDLE_S = 330.0                  # who publishes nothing; framed clients speak every 270 s
-AIO_KEEPALIVE_S = 120.0             # without one from who has sent some; they come every 20 to 40 s
+AIO_IDLE_S = 330.0                  # for a peer that publishes nothing; clients speak every 270 s
+AIO_KEEPALIVE_S = 120.0             # for a server that sends keepalives; they come every 20 to 40 s
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted them
 AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest have 2,600
 AIO_ANSWER_BYTES = 16384            # of a game server's answer, unpacked; 2,600 can be shown
 AIO_ZLIB_BYTES = 1200               # a longer frame does not fit one packet, and is compressed
+AIO_NEWS_CHARACTERS = 16000         # a string16 carries 65,535 bytes
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
+AIO_INFO_NUMBERS = struct.Struct("<IIH")        # players, maximum, version
 
 
-AIO_UINTV = 0, 0x80, 0x4080, 0x204080           # the lowest values of 1 to 4 bytes
+class AioIntegerForm(NamedTuple):
+    """How the binary dialect writes integers from `lowest` on: the integer minus `lowest`, followed
+    by a tag in its lowest bits, as little-endian bytes."""
+
+    size: int                           # bytes
+    lowest: int
+    tag_bits: int
+    tag: int
 
 
-def uintv(port):
-    """The variable-size integer: 27010 = 144801, 8080 = 427c; as many bytes as its tag has bits.
-    """
-    size = sum(port >= lowest for lowest in AIO_UINTV)
-    return (port - AIO_UINTV[size - 1] << size | 1 << size - 1).to_bytes(size, "little")
+# So 27010 is written as 144801, and 8080 as 427c
+AIO_INTEGER_FORMS = (
+    AioIntegerForm(1, 0, 1, 0b1),
+    AioIntegerForm(2, 0x80, 2, 0b10),
+    AioIntegerForm(3, 0x4080, 3, 0b100),
+    AioIntegerForm(4, 0x204080, 3, 0b000),
+)
 
 
-def read_uintv(data, at):
-    """The value at `at`, and where the next field begins; past the end of `data` if it is cut."""
-    tag = data[at] & 7 if at < len(data) else 0         # 0 in 4 bytes, of which it has 3 bits
-    size = (4, 1, 2, 1, 3, 1, 2, 1)[tag]
-    number = int.from_bytes(data[at:at + size], "little") >> min(size, 3)
-    return number + AIO_UINTV[size - 1], at + size
+def aio_integer(number):
+    """Return an integer as the binary dialect writes it."""
+    for form in reversed(AIO_INTEGER_FORMS):
+        if number >= form.lowest:
+            break
+    tagged = (number - form.lowest) << form.tag_bits | form.tag
+    return tagged.to_bytes(form.size, "little")
+
+
+def read_aio_integer(data):
+    """Return the integer at the beginning of the data, and its size in bytes. If the data end
+    before it does, the integer is wrong and the size is larger than the data."""
+    first_byte = int.from_bytes(data[:1], "little")
+    for form in AIO_INTEGER_FORMS:
+        mask = (1 << form.tag_bits) - 1
+        if first_byte & mask == form.tag:
+            break
+    tagged = int.from_bytes(data[:form.size], "little")
+    return (tagged >> form.tag_bits) + form.lowest, form.size
 
 
 def inflate(data, limit):
-    """One zlib stream, never unpacked beyond `limit` bytes; raises Malformed."""
+    """Return one zlib stream, unpacked. Raise Malformed if it is damaged, or has more than `limit`
+    bytes unpacked; it is never unpacked beyond that."""
     stream = zlib.decompressobj()
     try:
-        unpacked = stream.decompress(data, limit + 1)       # one more, to see its end
+        unpacked = stream.decompress(data, limit + 1)       # one byte more, to see whether it ends
     except zlib.error as error:
         raise Malformed("zlib: %s" % error) from None
     if not stream.eof:
@@ -5407,105 +5610,161 @@ def inflate(data, limit):
     return unpacked
 
 
-def aio_info(data: bytes) -> Tuple[str, str, int, int, int]:
-    """A game server's answer to the query `00`: name, description, players, maximum, version.
+class AioInfo(NamedTuple):
+    """What a framed game server answers to a query."""
 
-    zlib of `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`;
-    raises Malformed."""
+    name: str
+    description: str
+    players: int
+    max_players: int
+    version: int
+
+
+def aio_info(data: bytes) -> AioInfo:
+    """Read a game server's answer to the query `00`. Raise Malformed.
+
+    It is zlib of `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`."""
     payload = inflate(data, AIO_ANSWER_BYTES)
-    if payload[:1] != b"\0":
+    kind, fields = payload[:1], payload[1:]
+    if kind != b"\0":
         raise Malformed("type: not an answer")
-    texts, at = [], 1
-    for characters in (NAME_CHARACTERS, TEXT_CHARACTERS):
-        begin = at + 2
-        at = begin + int.from_bytes(payload[at:begin], "little")
-        texts.append(decode_legacy(payload[begin:at], characters))
-    if len(payload) < at + 10:
-        raise Malformed("length: %d bytes instead of %d" % (len(payload), at + 10))
-    return (texts[0], texts[1], *struct.unpack_from("<IIH", payload, at))
+    name, fields = split_string16(fields)
+    description, fields = split_string16(fields)
+    if len(fields) < AIO_INFO_NUMBERS.size:
+        raise Malformed("length: %d bytes, and then the answer ends" % len(payload))
+    players, max_players, version = AIO_INFO_NUMBERS.unpack_from(fields)
+    return AioInfo(decode_legacy(name), decode_legacy(description, TEXT_CHARACTERS), players,
+                   max_players, version)
 
 
-def aio_frame(payload):
-    """length.u24 compression.u8 payload; zlib for one that no packet holds."""
-    compressed = len(payload) > AIO_ZLIB_BYTES
-    if compressed:
-        payload = zlib.compress(payload, GZIP_LEVEL)
-    return len(payload).to_bytes(3, "little") + bytes((compressed,)) + payload
-
-
-def aio_unframe(data: bytes, most: int) -> Optional[Tuple[bytes, bytes]]:
-    """The payload of the first frame, and what follows it; None: it is not whole yet.
-
-    `most`: bytes of the payload, packed and unpacked. Raises Malformed."""
-    length = int.from_bytes(data[:3], "little")
-    if len(data) >= 4 and length > most:
-        raise Malformed("length: a frame of %d bytes" % length)
-    if len(data) < 4 + length:
-        return None
-    payload = data[4:4 + length]
-    return inflate(payload, most) if data[3] else payload, data[4 + length:]
+def split_string16(data):
+    """Return a string16 at the beginning of the data, and the data behind it. A string16 is its
+    length as u16 and its bytes. A string that is cut off is returned as far as it goes."""
+    length, text = data[:2], data[2:]
+    text_bytes = int.from_bytes(length, "little")
+    return text[:text_bytes], text[text_bytes:]
 
 
 def aio_string16(text):
+    """Return bytes as a string16."""
     return struct.pack("<H", len(text)) + text
 
 
+AIO_FRAME_HEAD_BYTES = 4            # length.u24 compression.u8
+AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"
+
+
+def aio_frame(payload):
+    """Return a frame: length.u24 compression.u8 payload. A payload that does not fit one packet is
+    compressed."""
+    compression = AIO_FRAME_PLAIN
+    if len(payload) > AIO_ZLIB_BYTES:
+        compression = AIO_FRAME_ZLIB
+        payload = zlib.compress(payload, GZIP_LEVEL)
+    return len(payload).to_bytes(3, "little") + compression + payload
+
+
+def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
+    """Return the payload of the first frame, and the data behind the frame; None if the frame is
+    not complete yet.
+
+    `max_bytes`: of the payload, packed and unpacked. Raise Malformed if it is longer."""
+    head, body = data[:AIO_FRAME_HEAD_BYTES], data[AIO_FRAME_HEAD_BYTES:]
+    if len(head) < AIO_FRAME_HEAD_BYTES:
+        return None
+    length, compression = int.from_bytes(head[:3], "little"), head[3:]
+    if length > max_bytes:
+        raise Malformed("length: a frame of %d bytes" % length)
+    if len(body) < length:
+        return None
+    payload = body[:length]
+    if compression != AIO_FRAME_PLAIN:
+        payload = inflate(payload, max_bytes)
+    return payload, body[length:]
+
+
 def aio_escape(text):
+    """Return a text without the characters that end a field or a message of the text dialect."""
     return text.replace("#", "<num>").replace("%", "<percent>")
 
 
-# The lists, as bytes. The two text forms share their parts
+def aio_unescape_bytes(field):
+    """Undo aio_escape() in a field as it was received."""
+    return field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
 
-AIO_NOBODY = Server(                # what the document shows in a list of no servers
-    "aio", "127.0.0.1", 27010, "", 0.0, 0.0, "No servers currently online :pepe:",
+
+# The lists, as bytes. The two text forms share their entries
+
+# The document shows this in a list without servers
+AIO_NOBODY = Server(
+    "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
+    name="No servers currently online :pepe:",
     description="There are currently no available servers... Maybe host your own or wait later?:O")
 
 
-def aio_text_part(server):
-    # Clients unescape nothing in names, so there the full-width forms stand
-    name = (server.aio_published_name or server.name).replace("#", "\uff03").replace("%", "\uff05")
+def aio_text_entry(server):
+    """Return a server's fields in the text lists."""
+    name = server.aio_published_name or server.name
+    # Clients unescape nothing in names, so full-width characters stand for these two
+    name = name.replace("#", "\uff03").replace("%", "\uff05")
     description = aio_escape(server.description)
-    return ("%s#%s#%s#%d#" % (name, description, server.address, server.port)).encode("utf-8")
+    fields = name, description, server.address, server.port
+    return ("%s#%s#%s#%d#" % fields).encode("utf-8")
 
 
 def aio_text_list(servers):
-    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_part)
+    """Return the list as programs of 2018 to 2022 read it."""
+    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_entry)
     return b"%12#" + b"".join(entries) + b"%"
 
 
 def aio_document_list(servers):
-    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_part)
-    return b"%12#" + b"".join([b"%d#%s" % entry for entry in enumerate(entries)]) + b"%"
+    """Return the list as the document has it: each entry begins with its number."""
+    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_entry)
+    numbered = [b"%d#%s" % (number, entry) for number, entry in enumerate(entries)]
+    return b"%12#" + b"".join(numbered) + b"%"
 
 
-def aio_binary_part(server):
-    texts = server.aio_published_name or server.name, server.description, server.address
-    return ("%s\0%s\0%s\0" % texts).encode("utf-8") + uintv(server.port)
+AIO_ASK_FOR_SERVERS, AIO_PUBLISH = b"\x0c", b"\x0d"         # types of the binary dialect
+
+
+def aio_binary_entry(server):
+    """Return a server's fields in the binary list, without its number."""
+    name = server.aio_published_name or server.name
+    texts = "%s\0%s\0%s\0" % (name, server.description, server.address)
+    return texts.encode("utf-8") + aio_integer(server.port)
 
 
 def aio_binary_list(servers):
-    entries = cached_entries(servers or [AIO_NOBODY], "aio binary", aio_binary_part)
-    return b"\x0c" + b"".join([
-        struct.pack("<H", index) + entry for index, entry in enumerate(entries)])
+    """Return the list in the binary dialect."""
+    entries = cached_entries(servers or [AIO_NOBODY], "aio binary", aio_binary_entry)
+    numbered = [struct.pack("<H", number) + entry for number, entry in enumerate(entries)]
+    return AIO_ASK_FOR_SERVERS + b"".join(numbered)
 
 
-def aio_framed_part(server):
+# Types of the framed dialect
+AIO_NEWS, AIO_LIST, AIO_PUBLISH_PORT, AIO_KEEPALIVE = b"\1", b"\2", b"\3", b"\4"
+AIO_DONE, AIO_REFUSED = b"\5", b"\6"
+
+
+def aio_framed_entry(server):
+    """Return a server's fields in the framed list."""
     address = server.address.encode("ascii")
-    return bytes((len(address),)) + address + struct.pack("<H", server.port)
+    return bytes([len(address)]) + address + struct.pack("<H", server.port)
 
 
 def aio_framed_list(servers):
-    entries = cached_entries(servers, "aio framed", aio_framed_part)
-    return aio_frame(b"\2" + struct.pack("<H", len(entries)) + b"".join(entries))
+    """Return the list in the framed dialect."""
+    entries = cached_entries(servers, "aio framed", aio_framed_entry)
+    return aio_frame(AIO_LIST + struct.pack("<H", len(entries)) + b"".join(entries))
 
 
-# The dialects. Each takes one message from the buffer and answers it; None: it is not whole
+# The dialects. Each function takes one message from the session's buffer and returns the answer,
+# b"" for none. It returns None if the message is not complete yet
 
-AIO_TEXT_PUBLISH = re.compile(rb"13#([^#]*)#([^#]*)(?:#([^#]*))?#([0-9]{1,5})")
-
-
-def aio_text(session, now):
-    r"""The document's examples as they are typed there; clients and servers of 2018 to 2022.
+def answer_aio_text(session, now):
+    r"""Answer a message of the text dialect, which clients and servers of 2018 to 2022 speak, and
+    the document's examples as they are typed there.
 
         < %1#5#%                        greeting, after a silence: the peer's id
         > 13#NAME#DESC#27010#%\n        publish, or the document's 13#NAME#DESC#203.0.113.7#27010#%
@@ -5519,72 +5778,90 @@ def aio_text(session, now):
 
     The `%` before every reply flushes the first greeting's five bytes out of the peer's buffer.
     Servers' texts have a `%` in them, so a message ends at `#%`. Only the newline tells the two
-    lists apart; where none has come, the answer waits for it.
-    """
+    lists apart; if it has not come yet, the answer waits for it."""
     session.buffer = session.buffer.lstrip(b"\r\n")
-    message, end, rest = session.buffer.partition(b"#%")
+    message, end, following = session.buffer.partition(b"#%")
     if not end:
         return None
-    header = message.partition(b"#")[0]
-    if header == b"12" and not rest and now < session.since + AIO_NEWLINE_S:
+    header, *fields = message.split(b"#")
+    may_lack_newline = not following and now < session.message_began + AIO_NEWLINE_S
+    if header == b"12" and may_lack_newline:
         return None
-    session.buffer = rest
+    session.buffer = following
     if header == b"12":
-        deployed = rest[:1].isspace()
-        return session.list_for(aio_text_list if deployed else aio_document_list, now)
+        has_newline = following[:1].isspace()
+        return session.list_for(aio_text_list if has_newline else aio_document_list, now)
     if header == b"13":
-        fields = AIO_TEXT_PUBLISH.fullmatch(message)
-        if fields is None:
-            raise Malformed("publish: not name, description, address (may be left out), port")
-        *texts, port = [field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
-                        for field in fields.groups(b"")]
-        refused = session.publish_texts(*texts, int(port), now)
-        return b"" if refused else b"%SUCCESS#13#%"     # there are no words for a refusal
+        return publish_aio_text(session, fields, now)
     if header == b"NEWS":
         return session.aio.text_news
     if header == b"SET_IP":
-        session.claim(message[7:])
+        session.set_claimed_address(b"#".join(fields))
         return b"%SUCCESS#SET_IP#%"
     if header == b"KEEPALIVE":
-        session.keepalive(now)
+        session.on_keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
     if b"\n" in header:             # HTTP: a web page can have a browser send any body it likes
         raise Malformed("a line break within a message")
-    return b""                      # what else these programs say is meant for game servers
+    return b""                      # other messages of these programs are meant for game servers
 
 
-AIO_BINARY_TEXTS = re.compile(rb"\x0d([^\0]*)\0([^\0]*)\0([^\0]*)\0")
+AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), port"
 
 
-def aio_binary(session, now):
-    r"""The document, literally; a string ends with a NUL.
+def publish_aio_text(session, fields, now):
+    """List a server that publishes in the text dialect, and return the answer. The address is one
+    of the fields only in the document."""
+    if len(fields) == 3:
+        name, description, port = fields
+        claimed = b""
+    elif len(fields) == 4:
+        name, description, claimed, port = fields
+    else:
+        raise Malformed(AIO_WRONG_PUBLISH)
+    if not re.fullmatch(rb"[0-9]{1,5}", port):
+        raise Malformed(AIO_WRONG_PUBLISH)
+    name = aio_unescape_bytes(name)
+    description = aio_unescape_bytes(description)
+    claimed = aio_unescape_bytes(claimed)
+    reason = session.publish_texts(name, description, claimed, int(port), now)
+    if reason:
+        return b""                  # this dialect has no message for a refusal
+    return b"%SUCCESS#13#%"
+
+
+def answer_aio_binary(session, now):
+    r"""Answer a message of the binary dialect: the document, literally. A string ends with a NUL.
 
         < 01 00000000                               CONNECT, id
         > 0c                                        ASKFORSERVERS
         < 0c 0000 "NAME\0" "DESC\0" "203.0.113.7\0" 144801 0100 …
-                                                    of each index.u16, texts, port.uintv
+                                                    for each server index.u16, texts, port
         > 0d "NAME\0" "DESC\0" "203.0.113.7\0" 144801
                                                     PUBLISH, port 27010; no answer
-    """
-    data = session.buffer
-    if data[0] == 0x0C:
-        session.buffer = data[1:]
+
+    A port is written as AioIntegerForm describes."""
+    kind, content = session.buffer[:1], session.buffer[1:]
+    if kind == AIO_ASK_FOR_SERVERS:
+        session.buffer = content
         return session.list_for(aio_binary_list, now)
-    if data[0] != 0x0D:
-        raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % data[0])
-    texts = AIO_BINARY_TEXTS.match(data)
-    if texts is None:
+    if kind != AIO_PUBLISH:
+        raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+    fields = content.split(b"\0", 3)
+    if len(fields) < 4:
         return None
-    port, end = read_uintv(data, texts.end())
-    if end > len(data):
+    name, description, claimed, port_and_following = fields
+    port, port_bytes = read_aio_integer(port_and_following)
+    if len(port_and_following) < port_bytes:
         return None
-    session.buffer = data[end:]
-    session.publish_texts(*texts.groups(), port, now)
+    session.buffer = port_and_following[port_bytes:]
+    session.publish_texts(name, description, claimed, port, now)
     return b""
 
 
-def aio_framed(session, now):
-    """Clients and servers since 2022. length.u24 compression.u8 (0 none, 1 zlib) payload:
+def answer_aio_framed(session, now):
+    """Answer a message of the framed dialect: clients and servers since 2022. A frame is
+    length.u24 compression.u8 (0 none, 1 zlib) payload.
 
         < 01000000 00                   connected
         > 03000000 03 8269              publish, port 27010
@@ -5596,220 +5873,267 @@ def aio_framed(session, now):
         > 01000000 01                   news
         < … 01 text.string16
 
-    Peers read a frame with one recv(4) and one recv(length), hence zlib for a long one, and one
-    write for each.
-    """
-    found = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
-    if found is None:
+    Peers read a frame with one recv(4) and one recv(length). So a long frame is compressed, and
+    each frame is written by one call."""
+    unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
+    if unframed is None:
         return None
-    payload, session.buffer = found
-    kind = payload[:1]
-    if kind == b"\1":
+    payload, session.buffer = unframed
+    kind, content = payload[:1], payload[1:]
+    if kind == AIO_NEWS:
         return session.aio.framed_news
-    if kind == b"\2":
+    if kind == AIO_LIST:
         return session.list_for(aio_framed_list, now)
-    if kind == b"\3" and len(payload) >= 3:
-        reason = session.publish(int.from_bytes(payload[1:3], "little"),
-                                 {"aio_published_name": ""}, now)
-    elif kind == b"\4":
-        session.keepalive(now)
+    if kind == AIO_PUBLISH_PORT and len(content) >= 2:
+        port = int.from_bytes(content[:2], "little")
+        reason = session.publish(port, {"aio_published_name": ""}, now)
+    elif kind == AIO_KEEPALIVE:
+        session.on_keepalive(now)
         reason = "" if session.server else "nothing is published on this connection"
     else:
         raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
     if reason:
-        return aio_frame(b"\6" + kind + aio_string16(reason.encode("utf-8")))
-    return aio_frame(b"\5" + kind)
+        return aio_frame(AIO_REFUSED + kind + aio_string16(reason.encode("utf-8")))
+    return aio_frame(AIO_DONE + kind)
 
 
-def aio_dialect(first):
-    """What a peer speaks, by its first byte."""
-    if first in (b"\x0c", b"\x0d"):
-        return aio_binary
-    if first.isalnum():
-        return aio_text
-    if first < b" ":                    # a publish has 3 bytes, or 14 in zlib
-        return aio_framed
-    raise Malformed("the first byte, %s, is of no dialect" % first.hex())
+def aio_dialect(first_byte):
+    """Return the function for the dialect of a peer, by the first byte that it sends. Raise
+    Malformed."""
+    if first_byte in (AIO_ASK_FOR_SERVERS, AIO_PUBLISH):
+        return answer_aio_binary
+    if first_byte.isalnum():
+        return answer_aio_text
+    if first_byte < b" ":               # the length of a publish is 3, or 14 if it is compressed
+        return answer_aio_framed
+    raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
 
 
 class AioSession(Session):
-    """One peer of whatever dialect."""
+    """A connection of one peer, a game server or a client, in any dialect."""
 
     def __init__(self, aio, address, number, now):
-        self.aio, self.registry, self.rules = aio, aio.registry, aio.rules
-        self.address, self.number = address, number
-        self.dialect = None                     # one of the functions above
+        self.aio = aio
+        self.registry = aio.registry
+        self.rules = aio.rules
+        self.address = address
+        self.number = number
+        self.dialect = None                     # one of the functions above, once it is known
         self.greet_at = now + AIO_GREETING_S
-        # When the message in the buffer began, the last one ended, or the connection began
-        self.since = now
-        self.server = None                      # listed by this connection
-        self.claimed = ""                       # the address that the server says it has
-        self.fields = None                      # what was published last, on `port`
-        self.port = 0
-        self.kept_alive_at = math.inf           # infinite: it sends no keepalives
+        # When the message in the buffer began, or the last message ended, or the connection began
+        self.message_began = now
+        self.server = None                      # the server that this connection keeps listed
+        self.claimed_address = ""               # the address that the game server says it has
+        self.published_port = 0
+        self.published_fields = None            # the attributes of Server that were published last
+        self.kept_alive_at = math.inf           # infinite if the peer sends no keepalives
 
     def opened(self, now):
         return AIO_CONNECTED
 
     def receive(self, data, now):
         if data and not self.buffer:
-            self.since = now
+            self.message_began = now
         self.buffer += data
         try:
-            # To the first message that has an answer; the others are taken on the way
-            while self.buffer:
-                if len(self.buffer) > AIO_MESSAGE_BYTES:
-                    raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
-                self.dialect = self.dialect or aio_dialect(self.buffer[:1])
-                answer = self.dialect(self, now)
-                if answer is None:
-                    break
-                if not self.rules.message_limiter.allow(self.address, now):
-                    raise Malformed("too many messages from one address")
-                self.since = now
-                if answer:
-                    return answer
+            return self.answer_messages(now)
         except Malformed as error:
             self.registry.record_outcome(self.address, "aio", 0, "bad packet", now, str(error))
             raise
+
+    def answer_messages(self, now):
+        """Take messages from the buffer up to the first that has an answer, and return the
+        answer."""
+        while self.buffer:
+            if len(self.buffer) > AIO_MESSAGE_BYTES:
+                raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
+            if self.dialect is None:
+                self.dialect = aio_dialect(self.buffer[:1])
+            answer = self.dialect(self, now)
+            if answer is None:
+                break
+            if not self.rules.message_limiter.allow(self.address, now):
+                raise Malformed("too many messages from one address")
+            self.message_began = now
+            if answer:
+                return answer
         return b""
 
     def ended(self, now):
-        self.since -= AIO_NEWLINE_S             # no newline can follow
+        self.message_began -= AIO_NEWLINE_S     # no newline can follow
         return self.receive(b"", now)
 
     def tick(self, now):
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
-        if self.server:                         # it is connected, and so it is there
+        if self.server:                         # it is there, because it is connected
             self.registry.confirm(self.server, now)
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
-            self.done = now - self.since >= AIO_IDLE_S
-        return self.receive(b"", now)           # a list that was asked for without a newline
+            self.done = now - self.message_began >= AIO_IDLE_S
+        return self.receive(b"", now)           # answers `12#%` if no newline has come
 
     def closed(self, now):
         self.registry.remove_own(self.server)
 
     # What the messages ask for
 
-    def list_for(self, make, now):
+    def list_for(self, render, now):
+        """Return the list that `render` makes, as it was made last. Raise Malformed if this source
+        has asked too often."""
         if not self.rules.request_limiter.allow(self.address, now):
             raise Malformed("too many requests from one address")
-        return self.aio.lists[make].get(now)
+        return self.aio.lists[render].get(now)
 
-    def claim(self, text):
-        """The server says that it has this address. If it may, it is listed there."""
+    def set_claimed_address(self, text):
+        """Note the address that the game server says it has, if it may say so. The server is then
+        listed there."""
         address = text.decode("ascii", "replace").strip()
         if self.rules.believes_claim(self.address, address):
-            self.claimed = address
+            self.claimed_address = address
 
     def listed_endpoint(self, port):
-        return self.rules.listed_address(self.address, self.claimed), port
+        """Return (address, port) under which a server on this connection is listed."""
+        return self.rules.listed_address(self.address, self.claimed_address), port
 
-    def keepalive(self, now):
-        """List what was published last, if it is not listed there: its address is another one now,
-        a ban was lifted, or a newer connection that had it has ended."""
+    def on_keepalive(self, now):
+        """Note a keepalive. List what was published last if it is not listed: the listed address is
+        another one now, a ban was lifted, or a newer connection of the server has ended."""
         self.kept_alive_at = now
-        if self.fields and self.registry.get("aio", *self.listed_endpoint(self.port)) is None:
-            self.publish(self.port, self.fields, now)
+        if self.published_fields is None:
+            return
+        address, port = self.listed_endpoint(self.published_port)
+        if self.registry.get("aio", address, port) is None:
+            self.publish(port, self.published_fields, now)
 
     def publish_texts(self, name, description, claimed, port, now):
-        """What a publish of the text and the binary dialect tells.
+        """List a server that publishes its texts, as bytes; `claimed` is its address, or b"".
+        Return as publish() does.
 
-        ` [n/max]` at the end of a name is the player count. This game's lists carry the name as
-        published."""
-        self.claim(claimed)
-        published = decode_legacy(name)
-        counter = AIO_COUNTER.search(published)
-        players, max_players = map(int, counter.groups()) if counter else (0, 0)
-        return self.publish(port, {
-            "name": AIO_COUNTER.sub("", published), "aio_published_name": published,
+        ` [n/max]` at the end of a name is the player count. This game's lists have the name as it
+        was published, with the count."""
+        self.set_claimed_address(claimed)
+        published_name = decode_legacy(name)
+        players = max_players = 0
+        counter = AIO_COUNTER.search(published_name)
+        if counter:
+            players, max_players = map(int, counter.groups())
+        fields = {
+            "name": AIO_COUNTER.sub("", published_name),
+            "aio_published_name": published_name,
             "description": decode_legacy(description, TEXT_CHARACTERS),
-            "players": clamp(players), "max_players": clamp(max_players)}, now)
+            "players": clamp(players),
+            "max_players": clamp(max_players),
+        }
+        return self.publish(port, fields, now)
 
     def publish(self, port, fields, now):
-        """List the server, or refresh it; gives the reason why not, or "".
-
-        Without a name it keeps the one it had."""
-        place = self.listed_endpoint(port)
-        if self.server and self.server.key != ("aio", *place):
+        """List the server of this connection, or refresh it. Return the reason if it is refused,
+        else "". `fields`: attributes of Server."""
+        address, port = self.listed_endpoint(port)
+        key = "aio", address, port
+        if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
-        known = self.registry.get("aio", *place)
-        name = fields.get("name") or (known.name if known else endpoint_text(*place))
+        fields_with_name = {**fields, "name": self.name_for(key, fields), "verified": "connection"}
         try:
             if self.server is None:
-                self.aio.admit_connection()
-            server = self.registry.list_or_refresh(("aio", *place), self.address, now, math.inf, {
-                **fields, "name": name, "verified": "connection"})
+                self.aio.check_room()
+            server = self.registry.list_or_refresh(
+                key, self.address, now, math.inf, fields_with_name)
         except Refused as refused:
-            self.registry.record_outcome(self.address, "aio", port, refused.outcome, now,
-                                         str(refused))
-            return str(refused)
+            reason = str(refused)
+            self.registry.record_outcome(self.address, "aio", port, refused.outcome, now, reason)
+            return reason
         self.registry.record_outcome(self.address, "aio", port, "listed", now)
-        self.port, self.fields = port, fields
+        self.published_port = port
+        self.published_fields = fields
         if self.server is not server:
-            self.aio.disown("taken", server)
-            self.aio.owners[server], self.server, self.kept = self, server, True
-            if self.dialect is aio_framed:      # queried where the connection comes from
-                self.aio.poller.keep_polling(self.aio, self.address, port).querier_data = server
+            self.own(server)
         return ""
+
+    def name_for(self, key, fields):
+        """Return the name that is published, else the one that the server has in the list, else
+        its address and port."""
+        if fields.get("name"):
+            return fields["name"]
+        server = self.registry.get(*key)
+        if server:
+            return server.name
+        _, address, port = key
+        return endpoint_text(address, port)
+
+    def own(self, server):
+        """Make this the connection that keeps the server listed; another one does so no longer."""
+        self.aio.disown("taken", server)
+        self.aio.owners[server] = self
+        self.server = server
+        self.kept = True
+        if self.dialect is answer_aio_framed:
+            # It is queried at the address that the connection comes from
+            target = self.aio.poller.keep_polling(self.aio, self.address, server.port)
+            target.querier_data = server
 
 
 class Aio(TcpProtocol, Querier):
-    """AIO, three generations on one port. "AIO masterserver protocol", and what came after it.
+    """AIO, three generations on one port. Documents: "AIO masterserver protocol"; captures of the
+    two later generations.
 
     The master speaks first: CONNECT, and after a silence the text greeting. The first byte of
-    the peer tells its dialect: 0c or 0d the binary one, a digit or a letter text, other control
-    characters a frame. A server is listed for as long as its connection lasts; if it connects
-    again, it belongs to the newer connection.
+    the peer tells its dialect: 0c or 0d the binary one, a digit or a letter the text one, other
+    control characters a frame. A server is listed for as long as its connection lasts. If it
+    connects again, it belongs to the newer connection.
 
     A framed server is queried for its name and players by UDP on its game port:
 
         < 00                                            the query
         > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16
 
-    One that leaves it unanswered stays listed, as ADDRESS:PORT: it is connected. The query has no
-    room for a nonce, so whoever forges the server's address while a query is open can have another
-    name shown until the next answer: an exception to the rule that nothing that players see comes
-    from an unproven packet.
-    """
+    A framed server that does not answer stays listed, as ADDRESS:PORT, because it is connected.
+    The query has no room for a nonce. So somebody who forges the server's address while a query is
+    open can change the shown name until the next answer: an exception to the rule that nothing that
+    players see comes from an unproven packet."""
 
     game = "aio"
 
     def __init__(self, core):
-        self.registry, self.poller = core.registry, core.poller
+        self.registry = core.registry
+        self.poller = core.poller
         self.rules = core.registry.rules
-        self.numbers = itertools.count()
+        self.session_numbers = itertools.count()
         self.owners = {}                        # the session of each listed server
-        self.lists = {make: RenderedList(self.registry, self.game, make) for make in (
-            aio_text_list, aio_document_list, aio_binary_list, aio_framed_list)}
+        self.lists = {}                         # RenderedLists by the function that renders them
+        for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
+            self.lists[render] = RenderedList(self.registry, self.game, render)
         self.registry.subscribe(self.disown, self.game, ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
-        self.servers_at_most = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
+        self.max_servers = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
         text = settings.texts.get("aio.news_file") or settings["aio.news"]
-        text = text.strip()[:16000]             # a string16 carries 65,535 bytes
-        self.text_news = ("%%NEWS#%s#%%" % aio_escape(text)).encode("utf-8", "replace")
-        self.framed_news = aio_frame(b"\1" + aio_string16(text.encode("utf-8", "replace")))
+        text = text.strip()[:AIO_NEWS_CHARACTERS]
+        text_message = "%%NEWS#%s#%%" % aio_escape(text)
+        self.text_news = text_message.encode("utf-8", "replace")
+        framed_text = text.encode("utf-8", "replace")
+        self.framed_news = aio_frame(AIO_NEWS + aio_string16(framed_text))
 
     def session(self, address, now):
-        return AioSession(self, address, next(self.numbers), now)
+        return AioSession(self, address, next(self.session_numbers), now)
 
-    def admit_connection(self):
-        """Raise Refused if too many connections are those of listed servers."""
-        if len(self.owners) >= self.servers_at_most:
+    def check_room(self):
+        """Raise Refused if listed servers hold as many connections as they may."""
+        if len(self.owners) >= self.max_servers:
             raise Refused("limit", "this master keeps connections to at most %d servers"
-                          % self.servers_at_most)
+                          % self.max_servers)
 
     def disown(self, event, server):
-        """Its session has it no more: it is gone, or another one's."""
+        """Take the server from its session: the server has left, or belongs to another session
+        now."""
         session = self.owners.pop(server, None)
         if session:
             self.poller.remove(self.poller.find(self, session.address, server.port))
-            session.server, session.kept = None, False
+            session.server = None
+            session.kept = False
 
     # Queries to framed servers
 
@@ -5817,13 +6141,17 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target, data, now):
-        name, description, players, max_players, version = aio_info(data)
-        self.registry.check_name(name)
+        info = aio_info(data)
+        self.registry.check_name(info.name)
         server = target.querier_data
         self.registry.update(server, {
-            "name": name or server.name, "description": description,
-            "players": clamp(players), "max_players": clamp(max_players),
-            "version": str(version), "ping_ms": round(target.ping_ms)})
+            "name": info.name or server.name,
+            "description": info.description,
+            "players": clamp(info.players),
+            "max_players": clamp(info.max_players),
+            "version": str(info.version),
+            "ping_ms": round(target.ping_ms),
+        })
         return b""
 
     def poll_missed(self, target, now):
@@ -6488,103 +6816,115 @@ class Quake3(UdpProtocol, PolledGame):
 
 # --- Luanti --------------------------------------------------------------------------------------
 
-LUANTI_ID = b"OEt\3"                # every packet begins with it
+LUANTI_ID = b"OEt\3"                # begins every packet
+LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
+LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
 LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
-LUANTI_NUMBER_CHARACTERS = 32       # 17 digits tell any of its numbers; int() is slow with 10,000
-# Of each list of names so many are kept: few servers have 500 mods
-LUANTI_NAMES = 500
+LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough; int() is slow with 10,000
+LUANTI_NAMES = 500                  # that are kept of a list of names; few servers have 500 mods
 LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
-# What is kept of the lists, in bytes of JSON, as they stand in what every client fetches: 180
-# players with the longest names, 500 mods with usual ones. The official list takes 8 kB for all
+# How much of each list of names is kept, in bytes of JSON: it stands in the list that every client
+# fetches. There is room for 180 players with the longest names, and for 500 mods with usual ones.
+# The official list has 8 kB for everything.
 LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
-def read_luanti_description(text):
+def read_luanti_text(text):
+    """Return a text of up to TEXT_CHARACTERS, cleaned."""
     return clean(text, TEXT_CHARACTERS)
 
 
 def read_luanti_address(text):
-    """What players connect to: nothing, an IP address, or a name with a dot. Raises ValueError."""
+    """Return the address that players connect to: "" for the one that the server announces from, an
+    IP address, or a name with a dot. Raise ValueError."""
     if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
         raise ValueError("no text of that length")
     if text == "":
-        return text                     # the address that it announces from
-    if ":" in text:                     # an IPv6 address, or a port, or a scope
+        return text
+    if ":" in text:                     # an IPv6 address, perhaps with a port or a scope
         if "%" in text:
             raise ValueError("a scope means nothing to players")
         ipaddress.IPv6Address(text)
         return text
     if not all("!" <= character <= "~" for character in text):
         raise ValueError("a blank, or a letter beyond ASCII")
-    if "." not in text[1:]:             # the first character is part of the name
+    if "." not in text[1:]:             # a name does not begin with a dot
         raise ValueError("no dot")
     return text
 
 
 def read_luanti_names(names):
-    """A list of names, each of them once. Raises TypeError and AttributeError."""
+    """Return a list of names, cleaned, each of them once. Raise TypeError and AttributeError."""
     if not isinstance(names, list):
         raise TypeError("no list")
     cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in names[:LUANTI_NAMES]]
     return list(dict.fromkeys(cleaned))
 
 
-def read_luanti_number(high, kind=int):
-    """The function that reads a number from 0 to `high` and raises ValueError."""
-    read = read_number(0, high, kind)
+def luanti_number_reader(high, kind=int):
+    """Return a function that reads a number from 0 to `high`, and raises ValueError."""
+    read_long = read_number(0, high, kind)
 
-    def read_short(text):
+    def read(text):
         if len(text) > LUANTI_NUMBER_CHARACTERS:
             raise ValueError("too long for a number")
-        return read(text)
-    return read_short
+        return read_long(text)
+
+    return read
 
 
 class LuantiField(NamedTuple):
-    """A field of an announcement. `read` takes a text, or a list, as it was announced; it raises
-    ValueError, TypeError or AttributeError."""
+    """A field of an announcement.
+
+    `read` takes the announced value, a text or a list. It raises ValueError, TypeError or
+    AttributeError."""
 
     name: str
     read: Callable[[Any], Any]
-    expected: str                       # in words, for the answer to another value
-    needed: bool = False
+    expected: str                       # in words, for the answer to a wrong value
+    is_required: bool = False
 
 
-A_TEXT, TEXTS, A_FLAG, A_NUMBER = (
-    "a text", "a list of texts", "true or false", "a number, 0 or more")
-read_luanti_count = read_luanti_number(10**15)
+EXPECTED_TEXT = "a text"
+EXPECTED_TEXTS = "a list of texts"
+EXPECTED_FLAG = "true or false"
+EXPECTED_NUMBER = "a number, 0 or more"
+EXPECTED_ADDRESS = ("a name with a dot in it or an IP address; without a port, blanks or letters "
+                    "beyond ASCII")
+read_luanti_count = luanti_number_reader(10**15)
+read_luanti_fraction = luanti_number_reader(10**6, float)
 LUANTI_FIELDS = (
-    LuantiField("name", clean, A_TEXT, needed=True),
-    LuantiField("gameid", clean, A_TEXT, needed=True),
-    LuantiField("mapgen", clean, A_TEXT),
-    LuantiField("version", clean, A_TEXT, needed=True),
-    LuantiField("description", read_luanti_description, A_TEXT, needed=True),
-    LuantiField("privs", read_luanti_description, A_TEXT),
-    LuantiField("url", read_luanti_description, A_TEXT),
-    LuantiField("address", read_luanti_address, "a name with a dot in it or an IP address; without "
-                "a port, blanks or letters beyond ASCII"),
-    LuantiField("clients_list", read_luanti_names, TEXTS),
-    LuantiField("mods", read_luanti_names, TEXTS),
-    LuantiField("creative", read_flag, A_FLAG),
-    LuantiField("damage", read_flag, A_FLAG),
-    LuantiField("pvp", read_flag, A_FLAG),
-    LuantiField("password", read_flag, A_FLAG),
-    LuantiField("dedicated", read_flag, A_FLAG),
-    LuantiField("rollback", read_flag, A_FLAG),
-    LuantiField("can_see_far_names", read_flag, A_FLAG),
-    LuantiField("clients", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("clients_max", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("uptime", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("game_time", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("proto_min", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("proto_max", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("lag", read_luanti_number(10**6, float), A_NUMBER),
-    # The master counts these three: the most clients, announcements, the mean of clients
-    LuantiField("clients_top", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("updates", read_luanti_count, A_NUMBER, needed=True),
-    LuantiField("pop_v", read_luanti_number(10**6, float), A_NUMBER, needed=True),
+    LuantiField("name", clean, EXPECTED_TEXT, is_required=True),
+    LuantiField("gameid", clean, EXPECTED_TEXT, is_required=True),
+    LuantiField("mapgen", clean, EXPECTED_TEXT),
+    LuantiField("version", clean, EXPECTED_TEXT, is_required=True),
+    LuantiField("description", read_luanti_text, EXPECTED_TEXT, is_required=True),
+    LuantiField("privs", read_luanti_text, EXPECTED_TEXT),
+    LuantiField("url", read_luanti_text, EXPECTED_TEXT),
+    LuantiField("address", read_luanti_address, EXPECTED_ADDRESS),
+    LuantiField("clients_list", read_luanti_names, EXPECTED_TEXTS),
+    LuantiField("mods", read_luanti_names, EXPECTED_TEXTS),
+    LuantiField("creative", read_flag, EXPECTED_FLAG),
+    LuantiField("damage", read_flag, EXPECTED_FLAG),
+    LuantiField("pvp", read_flag, EXPECTED_FLAG),
+    LuantiField("password", read_flag, EXPECTED_FLAG),
+    LuantiField("dedicated", read_flag, EXPECTED_FLAG),
+    LuantiField("rollback", read_flag, EXPECTED_FLAG),
+    LuantiField("can_see_far_names", read_flag, EXPECTED_FLAG),
+    LuantiField("clients", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("clients_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("uptime", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("game_time", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("proto_min", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("proto_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("lag", read_luanti_fraction, EXPECTED_NUMBER),
+    # The master computes these three: the most clients ever, the number of announcements, and the
+    # mean number of clients
+    LuantiField("clients_top", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("updates", read_luanti_count, EXPECTED_NUMBER, is_required=True),
+    LuantiField("pop_v", read_luanti_fraction, EXPECTED_NUMBER, is_required=True),
 )
-LUANTI_COUNTED = "clients_top", "updates", "pop_v"
+LUANTI_COMPUTED = "clients_top", "updates", "pop_v"
 LUANTI_FLAGS = "creative", "damage", "pvp", "password"
 
 
@@ -6602,10 +6942,10 @@ class Luanti(TcpProtocol, PolledGame):
         > 4f457403 0001 00 03 ffdc 00 01 peer.u16       bytes 6 to 10 may differ
         < 4f457403 peer.u16 00 00 03
 
-    It is listed once it answers, with what it has announced. It goes when it says so, when it
-    leaves three polls unanswered, or after [luanti] timeout without an announcement. The answer
-    has no room for a nonce: who forges a game server's address can pretend that it is there.
-    """
+    The server is listed once it answers, with what it has announced. It leaves when it says so,
+    when it leaves three polls unanswered, or after [luanti] timeout without an announcement. The
+    answer has no room for a nonce: somebody who forges a game server's address can pretend that it
+    is there."""
 
     game = "luanti"
 
@@ -6613,89 +6953,110 @@ class Luanti(TcpProtocol, PolledGame):
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
             del core.http_announcers[self.game]
-        # What was announced with an address that is being looked up, by source and port; bounded
-        # as look-ups are
+        # The announcements whose address is being looked up, by source and port. There are as many
+        # at most as there are look-ups
         self.being_looked_up = {}
 
     def serves(self, server):
-        """Servers announce themselves on the ports of [http]."""
+        """Can this server announce itself on one of the ports of [http]?"""
         settings = self.core.settings
-        return (server.game == self.game and settings["luanti.enabled"]
-                and bool(settings["http.ports"]))
+        if server.game != self.game or not settings["luanti.enabled"]:
+            return False
+        return bool(settings["http.ports"])
 
     def on_http_announcement(self, source, port, fields, now):
-        """A start or an update; an update leaves out some of what the start has told."""
-        registry, listed = self.registry, self.rules.listed_address(source)
-        server, action = registry.get(self.game, listed, port), fields.get("action")
+        """Take an announcement. An update leaves out some of the fields that the start has. Raise
+        Refused."""
+        action = fields.get("action")
         if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
-        old = server.luanti_announcement if server and action == "update" else NO_DETAILS
-        announced = luanti_counted(fields, old)
-        address = announced.get("address")
+        server = self.registry.get(self.game, self.rules.listed_address(source), port)
+        old = NO_DETAILS
+        if server and action == "update":
+            old = server.luanti_announcement
+        announcement = completed_luanti_announcement(fields, old)
+        address = announcement.get("address")
         if old and address == old.get("address"):
-            self.refresh(source, port, announced, now)
+            self.refresh(source, port, announcement, now)
         elif address:
-            self.look_up(source, port, announced, now)
+            self.look_up_address(source, port, announcement, now)
         else:
-            self.ask(source, port, announced, now)
+            self.query_announced(source, port, announcement, now)
 
-    def look_up(self, source, port, announced, now):
-        """Have it looked up where the address for players leads. Raises Refused."""
-        self.check_newcomer(source, port, announced["name"])
-        done = functools.partial(self.looked_up, source, port, announced)
-        self.core.resolve(announced["address"], done, source, self.rules.listed_address(source))
-        self.being_looked_up[source, port] = announced
-        self.registry.record_outcome(source, self.game, port, "announced", now)
-
-    def refresh(self, source, port, announced, now):
-        """An update of a server that is listed with this address for players: nothing has to be
-        proven again."""
-        self.registry.list_or_refresh((self.game, self.rules.listed_address(source), port),
-                                      source, now,
-                           self.core.settings["luanti.timeout"], luanti_server(announced))
+    def refresh(self, source, port, announcement, now):
+        """Refresh a listed server that has the same address for players as before, so that nothing
+        has to be proven again."""
+        key = self.game, self.rules.listed_address(source), port
+        lifetime = self.core.settings["luanti.timeout"]
+        self.registry.list_or_refresh(
+            key, source, now, lifetime, luanti_attributes(announcement))
         self.registry.record_outcome(source, self.game, port, "listed", now)
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
-            target.querier_data = None
+            target.querier_data = None          # this announcement is newer
 
-    def ask(self, source, port, announced, now):
-        """Query the server. What it has announced counts once it answers, and stands in the target
-        until then, so that it is bounded and leaves as targets do. Raises Refused."""
-        self.query_newcomer(source, port, now, announced["name"]).querier_data = announced
-        self.being_looked_up.pop((source, port), None)          # what came last counts
+    def look_up_address(self, source, port, announcement, now):
+        """Have the address for players looked up. Raise Refused."""
+        self.check_newcomer(source, port, announcement["name"])
+        done = functools.partial(self.on_address_found, source, port, announcement)
+        listed_address = self.rules.listed_address(source)
+        self.core.resolve(announcement["address"], done, source, listed_address)
+        self.being_looked_up[source, port] = announcement
+        self.registry.record_outcome(source, self.game, port, "announced", now)
 
-    def looked_up(self, source, port, announced, found, now):
-        """Query the server unless the address that it has for players leads elsewhere (`found`; "":
-        nowhere). An address of the other family tells nothing: a name may have IPv4 alone."""
-        if self.being_looked_up.get((source, port)) != announced:
-            return                      # it has announced something else since
+    def on_address_found(self, source, port, announcement, address, now):
+        """Query the server, unless its name for players leads to an address elsewhere. `address`:
+        "" if the name leads to none."""
+        if self.being_looked_up.get((source, port)) != announcement:
+            return                      # the server has sent another announcement since
         del self.being_looked_up[source, port]
-        listed = self.rules.listed_address(source)
-        if found and (found == listed or (":" in found) != (":" in listed)
-                      or self.rules.believes_claim(source, found)):
-            try:
-                self.ask(source, port, announced, now)
-            except Refused as refused:
-                self.registry.record_outcome(source, self.game, port, refused.outcome, now,
-                                             str(refused))
-        else:
-            self.registry.record_outcome(source, self.game, port, "address", now,
-                                         "%s leads to %s, not to %s"
-                               % (announced["address"], found or "no address", listed))
+        if not self.leads_to_server(address, source):
+            listed_address = self.rules.listed_address(source)
+            detail = "%s leads to %s, not to %s" % (
+                announcement["address"], address or "no address", listed_address)
+            self.registry.record_outcome(source, self.game, port, "address", now, detail)
+            return
+        try:
+            self.query_announced(source, port, announcement, now)
+        except Refused as refused:
+            self.registry.record_outcome(source, self.game, port, refused.outcome, now,
+                                         str(refused))
+
+    def leads_to_server(self, address, source):
+        """Can a name that leads to this address ("" for none) be that of a server at this source?
+        An address of the other family says nothing against it: a name may have only IPv4."""
+        if not address:
+            return False
+        listed_address = self.rules.listed_address(source)
+        if address == listed_address or self.rules.believes_claim(source, address):
+            return True
+        is_ipv6, listed_is_ipv6 = ":" in address, ":" in listed_address
+        return is_ipv6 != listed_is_ipv6
+
+    def query_announced(self, source, port, announcement, now):
+        """Query a server that has announced itself. Raise Refused.
+
+        The announcement counts once the server answers. Until then it is kept in the target, so
+        that it is bounded and leaves as targets do."""
+        target = self.query_newcomer(source, port, now, announcement["name"])
+        target.querier_data = announcement
+        self.being_looked_up.pop((source, port), None)          # this announcement is newer
 
     def query(self, target):
-        return LUANTI_ID + b"\0\0\0\1"
+        return LUANTI_PROBE
 
     def answer(self, target, data, now):
         goodbye = luanti_goodbye(data)
-        announced, target.querier_data = target.querier_data, None
-        if announced:
-            timeout = self.core.settings["luanti.timeout"]
-            self.list_polled(target, luanti_server(announced), now, timeout)
+        announcement = target.querier_data
+        target.querier_data = None
+        if announcement:
+            lifetime = self.core.settings["luanti.timeout"]
+            self.list_polled(target, luanti_attributes(announcement), now, lifetime)
         server = self.listed_server(target)
-        if server:                          # it lives by its announcements
+        if server:
+            # Its lifetime counts from its announcements, not from its answers
             self.registry.update(server, {"ping_ms": round(target.ping_ms), "confirmed": True})
         else:
             self.poller.remove(target)
@@ -6703,68 +7064,83 @@ class Luanti(TcpProtocol, PolledGame):
 
 
 def luanti_goodbye(data):
-    """What ends the exchange after this answer to a probe. Raises Malformed."""
-    if not re.fullmatch(rb"OEt\x03\0\x01.{5}\x01..", data, re.S):
+    """Return the packet that ends the exchange after this answer to a probe. Raise Malformed if it
+    is no answer."""
+    answer = LUANTI_PROBE_ANSWER.fullmatch(data)
+    if not answer:
         raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
-    return LUANTI_ID + data[12:] + b"\0\0\3"
+    return LUANTI_ID + answer.group("peer") + b"\0\0\3"
 
 
-def luanti_fields(told):
-    """The fields of an announcement that are known, sent or stored. Raises Refused."""
+def completed_luanti_announcement(fields, old):
+    """Return an announcement, checked and cleaned, with the fields that only `old`, the one before,
+    has, and with the fields that the master computes. Raise Refused."""
+    computed = {name: old.get(name, 0) for name in LUANTI_COMPUTED}
+    announcement = luanti_fields({**old, **fields, **computed})
+    clients = announcement["clients"]
+    announcement["clients_top"] = max(clients, announcement["clients_top"])
+    announcement["updates"] += 1
+    # The mean moves towards the new number by its share in all announcements
+    announcement["pop_v"] += (clients - announcement["pop_v"]) / announcement["updates"]
+    return announcement
+
+
+def luanti_fields(values):
+    """Return the known fields of an announcement that was received or stored, checked and cleaned.
+    Raise Refused."""
     fields = {}
     for field in LUANTI_FIELDS:
-        if field.name not in told and not field.needed:
-            continue
-        value = told.get(field.name)
-        if isinstance(value, (int, float)):
-            value = str(value)              # as old servers send numbers and flags
-        try:
-            fields[field.name] = field.read(value)
-        except (ValueError, TypeError, AttributeError):
-            words = "%s: expected %s" % (field.name, field.expected)
-            raise Refused("bad packet", words) from None
+        if field.name in values or field.is_required:
+            fields[field.name] = read_luanti_field(field, values.get(field.name))
     if fields["proto_min"] > fields["proto_max"]:
         raise Refused("bad packet", "proto_min is above proto_max")
     if "clients_list" in fields:
         fields["clients"] = len(fields["clients_list"])
-    for name, most in LUANTI_LIST_BYTES.items():
+    for name, max_bytes in LUANTI_LIST_BYTES.items():
         if name in fields:
-            fields[name] = luanti_first_names(fields[name], most)
+            fields[name] = first_names(fields[name], max_bytes)
     if not re.match("https?://", fields.get("url", "")):
         fields.pop("url", None)
     return fields
 
 
-def luanti_first_names(names, most):
-    """The first of the names, as many as have `most` bytes in JSON."""
-    total = 0
+def read_luanti_field(field, value):
+    """Return the value of a LuantiField, checked and cleaned. Raise Refused."""
+    if isinstance(value, (int, float)):
+        value = str(value)              # the readers take texts, as old servers send them
+    try:
+        return field.read(value)
+    except (ValueError, TypeError, AttributeError):
+        reason = "%s: expected %s" % (field.name, field.expected)
+        raise Refused("bad packet", reason) from None
+
+
+def first_names(names, max_bytes):
+    """Return the first of the names, as many as fit into `max_bytes` of JSON."""
+    total_bytes = 0
     for number, name in enumerate(names):
         escapes = name.count('"') + name.count("\\")
-        total += len(name.encode()) + escapes + len('"",')
-        if total > most:
+        total_bytes += len(name.encode()) + escapes + len('"",')
+        if total_bytes > max_bytes:
             return names[:number]
     return names
 
 
-def luanti_counted(fields, old):
-    """An announcement with what the server has told before (`old`), and the record and the mean of
-    its clients. Raises Refused."""
-    counted = {name: old.get(name, 0) for name in LUANTI_COUNTED}
-    told = luanti_fields({**old, **fields, **counted})
-    told["clients_top"] = max(told["clients"], told["clients_top"])
-    told["updates"] += 1
-    told["pop_v"] += (told["clients"] - told["pop_v"]) / told["updates"]
-    return told
-
-
-def luanti_server(told):
-    """The same as attributes of Server."""
-    return {"luanti_announcement": told, "verified": "query", "name": told["name"],
-            "mode": told["gameid"],
-            "map": told.get("mapgen", ""), "version": told["version"],
-            "description": told["description"], "players": told["clients"],
-            "max_players": clamp(told["clients_max"]),
-            "details": {"flags": ", ".join(flag for flag in LUANTI_FLAGS if told.get(flag))}}
+def luanti_attributes(announcement):
+    """Return the attributes of Server for an announcement."""
+    flags = [flag for flag in LUANTI_FLAGS if announcement.get(flag)]
+    return {
+        "luanti_announcement": announcement,
+        "verified": "query",
+        "name": announcement["name"],
+        "mode": announcement["gameid"],
+        "map": announcement.get("mapgen", ""),
+        "version": announcement["version"],
+        "description": announcement["description"],
+        "players": announcement["clients"],
+        "max_players": clamp(announcement["clients_max"]),
+        "details": {"flags": ", ".join(flags)},
+    }
 
 
 # ================================================================================================
@@ -8752,9 +9128,11 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
         path = re.sub("^https?://[^/?]*", "", self.path)
         page, _, query = path.partition("?")
-        self.page = page or "/"
+        if page:
+            self.page = page
         self.route = self.page if self.page in ROUTES else "other"
-        self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+        values = urllib.parse.parse_qsl(query, keep_blank_values=True)
+        self.query = dict(values)
 
     def read_length(self):
         """Set `body_bytes`. Raise HttpError for a body whose length is missing or too large."""
@@ -9066,36 +9444,42 @@ class Web(TcpProtocol):
 
     def error_response(self, request, error):
         """Return an HttpError as a response, in the form that its reader expects."""
-        status, hint = error.status, str(error)
+        status = error.status
+        hint = str(error)
         reason = http.client.responses[status]
         if request.route == "/announce" and not request.luanti_json:
-            type, body = JSON_TYPE, to_json({"listed": False, "reason": hint})
-        elif request.route == "/master.json" and status in (403, 429):
-            type, body = JSON_TYPE, iceball_list(self, [])
-        elif "text/html" in request.header("Accept"):
-            type, body = HTML_TYPE, render_error_page(self.look, status, reason, hint)
-        else:
-            text = "%d %s\n%s\n" % (status, reason, hint)
-            type, body = TEXT_TYPE, text.encode()
-        return HttpResponse(body, type, status, error.fields)
+            body = to_json({"listed": False, "reason": hint})
+            return HttpResponse(body, JSON_TYPE, status, error.fields)
+        if request.route == "/master.json" and status in (403, 429):
+            empty_list = iceball_list(self, [])
+            return HttpResponse(empty_list, JSON_TYPE, status, error.fields)
+        if "text/html" in request.header("Accept"):
+            page = render_error_page(self.look, status, reason, hint)
+            return HttpResponse(page, HTML_TYPE, status, error.fields)
+        text = "%d %s\n%s\n" % (status, reason, hint)
+        return HttpResponse(text.encode(), TEXT_TYPE, status, error.fields)
 
     def list_response(self, request, list_filter, type, render):
         """Return the list that `render(servers, wall)` makes of the servers that pass the filter.
 
         A whole list, of one game or of all, is kept until the next tick. A search serves one
         client only, who pays for each server that is looked at."""
-        game, registry = list_filter.game, self.registry
+        game = list_filter.game
         wall = request.now + self.epoch
-        is_whole = list_filter == ListFilter(game)
-        if is_whole and game in ("", *self.look.games):
-            key = request.route, game
-            if key not in self.lists:
-                self.lists[key] = public_response(render(registry.servers(game), wall), type)
+        key = request.route, game
+        is_kept = list_filter == ListFilter(game) and game in ("", *self.look.games)
+        if is_kept and key in self.lists:
             return self.lists[key]
-        # The tokens are limited, because a page with a search in it asks every 5 s
-        self.charge(request, self.rules.request_tokens(registry.total / SEARCH_SERVERS))
-        servers = list(filter(list_filter.matches, registry.servers(game)))
-        return public_response(render(servers, wall), type)
+        servers = self.registry.servers(game)
+        if not is_kept:
+            # The tokens are limited, because a page with a search in it asks every 5 s
+            tokens = self.registry.total / SEARCH_SERVERS
+            self.charge(request, self.rules.request_tokens(tokens))
+            servers = [server for server in servers if list_filter.matches(server)]
+        response = public_response(render(servers, wall), type)
+        if is_kept:
+            self.lists[key] = response
+        return response
 
 
 # --- The query of a request ----------------------------------------------------------------------
@@ -9132,13 +9516,15 @@ class ListFilter(NamedTuple):
 
 def query_filter(web, request, default_game=""):
     """Return the ListFilter in the query. Raise HttpError."""
-    game = request.query.get("game", default_game)
-    name = clean(request.query.get("name", ""))
+    query = request.query
+    game = query.get("game", default_game)
+    name = query.get("name", "")
     players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
     is_known = game in ("", *web.look.games)
     if not is_known and request.route != "/servers.json":
-        raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-    return ListFilter(game, name, players_min)
+        shown = ascii(game[:100])
+        raise HttpError(404, "There is no game %s here." % shown)
+    return ListFilter(game, clean(name), players_min)
 
 
 def query_endpoint(request, default_address=""):
@@ -9273,8 +9659,9 @@ def get_servers_json(web, request):
     """Every field of every server: ?game=, ?name= (a part of it), ?players_min=."""
     def render(servers, wall):
         own_master = web.registry.master
+        cached = cached_entries(servers, "servers.json", server_json)
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
+        for server, entry in zip(servers, cached):
             entries.append(with_times(entry, server, web.epoch, own_master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
@@ -9367,11 +9754,13 @@ def get_list(web, request):
     kept, so `total_max` has the present ones."""
     def render(servers, wall):
         announced = [server for server in servers if server.luanti_announcement]
-        ranked = sorted(cached_entries(announced, "list", luanti_entry))
-        entries = b",\n".join([entry for _, entry in ranked])
+        ranked = cached_entries(announced, "list", luanti_entry)
+        ranked.sort()
+        entries = [entry for _, entry in ranked]
         players = sum(server.players for server in announced)
         total = b'{"clients":%d,"servers":%d}' % (players, len(announced))
-        return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (entries, total, total)
+        joined = b",\n".join(entries)
+        return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (joined, total, total)
 
     return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render)
 
@@ -9415,10 +9804,13 @@ def contact_lines(listeners, host, settings):
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
-    for game, (reader, line) in contacts.items():
-        if page or "%(page)s" not in line:
-            values = {"host": host, "port": ports.get(game), "game": game, "page": page}
-            lines.append((game, reader, line % values))
+    for game, (reader, template) in contacts.items():
+        needs_page = "%(page)s" in template
+        if needs_page and not page:
+            continue
+        values = {"host": host, "port": ports.get(game), "game": game, "page": page}
+        line = template % values
+        lines.append((game, reader, line))
     return lines
 
 
@@ -9454,10 +9846,12 @@ def render_list(web, list_filter, servers, wall):
     for id, listed in web.registry.games.items():
         if listed:
             counts[id] = len(listed)
-    rows = render_rows(web.look, servers[:PAGE_ROWS], hourly_players, web.epoch, wall)
+    shown = servers[:PAGE_ROWS]
+    rows = render_rows(web.look, shown, hourly_players, web.epoch, wall)
     day = ()
     if list_filter == ListFilter(game):
-        day = day_total(hourly_players, [game] if game else counts)
+        games = [game] if game else counts
+        day = day_total(hourly_players, games)
     host = web.settings["server.public_address"] or "THIS-HOST"
     contacts = contact_lines(web.core.listeners, host, web.settings)
     spark = render_sparkline(day)
@@ -9520,10 +9914,15 @@ def get_banner(web, request):
         if remembered:
             name, status = remembered.name, 200
             state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+    hourly_players = web.hourly_players.get(query.key, ())
     svg = fill_template(
-        BANNER, name=clean(name) or endpoint, state=state, players=players,
-        game=web.look.game_title(clean(query.game)), address=endpoint,
-        spark=render_sparkline(web.hourly_players.get(query.key, ())))
+        BANNER,
+        name=clean(name) or endpoint,
+        state=state,
+        players=players,
+        game=web.look.game_title(clean(query.game)),
+        address=endpoint,
+        spark=render_sparkline(hourly_players))
     return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
 
@@ -9849,8 +10248,9 @@ def get_check(web, request):
     address, port = query_endpoint(request, request.address)
     wall = request.now + web.epoch
     listed = listed_from(web, address, port)
-    findings = [finding(outcome, detail)
-                for outcome, detail in current_outcomes(web, request, address, listed)]
+    findings = []
+    for outcome, detail in current_outcomes(web, request, address, listed):
+        findings.append(finding(outcome, detail))
     findings += recorded_findings(web, address, port, listed, wall)
     page = render_check_page(web.look, address, port, findings, listed, wall)
     return HttpResponse(page, HTML_TYPE)
@@ -9891,6 +10291,13 @@ def listed_outcome(server):
     return "listed"
 
 
+class TimedFinding(NamedTuple):
+    """A finding about a packet."""
+
+    at: float                           # when the packet came, by the monotonic clock
+    html: str
+
+
 def recorded_findings(web, address, port, listed, wall):
     """Return the findings about packets that came from an address, the latest first.
 
@@ -9908,20 +10315,26 @@ def recorded_findings(web, address, port, listed, wall):
         if record.outcome in ("announced", "listed") and packet_port in confirmed_ports:
             continue
         outcome = "gone" if record.outcome == "listed" else record.outcome
+        peer = address
+        if packet_port:
+            peer = endpoint_text(address, packet_port)
         arrival = fill_template(
-            ARRIVAL, when=time_tag(record.at + web.epoch, wall),
+            ARRIVAL,
+            when=time_tag(record.at + web.epoch, wall),
             protocol=web.look.game_title(protocol),
-            peer=endpoint_text(address, packet_port) if packet_port else address)
-        findings.append((record.at, finding(outcome, record.detail, arrival)))
-    findings.sort(key=lambda timed_finding: timed_finding[0], reverse=True)
-    return [shown for _, shown in findings[:CHECK_FINDINGS]]
+            peer=peer)
+        html = finding(outcome, record.detail, arrival)
+        findings.append(TimedFinding(record.at, html))
+    latest_first = sorted(findings, key=lambda timed: timed.at, reverse=True)
+    return [timed.html for timed in latest_first[:CHECK_FINDINGS]]
 
 
 def finding(outcome, detail, arrival=""):
     """Return the HTML of one finding. `arrival`: the HTML that says when a packet came."""
-    title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
-    return fill_template(FINDING, outcome=title, arrival=arrival,
-                         todo=advice.replace("%s", detail or "nothing more is known"))
+    title, advice = OUTCOMES.get(outcome, OutcomeText(outcome, "%s"))
+    detail = detail or "nothing more is known"
+    todo = advice.replace("%s", detail)
+    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -10089,13 +10502,15 @@ def news_text(server, settings, escape=str):
 def discord_news(server, settings, entry):
     """Return the media type and the body of a message to Discord. (`entry` is for json_news.)"""
     text = news_text(server, settings, escape_markdown)
-    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
+    no_mentions = {"parse": []}
+    return JSON_TYPE, to_json({"content": text, "allowed_mentions": no_mentions})
 
 
 def slack_news(server, settings, entry):
     """Return the media type and the body of a message in Slack's format."""
     text = news_text(server, settings, separate_marks)
-    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
+    escaped = html.escape(text, quote=False)
+    return JSON_TYPE, to_json({"text": escaped})
 
 
 def text_news(server, settings, entry):
@@ -10880,11 +11295,17 @@ class HostNames:
     def next_of_strangers(self):
         """Take a look-up of the source whose last look-up began longest ago; a source that had none
         comes first."""
+        # A source that had no look-up lately has turn 0
         turns = {source: turn for turn, source in enumerate(self.recent_sources, 1)}
-        lookup = min(self.stranger_lookups,
-                     key=lambda waiting: turns.get(source_key(waiting.source), 0))
+
+        def turn_of(lookup):
+            source = source_key(lookup.source)
+            return turns.get(source, 0)
+
+        lookup = min(self.stranger_lookups, key=turn_of)
         self.stranger_lookups.remove(lookup)
-        keep_latest(self.recent_sources, source_key(lookup.source), None, LOOKUP_TURNS)
+        source = source_key(lookup.source)
+        keep_latest(self.recent_sources, source, None, LOOKUP_TURNS)
         return lookup
 
     def on_result(self, lookup: Lookup, result: Any, now: float) -> None:
@@ -11095,7 +11516,8 @@ class News:
         servers, and say of each what he likes."""
         for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
             message_times = self.sent_by_source.get(key, ())
-            if len(message_times) >= limit and self.now - message_times[-limit] < again_after:
+            recent = [at for at in message_times if self.now - at < again_after]
+            if len(recent) >= limit:
                 return not self.registry.rules.exempts(server.source)
         return False
 
@@ -11124,10 +11546,13 @@ class News:
     def send(self, server):
         """Give each webhook the message about a server, in its own format."""
         until = time.monotonic() + WEBHOOK_WITHIN_S
-        entry = with_times(server_json(server), server, self.epoch, self.registry.master)
+        own_master = self.registry.master
+        entry = with_times(server_json(server), server, self.epoch, own_master)
         for hook in self.hooks.values():
-            type, body = NEWS_FORMATS[hook.format](server, self.settings, entry)
-            hook.submit(functools.partial(hook.deliver, until, type, body), None)
+            format_news = NEWS_FORMATS[hook.format]
+            type, body = format_news(server, self.settings, entry)
+            delivery = functools.partial(hook.deliver, until, type, body)
+            hook.submit(delivery, None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
@@ -11579,7 +12004,7 @@ class MasterLogs:
             log_name, _, webhook_mark = lease.partition(b" ")
             if not log_name:
                 self.link.ask("SREM", self.prefix, member)
-            elif master != self.name and re.fullmatch(WORD, master):
+            elif master != self.name and re.fullmatch(PLAIN_NAME, master):
                 is_new_log = log_name not in self.records_read
                 already_read = self.records_read.get(log_name, 0)
                 records = self.read_new_records(log_name, already_read)
@@ -11626,7 +12051,7 @@ class MasterLogs:
     def checked_row(row):
         """Return the row with its address in the usual form. Raise ValueError if a value has the
         wrong type or is out of bounds."""
-        if not row.has_types() or not re.fullmatch(WORD, row.game):
+        if not row.has_types() or not re.fullmatch(PLAIN_NAME, row.game):
             raise ValueError("values of another type")
         if not math.isfinite(row.expires + row.first_seen + row.last_seen):
             raise ValueError("a time that is not finite")
@@ -12242,10 +12667,18 @@ class MasterServer:
     def core(self):
         """Return the Core that every protocol gets."""
         return Core(
-            settings=self.settings, registry=self.registry, poller=self.poller,
-            resolve=self.host_names.resolve, http_announcers={}, database=self.database,
-            tallies=self.tallies, health=self.health, listeners=self.listeners,
-            gauges=self.gauges, hourly_players=self.hourly_players, cluster=self.cluster)
+            settings=self.settings,
+            registry=self.registry,
+            poller=self.poller,
+            resolve=self.host_names.resolve,
+            http_announcers={},
+            database=self.database,
+            tallies=self.tallies,
+            health=self.health,
+            listeners=self.listeners,
+            gauges=self.gauges,
+            hourly_players=self.hourly_players,
+            cluster=self.cluster)
 
     def hourly_players(self):
         """Return the last day's hourly player counts by server; {} without a database."""
@@ -12387,9 +12820,8 @@ HYPERBOL_VERSION_BYTES = 15
 
 AIO_TEXT_CONFIRMATION = b"SUCCESS#13#%"
 AIO_FRAMED_QUERY = b"\0"
-AIO_FRAMED_KEEPALIVE = b"\4"
-AIO_FRAMED_CONFIRMATION = b"\5\3"
-AIO_FRAMED_REFUSAL = b"\6\3"
+AIO_FRAMED_CONFIRMATION = AIO_DONE + AIO_PUBLISH_PORT
+AIO_FRAMED_REFUSAL = AIO_REFUSED + AIO_PUBLISH_PORT
 
 
 class MasterRefused(Exception):
@@ -12609,10 +13041,10 @@ class FramedAioAnnouncer(AioAnnouncer):
     port by UDP for everything else."""
 
     query_offset = 0
-    keepalive = aio_frame(AIO_FRAMED_KEEPALIVE)
+    keepalive = aio_frame(AIO_KEEPALIVE)
 
     def publication(self):
-        return aio_frame(struct.pack("<BH", 3, self.server.port))
+        return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
 
     def receive(self, data, now):
         self.is_heard = True
@@ -13065,7 +13497,6 @@ AIO_TEXT_S = 3.0                    # masters answer text at once, or do not hav
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits so long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
-AIO_LIST_REQUEST = b"\2"            # and the type of the answer
 AIO_TEXT_LIST_REQUEST = b"12#%\n"
 ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # all zones with at least 0 players
 QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
@@ -13199,9 +13630,7 @@ def ping_aio(host, port):
 
 def read_aio_info(data):
     """Return the fields of a framed AIO server's answer. Raise Malformed."""
-    name, description, players, max_players, version = aio_info(data)
-    return {"name": name, "description": description, "players": players,
-            "max_players": max_players, "version": version}
+    return aio_info(data)._asdict()
 
 
 def ping_quake3(host, port):
@@ -13222,7 +13651,7 @@ def read_quake3_info(data):
 def ping_luanti(host, port):
     """Return the ping of a Luanti server; its answer says nothing else."""
     with udp_socket(host, port) as sock:
-        goodbye, ping_ms = udp_ask(sock, LUANTI_ID + b"\0\0\0\1", luanti_goodbye)
+        goodbye, ping_ms = udp_ask(sock, LUANTI_PROBE, luanti_goodbye)
         sock.send(goodbye)
     return {"ping_ms": ping_ms}
 
@@ -13348,7 +13777,7 @@ def aio_unescape(field):
 def list_aio_framed(host, port):
     """Return the servers that an AIO master lists in its framed dialect."""
     with socket.create_connection((host, port), FETCH_S) as sock:
-        payload = tcp_ask(sock, aio_frame(AIO_LIST_REQUEST), payload_after_greeting)
+        payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
     return aio_framed_entries(payload)
 
 
@@ -13366,10 +13795,10 @@ def aio_framed_entries(payload):
     """Return the servers of a framed list. Raise Malformed.
 
         02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
-    if payload[:1] != AIO_LIST_REQUEST:
+    if payload[:1] != AIO_LIST:
         raise Malformed("type: not a list")
     servers = []
-    offset = len(AIO_LIST_REQUEST) + 2          # the count is redundant
+    offset = len(AIO_LIST) + 2          # the count is redundant
     while offset < len(payload):
         address_start = offset + 1
         address_end = address_start + payload[offset]
@@ -14115,7 +14544,7 @@ def main(argv=None):
     after the program's name, by default those of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = ""
-    if arguments and arguments[0] in COMMANDS:
+    if COMMANDS.keys() & set(arguments[:1]):
         name = arguments.pop(0)
     command = COMMANDS[name]
     parser = ArgumentParser(

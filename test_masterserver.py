@@ -3933,10 +3933,10 @@ class AioTest(unittest.TestCase):
             with self.subTest(value):
                 data = hexa(wire)
                 if value <= 65535:
-                    self.assertEqual(ms.uintv(value), data)
-                self.assertEqual(ms.read_uintv(b"?" + data + b"?", 1), (value, 1 + len(data)))
+                    self.assertEqual(ms.aio_integer(value), data)
+                self.assertEqual(ms.read_aio_integer(data + b"?"), (value, len(data)))
                 for cut in range(len(data)):
-                    self.assertGreater(ms.read_uintv(data[:cut], 0)[1], cut)
+                    self.assertGreater(ms.read_aio_integer(data[:cut])[1], cut)
 
     def test_traces_whole_and_in_every_split(self):
         for title, data, answer in AIO_TRACES:
@@ -4292,7 +4292,7 @@ class AioTest(unittest.TestCase):
                 core = make_core()
                 aio = ms.Aio(core)
                 session = aio_peer(aio, data, "127.0.0.1")
-                framed = session.dialect is ms.aio_framed
+                framed = session.dialect is ms.answer_aio_framed
                 steps = (({"server__public_address": "203.0.113.5"}, "203.0.113.5"),
                          ({"bans.127.0.0.1": "test"}, None), ({}, "127.0.0.1"))
                 for now, (settings, address) in enumerate(steps, 1):
@@ -9577,7 +9577,7 @@ class DiskOfTheProgramTest(unittest.TestCase):
 
     def test_what_is_switched_off_is_listed_for_a_minute_at_most(self) -> None:
         """Servers of each game, with and without what serves it, and when nothing is heard."""
-        luanti = {field.name: 1 for field in ms.LUANTI_FIELDS if field.needed}
+        luanti = {field.name: 1 for field in ms.LUANTI_FIELDS if field.is_required}
         luanti.update(name="L", version="5", description="", gameid="minetest")
         fields = dict.fromkeys("iceball subspace hyperbol mygame".split(), {"verified": "query"})
         fields["aio"] = {"verified": "connection"}
@@ -13406,7 +13406,7 @@ def bench_luanti(bench, accepts):
         mods = ["mod_%d" % chance.randrange(500) for _ in range(chance.randrange(20))]
         row = ms.server_record(ms.Server(
             "luanti", "127.0.%d.1" % (number % 100), 1024 + number, "127.0.0.1", 0.0, 1e6,
-            **ms.luanti_server({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
+            **ms.luanti_attributes({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
             wall)
         rows.append((*row[:6], json.dumps(row[6])))
     database = ms.Database(path)
