@@ -6227,16 +6227,17 @@ QUAKE3_TITLES = {
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
 QUAKE3_MODE_GAMES = "quake3arena", "openarena"
-# So many games at a time may be listed that have no name here, because each is a tab on the page
+# At most this many games that have no name here may be listed at a time, because each game is a tab
+# on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring so many of these games. A machine runs servers of one game, rarely of two
+# One source may bring this many of those games. A machine runs servers of one game, rarely of two
 QUAKE3_GAMES_PER_SOURCE = 4
 # The limit for an IPv6 /48, because anybody can have one
 QUAKE3_GAMES_PER_NETWORK = 8
-# An answer costs so many tokens of [limits] requests. With the default of that setting a source
+# An answer costs this many tokens of [limits] requests. With the default of that setting a source
 # gets 5 answers at once, then 1 a second
 QUAKE3_QUESTION_TOKENS = 10
-# The answers to so many different questions are kept. Programs ask a few questions for each game
+# The answers to this many different questions are kept. Programs ask a few questions for each game
 QUAKE3_MAX_CACHED_ANSWERS = 256
 # The values that an infoResponse must have, each with the pattern that it must match. The game type
 # may be missing, because QUAKE3_DEFAULTS has one
@@ -6518,7 +6519,8 @@ class Quake3(UdpProtocol, PolledGame):
             self.gamenames_by_tag[tag.strip()] = gamename.strip()
         gamenames = self.gamenames_by_tag.values()
         self.tag_gamenames = tuple(dict.fromkeys(gamenames))        # each gamename once
-        self.registry.forget_entries()            # entries tell whether their server is anonymous
+        # The cached entries say which games are listed without a name
+        self.registry.forget_entries()
 
     def serves(self, server):
         """Return whether this server is one of the family. Only those have a gamename."""
@@ -7156,21 +7158,22 @@ def luanti_attributes(announcement):
 
 # --- Templates -----------------------------------------------------------------------------------
 
-# At least so many players fill the height of a sparkline, because fewer are no crowd
+# The full height of a sparkline stands for at least this many players, because fewer are no crowd
 SPARK_MIN_PLAYERS = 4
-# A sparkline has y = 0 at its top. An hour in which the server was away ends at the ground and has
-# no height, an hour without players is one step high
+# In a sparkline y is 0 at the top. An hour in which the server was away has no height, and an hour
+# without players is one step high
 SPARK_GROUND_Y = 9
 SPARK_EMPTY_Y = 8
-# A chart has at most so many points: one for each day of a year, and one for each pixel of a phone
+# A chart has at most this many points: one for each day of a year, about one for each pixel of a
+# phone
 CHART_POINTS = 366
-# At most so many gridlines stand above zero, so that they can be read without being counted
+# There are at most this many gridlines above zero, so that nobody has to count them
 CHART_GRIDLINES = 4
-# The preview of a link names so many servers, which is more than a chat shows
+# The preview of a link names at most this many servers, which is more than a chat shows
 PREVIEW_NAMES = 5
 
-# The list page. The operator's own `[http] template` may replace it. Its placeholders, of which
-# each may stand in the template or not:
+# The list page. The operator's own `[http] template` may replace it. Each of these placeholders may
+# occur in a template once or not at all:
 #   $title    the title in the ini, as text           $intro    the ini's paragraph, may be empty
 #   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers"
 #   $tabs     the games with their numbers            $search   the form: name, minimum of players
@@ -7327,7 +7330,7 @@ alt="$address" width="560" height="95"&gt;&lt;/a&gt;</code></pre>
 </section>
 """
 
-# A text that is too long for the picture fades out at its end, because the master cannot know how
+# Text that is too long for the picture fades out at its end, because the master cannot know how
 # wide a font draws it
 BANNER = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="560" height="95" viewBox="0 0 560 95" role="img">
@@ -8153,8 +8156,8 @@ def fill_template(template, **values):
 class PageContext(NamedTuple):
     """What the operator has chosen for all pages."""
 
-    title: str
-    intro: str
+    title: str                      # the name of the whole site
+    intro: str                      # a paragraph at the top of the list page; may be empty
     template: str                   # LIST_PAGE or the operator's own list page
     games: Mapping[str, str]        # the titles of all games, by id
     url: str                        # the address of the pages for other sites, or ""
@@ -8401,8 +8404,10 @@ def render_table(contents):
 
 
 def list_status(total, is_search):
-    """Return the line above a list of `total` servers. It is "" if no server is listed at all, and
-    the list is no search."""
+    """Return the line above a list of `total` servers.
+
+    It is "" if the list is empty, unless `is_search` says that the empty list is the result of a
+    search."""
     servers = count_text(total, "server")
     if total > PAGE_ROWS:
         limit = number_text(PAGE_ROWS)
@@ -8413,9 +8418,10 @@ def list_status(total, is_search):
 
 
 def render_contacts(contacts, game):
-    """Return the hints how servers of this game get into the list. `game` is "" for all games.
+    """Return hints on how to get servers of this game into the list. `game` is "" for all games.
 
-    `contacts` are (game, reader, line): the line is what the reader has to write."""
+    `contacts` has (game, reader, line) tuples. `line` is what `reader`, such as "AIO servers", has
+    to have in its settings."""
     hints = []
     for contact_game, reader, line in contacts:
         if game in ("", contact_game):
@@ -8444,9 +8450,8 @@ def render_rows(context, servers, hourly_players, epoch, wall):
 def render_server_row(server, spark, title):
     """Return one row of the list, about 630 bytes, as two pieces.
 
-    Between the pieces belongs the time at which the server was last seen, because this time changes
-    while the pieces are cached. `spark` is the server's sparkline, `title` the title of its game.
-    """
+    The time at which the server was last seen goes between the pieces, because it changes while
+    they are cached. `spark` is the server's sparkline, `title` the title of its game."""
     # Every value is escaped here, because fill_template() would take three times as long, and a
     # page has up to 2,000 rows. End tags that HTML does not need are left out. The cells have no
     # classes, because the style sheet counts columns. The roles repeat what the tags say, because
@@ -8563,9 +8568,10 @@ def render_server_page(context, contents, wall):
 
 
 def render_lead(context, contents, wall):
-    """Return the line below the name on a ServerPage: game, mode and map, each in an element of its
-    own, because each may run from right to left. For a server that is not listed, it says since
-    when."""
+    """Return the line below the name of the server on a ServerPage.
+
+    It has the game, the mode and the map, each in an element of its own, because each may be
+    written from right to left. If the server is not listed, it says when it was last seen."""
     server = contents.server
     if not contents.is_listed:
         seen = time_tag(server.last_seen, wall)
@@ -8654,7 +8660,7 @@ def players_text(server):
 
 
 def uptime_text(series, first_seen):
-    """Return the share of the time in a Series at which the server was there, in words.
+    """Return, in words, for what share of the time of a Series the server was there.
 
     Samples before `first_seen` do not count. If no others are left, return ""."""
     skipped = int((first_seen - series.start) // series.step)
@@ -8934,8 +8940,9 @@ def render_curves(bars, width, count, top):
 
 
 def render_peak(x, y, text):
-    """Return a dot at the highest peak and its label, as a list of Html. `x` and `y` as in
-    place_mark()."""
+    """Return a dot at the highest peak, and its label with this text, as a list of Html.
+
+    `x` and `y` are the place of the peak, as in place_mark()."""
     label_x = min(max(x, .04), .96)             # so that the label stays within the page
     return [
         place_mark(PEAK_DOT, x, y),
@@ -8944,8 +8951,9 @@ def render_peak(x, y, text):
 
 
 def render_latest(x, y, text):
-    """Return the label at the end of the line, which has the latest number of players. `x` and `y`
-    as in place_mark()."""
+    """Return the label at the end of the line, whose text is the latest number of players.
+
+    `x` and `y` are the place of the line's end, as in place_mark()."""
     long_class = ""
     if len(text) > 2:               # such a number does not fit into the margin on a phone
         long_class = " long"
