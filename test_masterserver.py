@@ -472,7 +472,7 @@ class SettingsTest(unittest.TestCase):
             with self.assertRaisesRegex(ms.SettingsError, "database: that is the ini"):
                 ms.Settings.load(path)
 
-    def test_what_everybody_sees_and_names_of_files_have_no_url(self):
+    def test_public_texts_and_file_names_have_no_url(self):
         for name in ("http.title", "games.mygame", "http.template", "http.stylesheet",
                      "aio.news_file", "server.database", "server.log_file"):
             with self.assertRaisesRegex(ms.SettingsError, "discord https://h/…: a URL cannot"):
@@ -751,7 +751,7 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual((self.registry.total, dict(self.registry.sources)), (0, {}))
         self.assertEqual(self.registry.altered, {("iceball", "203.0.113.9", 1)})
 
-    def test_watchers_hear_of_their_game_and_events(self):
+    def test_subscribers_are_called_for_their_game_and_events(self):
         seen = []
         for game, events in ("iceball", ["gone"]), ("aio", ["listed", "gone"]):
             self.registry.subscribe(lambda event, server: seen.append(event), game, events)
@@ -873,7 +873,7 @@ class RegistryTest(unittest.TestCase):
             self.registry.apply_rules(ms.Settings(settings))
             self.assertEqual(self.names(), left)
 
-    def test_who_is_banned_takes_nothing_over_and_another_source_counts(self):
+    def test_a_banned_source_takes_nothing_over_and_another_source_counts(self):
         self.hear(1, name="Mine")
         self.registry.rules.read(ms.Settings({"bans.10.0.0.5": "cheats"}))
         takeover = lambda source: self.registry.list_or_refresh(
@@ -884,7 +884,7 @@ class RegistryTest(unittest.TestCase):
         takeover("10.0.0.6")
         self.assertEqual((self.names(), dict(self.registry.sources)), (["Yours"], {"10.0.0.6": 1}))
 
-    def test_who_is_blocked_and_who_is_not_any_more(self):
+    def test_blocked_addresses_get_nothing_until_they_are_unblocked(self):
         rules = self.registry.rules
         for settings, allowed in ({}, True), ({"blocked.203.0.113.0/24": "x"}, False), ({}, True):
             rules.read(ms.Settings(settings))
@@ -960,7 +960,7 @@ class RegistryTest(unittest.TestCase):
                                   lambda server: made.append(server.port) or 1)
         self.assertEqual(sorted(made), [1, 1, 2, 2, 2])
 
-    def test_notes_are_bounded_in_all_by_source_and_in_length(self):
+    def test_outcomes_are_bounded_in_sum_by_source_and_in_length(self):
         notes, note = self.registry.outcomes, self.registry.record_outcome
         for i in range(ms.OUTCOMES_KEPT + 10):
             note("203.0.113.%d" % i, "iceball", 1, "announced", float(i))
@@ -995,7 +995,7 @@ class RegistryTest(unittest.TestCase):
             change(server)
             self.assertEqual((self.registry.by_fingerprint, server.fingerprint), ({}, None))
 
-    def test_what_waits_for_the_disk_is_bounded(self):
+    def test_the_changes_that_wait_for_the_disk_are_bounded(self):
         with mock.patch.object(ms, "ALTERED_SERVERS", 2):
             for port in 1, 2, 3:
                 self.registry.remove_own(self.hear(port))
@@ -1100,7 +1100,7 @@ class ListOnDisk(DatabaseCase):
         database.save([listed_row(1, fields=long)], set())              # it comes back
         self.assertEqual([row.fields for row in database.load(T0)], [long, long])
 
-    def test_who_has_gone_is_known_with_his_first_time(self):
+    def test_a_departed_server_is_known_with_its_first_time(self):
         database = self.database()
         for wall in (T0, T0 + 50):
             database.save([listed_row(1, wall, fields='["old"]')], set())
@@ -1133,7 +1133,7 @@ class ListOnDisk(DatabaseCase):
         self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"), [(21 + 1,)])
         self.assertEqual(database.load(T0), [listed_row(0)])
 
-    def test_what_was_saved_outlives_the_process(self):
+    def test_saved_rows_outlive_the_process(self):
         child = ("import os, signal, masterserver as ms; database = ms.Database(%r)\n"
                  "database.load(0)\n"
                  "database.save([('iceball', '192.0.2.1', port, 100.0, 0.0, 0.0, '[]')\n"
@@ -1315,7 +1315,7 @@ class HistoryOnDisk(DatabaseCase):
             self.assertEqual(oldest > T0, dropped, jump)
             database.close()
 
-    def test_what_was_sampled_ahead_of_time_goes_after_a_month(self):
+    def test_samples_from_the_future_are_deleted_after_a_month(self):
         database = self.database()
         database.add_samples(T0 + 9 * ms.YEAR, [listed_key(2) + (1,), self.TOTAL + (1,)])
         ahead = "SELECT count(*) FROM block WHERE start > %d" % (T0 + ms.YEAR)
@@ -1394,7 +1394,7 @@ class HistoryOnDisk(DatabaseCase):
 
 
 class DamageOnDisk(DatabaseCase):
-    def test_what_is_no_database_is_set_aside(self):
+    def test_a_file_that_is_no_database_is_set_aside(self):
         data = self.sound()
         noise = random.Random(1).getrandbits(80_000).to_bytes(10_000, "big")
         cases = [b"xx", b"<html>" * 1000, bytes(5000), noise]
@@ -1441,7 +1441,7 @@ class DamageOnDisk(DatabaseCase):
             self.assertIn(self.path + ".damaged", database.set_aside, change)
             database.close()
 
-    def test_what_belongs_to_others_stays_as_it_is(self):
+    def test_files_of_other_programs_stay_as_they_are(self):
         for statement in ("CREATE TABLE mail (text TEXT)", "PRAGMA user_version = 2",
                           "DROP TABLE block"):
             self.put(b"")
@@ -1526,7 +1526,7 @@ class TroubleOnDisk(DatabaseCase):
             other.execute("BEGIN IMMEDIATE")
             yield
 
-    def test_what_cannot_be_written_is_raised_and_ends(self):
+    def test_write_errors_are_raised_and_end(self):
         rows = [listed_row(number, fields='["%4000d"]' % 0) for number in range(2, 100)]
         full = self.with_pragma("max_page_count = 1")           # as many as there are
         read_only = self.with_pragma("query_only = 1")
@@ -1548,7 +1548,7 @@ class TroubleOnDisk(DatabaseCase):
                 self.assertEqual(self.sql("PRAGMA integrity_check"), [("ok",)])
                 self.assertEqual(database.set_aside, "")
 
-    def test_what_cannot_be_opened(self):
+    def test_files_that_cannot_be_opened(self):
         database = ms.Database(self.path)
         self.addCleanup(database.close)
         os.mkdir(self.path)                         # a folder in its place
@@ -1776,7 +1776,7 @@ class PollerTest(unittest.TestCase):
                 self.assertEqual(len(waited), 6)
                 self.assertLessEqual(max(waited), 2, (sources[0], listed))
 
-    def test_who_has_most_newcomers_makes_room(self):
+    def test_the_source_with_most_newcomers_makes_room(self):
         """A row: who announces, which of whose newcomers leaves, by number."""
         a, b, c, d = ("192.0.2.%d" % number for number in range(1, 5))
         self.assertEqual(ms.MAX_NEWCOMERS, 2000)
@@ -1863,7 +1863,7 @@ class PolledGameTest(unittest.TestCase):
         self.assertEqual(self.outcome(),
                          ("bad packet", "its answer from UDP port 5001: the wrong nonce"))
 
-    def test_who_is_refused_is_asked_no_more_unless_the_ini_names_it(self):
+    def test_a_refused_server_is_polled_no_more_unless_pinned(self):
         for pinned in False, True:
             self.setUp()
             self.name(*[self.here] * pinned)
@@ -1875,7 +1875,7 @@ class PolledGameTest(unittest.TestCase):
             self.assertEqual((self.listed(), len(self.targets())), ([], pinned))
             self.assertEqual(self.outcome()[0], "name")
 
-    def test_who_leaves_or_stops_is_asked_no_more_and_who_is_restored_is(self):
+    def test_departed_servers_are_polled_no_more_and_restored_ones_are(self):
         for end in (lambda: self.registry.remove_own(self.registry.servers()[0]),
                     lambda: self.assertTrue(self.game.stop_polling(*self.here))):
             server = ms.Server("test", *self.here, self.here[0], 0.0, math.inf)
@@ -1886,7 +1886,7 @@ class PolledGameTest(unittest.TestCase):
             self.registry.remove_own(server)
         self.assertFalse(self.game.stop_polling(*self.here))
 
-    def test_what_the_ini_names_is_shown_as_not_responding(self):
+    def test_a_silent_pinned_server_is_shown_as_not_responding(self):
         self.name(self.here)
         self.run_game(range(40), self.here)
         self.assertEqual(self.listed(), [(*self.here, False)])
@@ -1997,7 +1997,7 @@ class PolledGameTest(unittest.TestCase):
         self.run_game([1])
         self.assertEqual((len(self.listed()), len(self.poller.newcomers)), (1, 0))
 
-    def test_who_may_not_be_listed_is_not_asked(self):
+    def test_a_server_that_may_not_be_listed_is_not_polled(self):
         rules = self.registry.rules
         network = ms.read_network("203.0.113.9")
         rules.bans = ms.Networks([network], {network: "fakes"})
@@ -2007,7 +2007,7 @@ class PolledGameTest(unittest.TestCase):
         self.assertRaisesRegex(ms.Refused, "at most 0 servers", self.ask, "203.0.113.8")
         self.assertEqual((self.targets(), self.poller.newcomers), (set(), {}))
 
-    def test_who_had_to_make_room_is_told(self):
+    def test_a_newcomer_that_made_room_finds_the_reason(self):
         with mock.patch.object(ms, "MAX_NEWCOMERS", 2):
             self.ask(self.here[0], self.here[0], "203.0.113.8")
             self.ask(self.here[0], port=5001)
@@ -2018,7 +2018,7 @@ class PolledGameTest(unittest.TestCase):
         self.assertIn("try again", str(refused.exception))
         self.assertEqual(self.targets(), {(self.here[0], 5001), ("203.0.113.8", 5000)})
 
-    def test_what_the_ini_named_before_a_restart_goes(self):
+    def test_a_server_that_the_ini_no_longer_names_leaves_at_a_restart(self):
         for number, pinned in (1, True), (2, True), (3, False):
             address = "203.0.113.%d" % number
             server = ms.Server("test", address, 5000, address, 0.0, math.inf)
@@ -2191,7 +2191,7 @@ class IceballTest(IceballCase):
         self.assertEqual((server.players, server.name, server.last_seen), (2, "T", 1.0))
         self.assertEqual((len(self.places()), len(self.iceball.registry.by_fingerprint)), (1, 1))
 
-    def test_what_is_a_repetition_and_what_is_not(self):
+    def test_repetitions_and_changes(self):
         other, same = announcement(), b"MSOKsame"
         captured, server = self.shake(CAPTURED, 0.0, ("203.0.113.9", 1)), self.shake(other)
         for data, source in ((other[:-1], "203.0.113.9"), (other + b"\0", "203.0.113.9"),
@@ -2217,7 +2217,7 @@ class IceballTest(IceballCase):
             self.assertEqual(len(self.places()), listed)
         self.assertEqual(self.answer_repeats([CAPTURED], 171.0), [None])
 
-    def test_who_answers_no_msok_leaves_whatever_is_announced_in_its_name(self):
+    def test_without_handshakes_forged_announcements_keep_no_server(self):
         for answers in True, False:
             self.start()
             self.iceball.tick(0.0)
@@ -2233,7 +2233,7 @@ class IceballTest(IceballCase):
                 left = left if self.places() else min(left, now)
             self.assertEqual(240 < left <= 360, not answers, left)
 
-    def test_what_proves_nothing_lists_nothing(self):
+    def test_unproven_packets_list_nothing(self):
         msok = self.send(CAPTURED, 29.0)
         good = b"HSHK" + msok[4:]
         forged = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1:] for at in range(4, len(good))]
@@ -2262,7 +2262,7 @@ class IceballTest(IceballCase):
         self.assertEqual((self.shake(data).map, self.answer_repeats([data])),
                          ("P" * 30, [b"MSOKsame"]))
 
-    def test_which_versions_are_welcome(self):
+    def test_accepted_versions(self):
         for accepted, version, good in (
                 ("", "0.1", True), ("0.2.1", "0.2.1-37", True), ("0.2.1", "0.2.1a-1", False),
                 ("0.2.1, 0.3-5", "0.3-5", True), ("0.3-5", "0.3-50", False)):
@@ -2298,7 +2298,7 @@ class IceballTest(IceballCase):
             self.assertEqual(sum(map(bool, answers)), told, (source, listed))
             self.assertRegex(self.outcome(0, source), "only 2|length")
 
-    def test_what_cannot_be_read_is_told_at_check(self):
+    def test_malformed_packets_are_explained_at_check(self):
         for data, why in (
                 (b"1CEB", "an announcement too short for its versions"),
                 (CAPTURED[:9], "an announcement too short for its versions"),
@@ -2573,7 +2573,7 @@ class HyperbolTest(unittest.TestCase):
                 self.assertEqual(self.get_list(filter, size), answer, filter)
         self.assertEqual(self.players(), 13)
 
-    def test_what_the_tools_read(self):
+    def test_the_readers_of_the_tools(self):
         greeting = b"HBSL" + hexa("04030201 02010000")
         self.assertEqual(ms.parse_hyperbol_greeting(greeting), (0x01020304, 0x0102))
         for none in b"HBSL" + bytes(7), b"HBSM" + bytes(8):
@@ -2968,7 +2968,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 (fields["name"], fields["description"], fields["details"]["scores"]),
                 (name, description, scores))
 
-    def test_what_cannot_be_read(self):
+    def test_malformed_packets(self):
         world = SubSpaceWorld(ZONE[0])
         for packet, field in (
                 *[(bytes(size), "length") for size in (0, 1, 3, 5, 7, 9, 94, 481, 2048)],
@@ -2983,7 +2983,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
         world.announce(zone_packet(b"\x1b[1m \0x"))             # without a name
         self.assertEqual(world.names(), ["203.0.113.9:25000"])
 
-    def test_what_proves_a_zone(self):
+    def test_answers_that_prove_a_zone(self):
         place, window = (ZONE[0], 25001), ms.COOKIE_WINDOW_S
         cases = (
             ("its answer", lambda mac: SHORT[:4] + mac, place, window, True),
@@ -3343,7 +3343,7 @@ class SubSpaceOwners(unittest.TestCase):
         world.announce(zone_packet(b"Forged"), source_port=self.STRANGER)
         self.assertEqual((world.outcome()[0], world.names()), ("owner", ["Loopback Test Zone"]))
 
-    def test_what_is_stored_of_an_owner(self):
+    def test_the_stored_form_of_an_owner(self):
         """A hash of the password; what cannot be read is no owner, and nobody is kept out."""
         world = self.listed()
         claim = world.zone().zone_owner
@@ -3462,7 +3462,7 @@ class SubSpaceOwners(unittest.TestCase):
         self.assertEqual((world.zone().master, world.names()), ("", ["Loopback Test Zone"]))
         self.assertEqual(ms.read_zone_owner(world.zone()).source_port, self.OWNER)
 
-    def test_what_another_master_told_ends_with_the_next_announcement(self):
+    def test_an_announcement_replaces_another_master_s_fields(self):
         world = self.listed()
         for change in {"name": "Old name"}, {"description": ""}, {"version": "1"}, {"details": {}}:
             before = self.shown(world)
@@ -3603,7 +3603,7 @@ class SubSpaceLists(unittest.TestCase):
         server.version = "1.0"
         self.assertEqual(ms.render_zone_entry(server)[10:14], hexa("86000000"))
 
-    def test_who_is_in_the_list(self):
+    def test_zones_in_the_list(self):
         world = self.world(100)
         for address, fields in (("2001:db8::1", {}), ("203.0.113.9", {"responding": False})):
             world.registry.list_or_refresh(("subspace", address, 9), address, 0.0, 1e9, fields)
@@ -3805,7 +3805,7 @@ class SubSpaceLists(unittest.TestCase):
                     self.assertLess(max(sum(map(len, seen)) for seen in waiting.values()), 40_000)
             self.assertEqual({sum(map(len, seen)) for seen in waiting.values()}, {1 + 400 * 179})
 
-    def test_who_is_blocked_meanwhile_gets_no_list(self):
+    def test_a_client_that_is_blocked_meanwhile_gets_no_list(self):
         world = self.world(400)
         self.say(world, CONNECT)
         world.registry.rules.read(ms.Settings({"blocked.192.0.2.0/24": "floods"}))
@@ -3926,7 +3926,7 @@ class AioTest(unittest.TestCase):
         return [tuple(getattr(server, name) for name in names) if names[1:]
                 else getattr(server, names[0]) for server in aio.registry.servers("aio")]
 
-    def test_uintv(self):
+    def test_integers_of_the_binary_dialect(self):
         for value, wire in ((0, "01"), (127, "ff"), (128, "0200"), (8080, "427c"),
                             (0x407F, "feff"), (16512, "040000"), (27010, "144801"),
                             (65535, "fcfb05"), (0x204080, "00000000"), (0x2020407F, "f8ffffff")):
@@ -4176,7 +4176,7 @@ class AioTest(unittest.TestCase):
         session.tick(529.0)
         self.assertFalse(session.done)
 
-    def test_what_is_no_message(self):
+    def test_malformed_messages(self):
         bomb = zlib.compress(bytes(100 << 20), 9)
         http = b"POST / HTTP/1.1\r\nHost: x\r\n\r\n#%"       # of a browser, with any body
         for data in (
@@ -4282,7 +4282,7 @@ class AioTest(unittest.TestCase):
             self.assertEqual(payload, b"\1" + struct.pack("<H", len(words)) + words)
             self.assertEqual(rest, b"")
 
-    def test_what_is_listed_again(self):
+    def test_servers_that_are_listed_again(self):
         """At the next keepalive or publish, once its address or a ban has changed, or the newer
         connection that had it has ended."""
         for data, again in ((b"13#K [3/9]#D#2#%\n", b"KEEPALIVE#%\n"),
@@ -4522,7 +4522,7 @@ class Quake3Test(unittest.TestCase):
                        protocol=None))
         self.assertEqual(self.server().name, "challenge")
 
-    def test_what_is_not_listed_and_why(self):
+    def test_refused_servers_and_the_reasons(self):
         self.start(quake3__games="!Nexuiz", quake3__tags="Warsow = Warsow", games__mine="Mine",
                    server__refuse_names="badword")
         for tag, changed, why in (
@@ -4709,7 +4709,7 @@ class Quake3Test(unittest.TestCase):
             self.poller.tick(now + 4.0)
             self.assertEqual((target.missed_polls, self.registry.total), (0, 1))
 
-    def test_who_cannot_be_listed_is_not_asked(self):
+    def test_servers_that_cannot_be_listed_are_not_queried(self):
         for settings, listed, why in (
                 ({"bans.203.0.113.0/24": "cheats"}, (), "banned: cheats"),
                 ({"limits__servers": "1"}, ("198.51.100.1",),
@@ -4928,7 +4928,7 @@ class Quake3Test(unittest.TestCase):
         answers = [self.send(question, second / 10, asker) is not None for second in range(300)]
         self.assertEqual((answers[:6], 30 <= sum(answers) <= 36), ([True] * 5 + [False], True))
 
-    def test_what_a_limit_turns_away_is_counted(self):
+    def test_requests_over_a_limit_are_counted(self):
         question, asker = OUT + b"getservers 71", ("192.0.2.1", 5)
         for limits, answered in (
                 ({}, 5), ({"limits__requests": "5/9"}, 2),  # which is less than a question costs
@@ -6470,7 +6470,7 @@ class HttpTest(WebCase):
             headers = self.get(path, 'If-None-Match: none, "", *')[1]
             self.assertEqual(("ETag" in headers, headers["Cache-Control"]), (False, "no-store"))
 
-    def test_who_takes_gzip(self):
+    def test_clients_that_take_gzip(self):
         plain = self.get("/style.css")[2]
         for value, takes in (
                 ("gzip", True), ("br, gzip;q=0.5", True), ("GZIP", True), ("br", False),
@@ -6508,7 +6508,7 @@ class HttpTest(WebCase):
         self.assertEqual(len(self.servers("/master.json")), 1)
         self.assertEqual(self.web.request_counts["/master.json", 200], 4)
 
-    def test_what_is_one_client_s_is_not_cached(self):
+    def test_responses_for_one_client_are_not_cached(self):
         for request in (http_request("/check"), http_request("/nope"), http_request("/healthz"),
                         http_request("/robots.txt", "Content-Length: 1", body=b"x")):
             self.exchange(request)
@@ -6523,7 +6523,7 @@ class HttpTest(WebCase):
 
     # Limits
 
-    def test_who_asks_too_much_is_told_so_and_the_connection_ends(self):
+    def test_too_many_requests_get_a_429_and_end_the_connection(self):
         for path in ("/nope", "/robots.txt"):       # the second from the cache
             session = self.session("203.0.113.8")
             self.registry.rules.request_limiter.table.clear()
@@ -6584,7 +6584,7 @@ class HttpTest(WebCase):
         self.web = ms.Web(self.core._replace(database=database))
         return database
 
-    def test_what_the_disk_cannot_tell_is_no_fault_of_the_client(self):
+    def test_disk_errors_are_no_fault_of_the_client(self):
         self.database(history=mock.Mock(side_effect=[
             sqlite3.OperationalError("disk I/O error"), MemoryError(), OSError("gone"),
             RuntimeError("too many others are waiting"), KeyError("x")]))
@@ -6884,7 +6884,7 @@ class CheckTest(WebCase):
     def note(self, outcome, source="203.0.113.9", port=1, now=0.0, detail=""):
         self.registry.record_outcome(source, "iceball", port, outcome, now, detail)
 
-    def test_what_is_listed_is_told_from_what_was(self):
+    def test_listed_servers_and_former_ones(self):
         self.note("announced")
         self.assertEqual(self.titles(), ["Announced, but the answer did not come back"])
         self.list()
@@ -6895,7 +6895,7 @@ class CheckTest(WebCase):
         self.note("stopped", now=123.0)
         self.assertEqual(self.titles(now=124.0), ["Signed off"])
 
-    def test_who_is_listed_and_not_well(self):
+    def test_listed_servers_with_a_problem(self):
         for game, address, title in (
                 ("iceball", "203.0.113.9", "Listed"), ("aio", "2001:db8::9", "Listed"),
                 ("hyperbol", "2001:db8::8", "Listed under an IPv6 address"),
@@ -6939,7 +6939,7 @@ class CheckTest(WebCase):
         self.registry.rules.address_map = {"10.0.0.5": "203.0.113.9"}
         self.assertEqual(self.titles("address=10.0.0.5"), ["Banned"])
 
-    def test_who_sends_too_much(self):
+    def test_a_source_that_sends_too_much(self):
         for _ in range(500):
             self.registry.rules.datagram_limiter.allow("203.0.113.9", 0.0)
         self.assertEqual([self.titles(now=0.0), self.titles("address=203.0.113.8"), self.titles()],
@@ -7499,7 +7499,7 @@ class LuantiTest(WebCase):
         for uptime, status in ((400, 202), (-1, 400), (500, 202)):
             self.assertEqual(self.say(LUANTI_UPDATE, now=400.0, uptime=uptime)[0], status)
 
-    def test_what_is_no_answer_to_a_probe(self):
+    def test_packets_that_are_no_answer_to_a_probe(self):
         self.say()
         _, peer = self.core.poller.tick(0.0)[0]
         for bad in (b"", LUANTI_PROBE, LUANTI_PROBED[:-1], LUANTI_PROBED + b"\0",
@@ -7561,7 +7561,7 @@ class LuantiTest(WebCase):
         self.say(LUANTI_UPDATE, address=host, name="New")
         self.assertEqual(self.names(), ["New"])
 
-    def test_who_may_not(self):
+    def test_refused_announcements(self):
         network = ms.read_network("198.51.100.0/24")
         rules = self.registry.rules
         rules.bans, rules.max_servers_per_source = ms.Networks([network], {network: "fakes"}), 1
@@ -7600,7 +7600,7 @@ class LuantiTest(WebCase):
         self.assertEqual((len(entry["mods"]), {*map(len, entry["mods"])}), (8192 // 35, {32}))
         self.assertEqual((len(entry["clients_list"]), entry["clients"]), (500, 500))
 
-    def test_what_waits_is_bounded(self):
+    def test_waiting_announcements_are_bounded(self):
         """By source, and it leaves with its target."""
         self.core.registry.rules.max_servers_per_source = 2
         for port, status in (1, 202), (2, 202), (3, 429), (2, 202):
@@ -7631,7 +7631,7 @@ class LuantiTest(WebCase):
             self.poll(float(now))
         self.assertEqual((self.names(), target.querier_data), (["Restarted"], None))
 
-    def test_what_came_last_counts_though_a_look_up_took_longer(self):
+    def test_the_last_announcement_counts_though_a_look_up_took_longer(self):
         for later in {"name": "Later"}, {"name": "Later", "address": "fast.example"}:
             self.setUp()
             lookups = []
@@ -7873,7 +7873,7 @@ class BannerTest(unittest.TestCase):
             "".join(node.data if node.nodeType == node.TEXT_NODE else node.firstChild.data
                     for node in text.childNodes) for text in document.getElementsByTagName("text")]
 
-    def test_what_it_says(self):
+    def test_the_text_of_a_message(self):
         place, seen = "192.0.2.1:27790", WALL - 9000
         for server, *texts in (
                 (make_server(), "Iceball Server", "Iceball mesa", place, "3/32"),
@@ -7973,7 +7973,7 @@ class NewsTest(unittest.TestCase):
         news.tick(self.now)
         return len(waiting)
 
-    def test_who_becomes_many(self):
+    def test_servers_that_come_to_have_many_players(self):
         """What is heard one after another, and after which of it there is a message."""
         for told, *steps in (
                 ("3", 0, 1, 2, 3), ("2", 0, 65535), ("", 2, 2, 3), ("3", 5, 1, 5),
@@ -8075,7 +8075,7 @@ class NewsTest(unittest.TestCase):
                 found += str(step) * self.messages(news)
             self.assertEqual(found, wanted, steps)
 
-    def test_what_was_not_known_before_is_no_news(self):
+    def test_players_that_were_not_known_before_are_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
         for restored in 0, 5:
             news = self.news()
@@ -8301,7 +8301,7 @@ class WebhookTest(unittest.TestCase):
         patch.start()
         self.addCleanup(patch.stop)
 
-    def test_what_each_answer_is(self):
+    def test_each_status_of_a_webhook(self):
         for path, *answer in (("/ok", "204", ""), ("/302/x", "302", ""), ("/404", "404", ""),
                               ("/429", "429", "2"), ("/500", "500", "")):
             found = ms.post_url(self.receiver.url + path, "text/plain", b"b")
@@ -8523,7 +8523,7 @@ class UdpSocketTest(unittest.TestCase):
             self.assertEqual((place.tally.received, place.tally.errors, place.tally.malformed),
                              (4, 1, 1))
 
-    def test_what_is_limited_is_not_heard(self) -> None:
+    def test_limited_datagrams_are_not_read(self) -> None:
         for place in self.ways():
             place.limiter = ms.Limiter((0.001, 3))
             game = self.game()
@@ -8549,7 +8549,7 @@ class UdpSocketTest(unittest.TestCase):
             self.read(place, 6)
             self.assertEqual((place.tally.limited, listed.last_seen), (4, 0.0))
 
-    def test_who_cannot_be_answered_keeps_nobody_else_waiting(self) -> None:
+    def test_a_peer_that_cannot_be_answered_delays_no_other(self) -> None:
         for place in self.ways():
             game = self.game()
             game.sendto(b"x", place.sock.getsockname())
@@ -8684,7 +8684,7 @@ class ConnectionTest(unittest.TestCase):
         # who reads slowly acts
         self.assertIs(next(iter(connection.master_server.connections)), idle)
 
-    def test_who_takes_too_long_for_an_answer_is_cut_off(self) -> None:
+    def test_a_reader_that_takes_too_long_is_disconnected(self) -> None:
         for taken in 0, 1 << 12:
             connection, peer = self.make(OneAnswer(8 << 20))
             peer.sendall(b"a")
@@ -8779,7 +8779,7 @@ class ConnectionTest(unittest.TestCase):
         self.assertLess(rounds, 9)                      # a wait may end a moment too soon
         self.assertEqual(peer.recv(100), b"tock")
 
-    def test_what_waits_for_slow_readers_is_bounded_in_all(self) -> None:
+    def test_output_for_slow_readers_is_bounded_in_sum(self) -> None:
         """The longest wait is closed first; an answer that many wait for counts once."""
         server, shared, asked = self.server(), bytes(3 << 20), []
         for number in range(12):
@@ -8873,7 +8873,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
             self.assertTrue(clients[1].recv(4))
             self.assertEqual((len(server.connections), server.registry.total), (8, 1))
 
-    def test_who_is_over_a_limit_pushes_nobody_out(self) -> None:
+    def test_connections_over_a_limit_push_nobody_out(self) -> None:
         with master(aio__port="0", limits__exempt="", limits__connections_total="8",
                     limits__connections_open="3") as server, contextlib.ExitStack() as stack:
             clients = [stack.enter_context(connect(server, "aio")) for _ in range(3)]
@@ -8959,7 +8959,7 @@ class MasterServerTest(unittest.TestCase):
             with self.assertRaisesRegex(ms.StartError, r"\[http\] ports or \[server\] bind"):
                 master(http__ports="0", server__bind="::").bind()
 
-    def test_which_socket_a_poll_leaves_by(self) -> None:
+    def test_the_socket_by_which_a_poll_leaves(self) -> None:
         """The first of the peer's family that the protocol has."""
         server = master(server__bind="127.0.0.1, ::, 0.0.0.0", hyperbol__port="0")
         self.addCleanup(server.close)
@@ -8974,7 +8974,7 @@ class MasterServerTest(unittest.TestCase):
         server.tick(0.0)
         self.assertEqual(sent, [("127.0.0.1", b"4"), ("::", b"6")][:len(server.udp_sockets) - 1])
 
-    def test_who_announced_while_the_program_was_stopped_is_not_silent(self) -> None:
+    def test_servers_are_not_silent_while_the_program_was_stopped(self) -> None:
         """Ctrl+Z and fg, or docker pause, of minutes."""
         server = master(iceball__port="0")
         self.addCleanup(server.close)
@@ -9248,7 +9248,7 @@ class ReloadTest(unittest.TestCase):
             settings = ms.Settings({name: os.path.join(self.folder, file)})
             self.assertRaisesRegex(ms.SettingsError, words, ms.read_text_files, settings)
 
-    def test_who_is_blocked_from_now_on_is_cut_off(self) -> None:
+    def test_newly_blocked_clients_are_disconnected(self) -> None:
         with master(http__ports="0") as server, connect(server, "http") as client:
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             self.assertEqual(split_response(client.recv(65536))[0], 200)
@@ -9258,7 +9258,7 @@ class ReloadTest(unittest.TestCase):
 
 
 class EventLogTest(unittest.TestCase):
-    def test_who_comes_and_goes_is_told_unless_they_are_many(self) -> None:
+    def test_arrivals_and_departures_are_logged_unless_they_are_many(self) -> None:
         server = master(limits__servers_per_source="9999")
         self.addCleanup(server.close)
         server.bind()
@@ -9377,7 +9377,7 @@ class SavedListTest(unittest.TestCase):
             saved.registry.expire(now)
             self.assertEqual(self.ports(saved), expected, now)
 
-    def test_who_is_not_listed_again_leaves_the_file(self) -> None:
+    def test_a_server_that_is_not_restored_leaves_the_file(self) -> None:
         saved = self.start()
         for port in range(1, 6):
             self.hear(saved, port, address="203.0.113.%d" % port, name="old %d" % port)
@@ -9535,7 +9535,7 @@ class SavedListTest(unittest.TestCase):
         self.assertEqual(self.on_disk(), list(range(2, 31)))
         self.assertIn("saved again", ms.log.info.call_args[0][0])
 
-    def test_what_fails_is_told_once_and_tried_again(self) -> None:
+    def test_a_failed_batch_is_reported_once_and_tried_again(self) -> None:
         for error in (sqlite3.OperationalError("disk is full"), MemoryError(), OSError("gone")):
             self.path = os.path.join(self.folder, type(error).__name__)
             saved = self.start()
@@ -9575,7 +9575,7 @@ class DiskOfTheProgramTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.path = os.path.join(folder.name, "master.db")
 
-    def test_what_is_switched_off_is_listed_for_a_minute_at_most(self) -> None:
+    def test_servers_of_a_switched_off_game_stay_for_a_minute(self) -> None:
         """Servers of each game, with and without what serves it, and when nothing is heard."""
         luanti = {field.name: 1 for field in ms.LUANTI_FIELDS if field.is_required}
         luanti.update(name="L", version="5", description="", gameid="minetest")
@@ -9663,7 +9663,7 @@ class DiskOfTheProgramTest(unittest.TestCase):
             self.assertIn(told, logged.output[-1])
             self.assertEqual(self.listed(), listed)
 
-    def test_where_none_can_be_made(self) -> None:
+    def test_a_database_in_a_missing_folder(self) -> None:
         missing = os.path.join(os.path.dirname(self.path), "missing", "master.db")
         server = master(http__ports="0", server__database=missing)
         with self.assertLogs("masterserver", "ERROR") as logged, server:
@@ -10128,7 +10128,7 @@ class ClusterTest(ClusterCase):
         self.assertEqual(self.shown(b).keys(), {1, 2, 3, 4, 5, 6, 7} - {forgotten})
         self.assertEqual(b.link.without_room, {})
 
-    def test_what_others_say_is_bounded(self) -> None:
+    def test_records_of_other_masters_are_bounded(self) -> None:
         with mock.patch.object(ms, "CLUSTER_SERVERS", 5):
             a, b, c = map(self.start, "abc")
             for server, ports in (a, (1, 2, 3, 4)), (c, (11, 12, 13, 14)):
@@ -10218,7 +10218,7 @@ class ClusterTest(ClusterCase):
         for getinfo, _ in core.poller.tick(self.now):
             core.poller.datagram(info(getinfo[12:], clients=b"%d" % players), place, self.now)
 
-    def test_what_an_own_server_takes_from_another_master(self) -> None:
+    def test_the_attributes_that_an_own_server_takes_from_another_master(self) -> None:
         """Who owns a zone is this master's own business, as is what its ini names."""
         a, b, c = map(self.start, "abc")
         own = self.hear(a, name="old", zone_owner={"password": "ours"})
@@ -10539,7 +10539,7 @@ class RedisTest(RedisCase):
         return all({server.port: server.players for server in one.registry.servers()} == expected
                    for one in masters)
 
-    def test_what_check_says(self) -> None:
+    def test_the_output_of_check(self) -> None:
         self.engine("--requirepass", "secret", "--maxmemory", "99mb",
                     "--maxmemory-policy", "allkeys-lru")
         answers = {"is not Redis": b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -10830,7 +10830,7 @@ class AioAnnouncing(unittest.TestCase):
         for byte in data:
             self.assertEqual(announcer.receive(bytes([byte]), 0.0), b"")
 
-    def test_what_is_published(self):
+    def test_the_publication(self):
         for framed, fields, packet in (
                 (False, {"name": "best AIO server", "description": "no #1 content"},
                  b"13#best AIO server#no <num>1 content#27010#%\n"),
@@ -10893,7 +10893,7 @@ class HttpAnnouncing(unittest.TestCase):
     def setUp(self):
         self.announcer = announcer_of(ms.HttpAnnouncer, "mygame", 4000, name="Ünter", players=1)
 
-    def test_what_is_posted(self):
+    def test_the_posted_fields(self):
         fields = self.announcer.fields()
         self.assertEqual({name: value for name, value in fields.items() if value},
                          {"game": "mygame", "port": 4000, "name": "Ünter", "players": 1})
@@ -11020,7 +11020,7 @@ class Announcing(unittest.TestCase):
         self.assertRaises(ValueError, announcement.update, map="y", players=-1)
         self.assertEqual(announcement.server.map, "")
 
-    def test_which_announcer_master_and_name(self):
+    def test_the_announcer_the_master_and_the_name(self):
         for game, fields, kind, port, name in (
                 ("iceball", {}, ms.IceballAnnouncer, 27790, "Iceball server"),
                 ("subspace", {}, ms.SubSpaceAnnouncer, 4991, "SubSpace server"),
@@ -11414,7 +11414,7 @@ class ClientTools(unittest.TestCase):
         self.failing("list", "127.0.0.1:1", "--game", "iceball")            # refused
         self.failing("ping", "127.0.0.1:65535", "--game", "subspace")       # there is no next one
 
-    def test_what_is_no_host_name(self) -> None:
+    def test_texts_that_are_no_host_name(self) -> None:
         for host in ("a..b", "x" * 64 + ".example"):
             for words in ([("list", "--game", game, host) for game in ms.LISTS]
                           + [("ping", "--game", game, host + ":5") for game in ms.PINGS]):
@@ -11732,7 +11732,7 @@ class LogTest(unittest.TestCase):
         with open(self.path + name, encoding="utf-8") as file:
             return file.read().splitlines()
 
-    def test_who_does_not_read_stops_nothing(self) -> None:
+    def test_a_log_that_nobody_reads_stops_nothing(self) -> None:
         """Lines for which there is no room are lost; the end waits for the others, not for long."""
         writing, reads, read = threading.Event(), threading.Event(), []
 
@@ -11803,7 +11803,7 @@ class LogTest(unittest.TestCase):
             eventually(lambda: "settings read again" in "".join(self.written()))
             self.assertFalse(server.logged(b"INFO"))
 
-    def test_where_it_cannot_be(self) -> None:
+    def test_a_log_that_cannot_be_opened(self) -> None:
         for path in os.path.dirname(self.path), os.path.join(self.path, "x"):
             with self.assertRaisesRegex(ms.StartError, r"change \[server\] log_file"):
                 self.start(server__log_file=path)
@@ -11811,7 +11811,7 @@ class LogTest(unittest.TestCase):
         self.start(None)                        # as of pythonw
         ms.log.info("to nobody")
 
-    def test_what_is_written(self) -> None:
+    def test_the_written_lines(self) -> None:
         """At its level, and few tracebacks: a fault must not fill the disk."""
         stderr = io.StringIO()
         self.start(stderr, server__log_level="warning")
@@ -11866,7 +11866,7 @@ class ServingTest(unittest.TestCase):
                       b"standard input has ended", b"stopped"):
             self.assertIn(words, err)
 
-    def test_which_address_people_are_told(self) -> None:
+    def test_the_address_in_the_first_lines(self) -> None:
         for public, own, told in (("", "192.0.2.9", "192.0.2.9"), ("", "", "localhost"),
                                   ("203.0.113.5", "192.0.2.9", "203.0.113.5"),
                                   ("2001:db8::7", "192.0.2.9", "[2001:db8::7]")):
@@ -11949,7 +11949,7 @@ class ServingTest(unittest.TestCase):
         self.assertRaises(ValueError, ms.read_place, "")
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "no full device here")
-    def test_where_standard_output_takes_nothing(self) -> None:
+    def test_a_standard_output_that_takes_nothing(self) -> None:
         with open("/dev/full", "wb") as full:
             done = subprocess.run([*START, "--print-config"], stdout=full, timeout=SOON_S,
                                   stderr=subprocess.PIPE)
@@ -11987,7 +11987,7 @@ class WritingFiles(unittest.TestCase):
         self.assertRaises(OSError, ms.write_file, self.folder, b"a folder")
 
     @unittest.skipIf(ms.WINDOWS, "links and pipes are others there")
-    def test_what_is_no_regular_file(self) -> None:
+    def test_paths_that_are_no_regular_file(self) -> None:
         link, pipe = (os.path.join(self.folder, name) for name in ("link", "pipe"))
         os.symlink(self.path, link)
         os.mkfifo(pipe)
@@ -12103,7 +12103,7 @@ class ExportTest(unittest.TestCase):
             found = xml.dom.minidom.parse(file).getElementsByTagName("server")
         return [dict(server.attributes.items()) for server in found]
 
-    def test_what_is_written(self) -> None:
+    def test_the_written_file(self) -> None:
         """Who does not answer is queried once more; what is no place is listed, and not queried."""
         with FakeServer(hyperbol_game(b"Fun & Games", 2)) as game, \
                 FakeServer(hyperbol_game(b"", 9)) as silent:
@@ -12234,7 +12234,7 @@ class ExportTest(unittest.TestCase):
             status, out, err = self.export("--ftp", "ftp://user@%s%s" % (server.place, path))
         return status, out + err, told
 
-    def test_what_is_uploaded(self) -> None:
+    def test_uploads(self) -> None:
         for path, stored in (("/a%20b/%C3%BC.xml", b"a b/\xc3\xbc.xml"), ("", b"servers.xml"),
                              ("/%2Fsrv/lists/", b"/srv/lists/servers.xml")):
             status, words, found = self.upload(path, {})
@@ -12242,7 +12242,7 @@ class ExportTest(unittest.TestCase):
                 b"USER user", b"PASS secret", b"TYPE I", b"PASV", b"STOR " + stored]))
             self.assertIn(b'<server ip="127.0.0.1" port="70000" responding="0"/>', found[-2])
 
-    def test_what_is_not_uploaded(self) -> None:
+    def test_failed_uploads(self) -> None:
         """The reason is told, in whatever words; a server that is silent is not waited for."""
         for path, answers, reason in (
                 ("/a/", {b"STOR": b"550 \x1b]0;title\x07\x1b[2JGo away.\r\n"}, "550 Go away."),
@@ -12443,7 +12443,7 @@ class Embedded(unittest.TestCase):
         self.assertRegex(logs.output[0], "(?s)Mock.*KeyError: 'mine'")
         self.assertEqual([call[0][0] for call in fail.call_args_list], ["listed"] * 2)
 
-    def test_what_cannot_start_says_so_and_leaves_nothing_open(self) -> None:
+    def test_a_failed_start_says_why_and_leaves_nothing_open(self) -> None:
         with master(iceball__port="0", http__ports="0") as first:
             iceball, http = port_of(first, "iceball"), port_of(first, "http")
             second = master(iceball__port=str(iceball),
