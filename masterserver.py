@@ -6161,185 +6161,312 @@ class Aio(TcpProtocol, Querier):
 
 # --- Quake III -----------------------------------------------------------------------------------
 
-QUAKE3_HEAD = b"\xff\xff\xff\xff"       # every packet begins with it
+# Every packet of the protocol begins with these bytes
+QUAKE3_HEAD = b"\xff\xff\xff\xff"
 QUAKE3_HEARTBEAT = QUAKE3_HEAD + b"heartbeat"
 QUAKE3_GETINFO = QUAKE3_HEAD + b"getinfo "
 QUAKE3_INFO = QUAKE3_HEAD + b"infoResponse\n"
 QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
+QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
+QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
+# In a list, one of these bytes stands before each address
+QUAKE3_IPV4 = b"\\"
+QUAKE3_IPV6 = b"/"
 QUAKE3_END = b"\\EOT\0\0\0"
-QUAKE3_PACKET_BYTES = 1400              # of a list, as dpmaster: no network splits it
-QUAKE3_TEXT_BYTES = 255                 # of a key or a value; a longer one is skipped
+# The limit for one packet of a list is that of dpmaster. No network splits packets of this size
+QUAKE3_PACKET_BYTES = 1400
+# A key or a value that is longer is skipped
+QUAKE3_TEXT_BYTES = 255
+# A challenge is a MAC in base64. The secret key changes at each start and reload. Because a MAC has
+# only 6 bytes, a getinfo has 20, which is no more than a heartbeat has. Even 50,000 guesses a
+# second take 180 years to find one
+QUAKE3_MAC_BYTES = 6
 QUAKE3_CHALLENGE = re.compile(rb"[A-Za-z0-9_-]{8}")
+# A game server has this time to answer a getinfo; up to twice the time is accepted
+QUAKE3_CHALLENGE_S = 2.0
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
-# The words of game types in a question
+# The filters of a question that stand for a game type, with its number
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-QUAKE3_GAMETYPE = b"gametype="          # the number, or another word, stands behind it
-# Heartbeat tags and the games they stand for; servers of DarkPlaces tell theirs themselves. The
-# Flatlines say that a server shuts down, and like any heartbeat are believed if it is silent then
-QUAKE3_TAGS = {"DarkPlaces": "", "QuakeArena-1": "Quake3Arena", "Wolfenstein-1": "wolfmp",
-               "EnemyTerritory-1": "et", "WolfFlatline-1": "wolfmp", "ETFlatline-1": "et"}
-# The game of a server that tells none, as Quake III 1.32 does not, by its protocol
+# The filter for any game type: its number or its name follows
+QUAKE3_GAMETYPE = b"gametype="
+# A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
+QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
+# The tags of heartbeats, with the gamename that each stands for. Servers of DarkPlaces say their
+# gamename in the infoResponse. A server that shuts down sends a Flatline tag. Like any other
+# heartbeat it may be forged, so the server is removed only if it does not answer any more
+QUAKE3_TAGS = {
+    "DarkPlaces": "",
+    "QuakeArena-1": "Quake3Arena",
+    "Wolfenstein-1": "wolfmp",
+    "EnemyTerritory-1": "et",
+    "WolfFlatline-1": "wolfmp",
+    "ETFlatline-1": "et",
+}
+# Some servers, such as those of Quake III 1.32, do not say their gamename. Their protocol number
+# tells the game
 QUAKE3_GAME_OF_PROTOCOL = {
     "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
     "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
     "72": "et", "80": "et", "83": "et", "84": "et"}
-QUAKE3_TITLES = {                       # by id in the registry; others have their gamename
-    "quake3arena": "Quake III Arena", "openarena": "OpenArena", "xonotic": "Xonotic",
-    "wolfmp": "Return to Castle Wolfenstein", "et": "Wolfenstein: Enemy Territory",
-    "nexuiz": "Nexuiz", "warsow": "Warsow"}
-# What the numbers of game types mean to players of the games that the protocol was made for
+# OpenArena still uses Quake III's gamename. No other game has OpenArena's protocol number
+QUAKE3_OPENARENA_PROTOCOL = "71"
+# A game has its gamename as its id in the registry, in lower case and cut off here
+QUAKE3_GAME_ID_CHARACTERS = 32
+# The titles of games by id in the registry. A game that is not here has its gamename as its title
+QUAKE3_TITLES = {
+    "quake3arena": "Quake III Arena",
+    "openarena": "OpenArena",
+    "xonotic": "Xonotic",
+    "wolfmp": "Return to Castle Wolfenstein",
+    "et": "Wolfenstein: Enemy Territory",
+    "nexuiz": "Nexuiz",
+    "warsow": "Warsow",
+}
+# The meaning of the game types' numbers in the games that the protocol was made for
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
-QUAKE3_MODES_OF = "quake3arena", "openarena"
-QUAKE3_GAMES = 64                       # at a time: each is a tab on the page
-# New ones that one source may bring: a machine runs servers of one game, rarely of two
+QUAKE3_MODE_GAMES = "quake3arena", "openarena"
+# At most this many games that have no name here may be listed at a time, because each game is a tab
+# on the page
+QUAKE3_MAX_NEW_GAMES = 64
+# One source may bring this many of those games. A machine runs servers of one game, rarely of two
 QUAKE3_GAMES_PER_SOURCE = 4
-QUAKE3_GAMES_PER_NETWORK = 8            # of an IPv6 /48, which anybody can have
-QUAKE3_QUESTIONS = 256                  # whose answers are kept: programs ask a few for each game
-# The form of what an infoResponse must have, once the defaults are in it
-QUAKE3_NEEDED = {"protocol": "0|-?[1-9][0-9]{0,8}", "clients": "-?[0-9]{1,9}",
-                 "sv_maxclients": "0*[1-9][0-9]{0,8}", "gametype": r"\S+"}
+# The limit for an IPv6 /48, because anybody can have one
+QUAKE3_GAMES_PER_NETWORK = 8
+# An answer costs this many tokens of [limits] requests. With the default of that setting a source
+# gets 5 answers at once, then 1 a second
+QUAKE3_QUESTION_TOKENS = 10
+# The answers to this many different questions are kept. Programs ask a few questions for each game
+QUAKE3_MAX_CACHED_ANSWERS = 256
+# The values that an infoResponse must have, each with the pattern that it must match. The game type
+# may be missing, because QUAKE3_DEFAULTS has one
+QUAKE3_REQUIRED_VALUES = {
+    "protocol": "0|-?[1-9][0-9]{0,8}",
+    "clients": "-?[0-9]{1,9}",
+    "sv_maxclients": "0*[1-9][0-9]{0,8}",
+    "gametype": r"\S+",
+}
+QUAKE3_DEFAULTS = {"gametype": "0"}
 
 
 class Quake3Info(NamedTuple):
-    """What an infoResponse tells of its server."""
+    """The state of a game server, as its infoResponse says it."""
 
-    gamename: Optional[str]             # None: it has no such key
-    protocol: str
-    gametype: str
+    gamename: Optional[str]             # None if the infoResponse has no such key
+    protocol: str                       # a number
+    gametype: str                       # a number or a name
     hostname: str                       # without colours
     mapname: str
-    clients: int
+    clients: int                        # all players, bots included
     max_clients: int
-    people: str                         # how many clients are no bots; "": not told
+    human_players: str                  # the number of players without bots; "" if it is missing
 
 
-def quake3_pairs(data):
-    r"""The `\key\value` pairs of an infoResponse, as bytes; of a key that comes twice the last."""
-    texts = data.split(b"\\")[1:]
-    return dict(zip(texts[::2], texts[1::2]))
+def split_quake3_pairs(data):
+    r"""Return the `\key\value` pairs of an infoResponse as a dict of bytes.
+
+    If a key comes twice, its last value counts."""
+    # The first piece is the head of the packet
+    pieces = data.split(b"\\")
+    keys = pieces[1::2]
+    values = pieces[2::2]
+    return dict(zip(keys, values))
 
 
-def quake3_info(pairs):
-    """The Quake3Info that these pairs of an infoResponse give. Raises Malformed."""
-    texts = {"gametype": "0"}
-    for key, value in pairs.items():
-        if len(key) <= QUAKE3_TEXT_BYTES and len(value) <= QUAKE3_TEXT_BYTES:
-            texts[decode_legacy(key)] = decode_legacy(value)
-    for key, form in QUAKE3_NEEDED.items():
-        if not re.fullmatch(form, texts.get(key, "")):
-            raise Malformed("%s: %a" % (key, texts.get(key, "")))
+def parse_quake3_info(pairs):
+    """Return the Quake3Info in the key-value pairs of an infoResponse, which are bytes.
+
+    Raise Malformed if a value that the list needs is missing or has the wrong form."""
+    texts = decode_quake3_pairs(pairs)
+    for key, pattern in QUAKE3_REQUIRED_VALUES.items():
+        value = texts.get(key, "")
+        if not re.fullmatch(pattern, value):
+            raise Malformed("%s: %a" % (key, value))
     gamename = texts.get("gamename")
     if gamename is not None and len(gamename.split()) != 1:
         raise Malformed("gamename: %a" % gamename)
-    hostname = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", texts.get("hostname", ""))
+    hostname = QUAKE3_COLOUR.sub("", texts.get("hostname", ""))
     return Quake3Info(
-        gamename, texts["protocol"], texts["gametype"], clean(hostname),
-        texts.get("mapname", ""), int(texts["clients"]), clamp(int(texts["sv_maxclients"])),
-        texts.get("g_humanplayers", ""))
+        gamename,
+        texts["protocol"],
+        texts["gametype"],
+        clean(hostname),
+        texts.get("mapname", ""),
+        clients=int(texts["clients"]),
+        max_clients=clamp(int(texts["sv_maxclients"])),
+        human_players=texts.get("g_humanplayers", ""))
+
+
+def decode_quake3_pairs(pairs):
+    """Return these key-value pairs of bytes as strings, together with QUAKE3_DEFAULTS.
+
+    Pairs with a key or value that is too long are left out."""
+    texts = dict(QUAKE3_DEFAULTS)
+    for key, value in pairs.items():
+        longest = max(len(key), len(value))
+        if longest <= QUAKE3_TEXT_BYTES:
+            texts[decode_legacy(key)] = decode_legacy(value)
+    return texts
 
 
 def quake3_fields(info, gamename):
-    """The same as attributes of Server; `gamename`: of the game that the server is of."""
-    return {"name": info.hostname, "map": info.mapname, "mode": info.gametype,
-            "version": info.protocol, "players": info.clients, "max_players": info.max_clients,
-            "details": {"gamename": gamename, "people": info.people}}
+    """Return the contents of a Quake3Info as a dict of attributes of Server.
+
+    `gamename` is that of the server's game; the infoResponse may not have it."""
+    return {
+        "name": info.hostname,
+        "map": info.mapname,
+        "mode": info.gametype,
+        "version": info.protocol,
+        "players": info.clients,
+        "max_players": info.max_clients,
+        "details": {"gamename": gamename, "people": info.human_players},
+    }
 
 
-def quake3_game(gamename, protocol=""):
-    """The id in the registry of the game with this gamename."""
-    game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
-    # OpenArena has kept the name that it comes from, and no other game has its protocol
-    return "openarena" if (game, protocol) == ("quake3arena", "71") else game
+def quake3_game_id(gamename, protocol=""):
+    """Return the id that a game has in the registry, from its gamename and protocol number."""
+    allowed = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
+    game = allowed[:QUAKE3_GAME_ID_CHARACTERS]
+    if game == "quake3arena" and protocol == QUAKE3_OPENARENA_PROTOCOL:
+        return "openarena"
+    return game
 
 
 class Quake3Question(NamedTuple):
-    """What a player's program asks for by getservers or getserversExt."""
+    """The question of a player's program: which servers of a game are there?"""
 
-    extended: bool                      # getserversExt
-    gamename: str                       # "": the anonymous games
-    protocol: str
-    gametype: str                       # "": any
-    empty: bool                         # with servers that nobody is on …
-    full: bool                          # … and with those that have no room
-    ipv4: bool
-    ipv6: bool
+    is_extended: bool                   # True: a getserversExt, whose answer has IPv6 addresses
+    gamename: str                       # "" for the games that are listed without a name
+    protocol: str                       # a number
+    gametype: str                       # "" for any
+    wants_empty: bool                   # False leaves out servers without players
+    wants_full: bool                    # False leaves out servers without a free slot
+    wants_ipv4: bool
+    wants_ipv6: bool
 
 
-def quake3_question(words):
-    """The Quake3Question that is asked by the words of this packet. Raises Malformed."""
-    command, *words = words
-    extended = command == QUAKE3_GETSERVERS_EXT
-    if not extended and command != QUAKE3_GETSERVERS:
+def parse_quake3_question(pieces):
+    """Return the Quake3Question in a packet. Raise Malformed if the packet is no question.
+
+    `pieces` are the bytes of the packet, split at white space. There are two forms:
+
+        getservers [gamename] protocol [filter ...]
+        getserversExt gamename protocol [filter ...]"""
+    command, *arguments = pieces or [b""]
+    is_extended = command == QUAKE3_GETSERVERS_EXT
+    if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
-    gamename = b""
-    # Without a name the protocol comes first; a name may begin with a digit
-    if words and (extended or not QUAKE3_NUMBER.fullmatch(words[0])):
-        gamename, *words = words
-    if not words or not QUAKE3_NUMBER.fullmatch(words[0]):
+    first, *following = arguments or [b""]
+    # A gamename may begin with a digit, but it is no number
+    has_gamename = is_extended or not QUAKE3_NUMBER.fullmatch(first)
+    if has_gamename:
+        gamename = first
+        protocol, *filters = following or [b""]
+    else:
+        gamename, protocol, filters = b"", first, following
+    if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
-    protocol, *filters = words
+    wants_ipv4, wants_ipv6 = quake3_address_families(filters, is_extended)
+    wants_empty = b"empty" in filters
+    wants_full = b"full" in filters
+    return Quake3Question(
+        is_extended, decode_legacy(gamename), protocol.decode(), quake3_gametype(filters),
+        wants_empty, wants_full, wants_ipv4, wants_ipv6)
+
+
+def quake3_gametype(filters):
+    """Return the game type that these filters of a question name, "" if there is none.
+
+    If there are several, the last one counts."""
     gametype = ""
-    for word in filters:
-        if word.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
-        elif word in QUAKE3_GAMETYPES:
-            gametype = QUAKE3_GAMETYPES[word]
-    ipv4, ipv6 = b"ipv4" in filters, b"ipv6" in filters
-    if not extended:
-        ipv4, ipv6 = True, False
-    elif not ipv4 and not ipv6:
-        ipv4 = ipv6 = True
-    return Quake3Question(extended, decode_legacy(gamename), protocol.decode(), gametype,
-                          b"empty" in filters, b"full" in filters, ipv4, ipv6)
+    for argument in filters:
+        if argument.startswith(QUAKE3_GAMETYPE):
+            gametype = decode_legacy(argument[len(QUAKE3_GAMETYPE):])
+        elif argument in QUAKE3_GAMETYPES:
+            gametype = QUAKE3_GAMETYPES[argument]
+    return gametype
+
+
+def quake3_address_families(filters, is_extended):
+    """Return two booleans: does a question with these filters ask for IPv4 servers, and for IPv6
+    servers?
+
+    A plain getservers gets IPv4 servers, because its answer has no room for IPv6 addresses. A
+    getserversExt gets both if its filters name neither."""
+    if not is_extended:
+        return True, False
+    wants_ipv4 = b"ipv4" in filters
+    wants_ipv6 = b"ipv6" in filters
+    if not wants_ipv4 and not wants_ipv6:
+        return True, True
+    return wants_ipv4, wants_ipv6
 
 
 class Quake3Entry(NamedTuple):
-    """A server in the lists of its game."""
+    """A game server in the lists of its game, prepared for the answers to questions."""
 
-    gamenames: Sequence[str]            # by which it is found, "" among them if it is anonymous
+    # Questions with one of these gamenames get the server. "" is among them if the game is also
+    # listed without a name
+    gamenames: Sequence[str]
     protocol: str
     gametype: str
-    empty: bool                         # only players that ask for empty servers get it, …
-    full: bool                          # … or only those that ask for full ones
-    ipv6: bool
-    packed: bytes                       # as it stands in a list
+    is_empty: bool                      # listed only for questions that want empty servers
+    is_full: bool                       # listed only for questions that want full servers
+    is_ipv6: bool
+    packed: bytes                       # the address and port as they stand in a list
 
-    def answers(self, question):
-        """Does the server belong in the answer to this question about its game and protocol?"""
-        if self.empty and not question.empty or self.full and not question.full:
+    def matches(self, question):
+        """Return whether the server belongs in the answer to this question.
+
+        The caller has compared gamename and protocol already."""
+        if self.is_empty and not question.wants_empty:
             return False
-        if question.gametype not in ("", self.gametype):
+        if self.is_full and not question.wants_full:
             return False
-        return question.ipv6 if self.ipv6 else question.ipv4
+        if question.gametype and question.gametype != self.gametype:
+            return False
+        if self.is_ipv6:
+            return question.wants_ipv6
+        return question.wants_ipv4
 
 
-def quake3_entry(server, anonymous):
-    """The Quake3Entry of a server; `anonymous`: the gamenames that are found without a name."""
-    address, gamename = ipaddress.ip_address(server.address), server.details["gamename"]
-    ipv6 = address.version == 6
-    empty = server.players == 0
-    full = not empty and server.players == server.max_players
-    if gamename == "et":                # whose players always get empty and full servers
-        empty = full = False
+def render_quake3_entry(server, anonymous_gamenames):
+    """Return the Quake3Entry of a listed server.
+
+    `anonymous_gamenames` are the games that are listed for questions without a gamename too."""
+    gamename = server.details["gamename"]
+    gamenames = [gamename]
+    if gamename in anonymous_gamenames:
+        gamenames.append("")
+    is_empty = server.players == 0
+    is_full = server.players == server.max_players and not is_empty
+    if gamename == "et":                # its players always get empty and full servers too
+        is_empty = is_full = False
+    address = ipaddress.ip_address(server.address)
+    is_ipv6 = address.version == 6
+    separator = QUAKE3_IPV6 if is_ipv6 else QUAKE3_IPV4
+    packed = separator + address.packed + struct.pack(">H", server.port)
     return Quake3Entry(
-        (gamename, "") if gamename in anonymous else (gamename,), server.version, server.mode,
-        empty, full, ipv6,
-        (b"/" if ipv6 else b"\\") + address.packed + struct.pack(">H", server.port))
+        gamenames, server.version, server.mode, is_empty, is_full, is_ipv6, packed)
 
 
-def quake3_packets(question, entries):
-    """The answer to a question; `entries`: those of its game and protocol."""
-    head = QUAKE3_HEAD + b"getserversResponse"
-    if question.extended:
-        head = QUAKE3_HEAD + b"getserversExtResponse"
-    packets = [head]
-    packed = [entry.packed for entry in entries if entry.answers(question)]
-    for piece in (*packed, QUAKE3_END):
-        if len(packets[-1]) + len(piece) > QUAKE3_PACKET_BYTES:
-            packets.append(head)
-        packets[-1] += piece
+def render_quake3_packets(question, entries):
+    """Return the list of packets that answers a Quake3Question.
+
+    `entries` are the Quake3Entry records of the game and protocol that it asks for."""
+    head = QUAKE3_SERVERS_EXT if question.is_extended else QUAKE3_SERVERS
+    pieces = [entry.packed for entry in entries if entry.matches(question)]
+    pieces.append(QUAKE3_END)
+    packets = []
+    packet = head
+    for piece in pieces:
+        if len(packet) + len(piece) > QUAKE3_PACKET_BYTES:
+            packets.append(packet)
+            packet = head
+        packet += piece
+    packets.append(packet)
     return packets
 
 
@@ -6353,224 +6480,339 @@ class Quake3(UdpProtocol, PolledGame):
         > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
 
-    A heartbeat may be forged, so it only says "ask me": nothing is kept before an infoResponse with
-    the right challenge, and what is listed comes from that. The poller has the servers that are
-    listed, by the address and port that each sends from. A heartbeat of one of them has it polled
-    at once, for the last time if it is silent then, as that may have been its farewell. To the
-    poller's own port its answer comes through, whatever is sent in its name to this one.
+    Because a heartbeat may be forged, it only makes the master ask: nothing is remembered before an
+    infoResponse with the right challenge, and the contents of the list come from infoResponses.
+
+    The poller queries all listed servers, at the address and port that each sends from. If one of
+    them sends a heartbeat, it is polled at once. If it is silent then, it is removed, because the
+    heartbeat may have been its farewell. The answer to such a poll goes to the poller's own port,
+    so packets that others send to this port in the server's name do not hinder it.
     """
 
-    game = "quake3"                     # for poller and /check; each gamename is a game in the list
+    # The name of the protocol for the poller and /check. In the registry each gamename is a game
+    game = "quake3"
     ipv4_only = False
-    timeout_s, attempts = 1.0, 3        # a server that has left is to go within 5 s
+    # With these a server that has left is removed within 5 s of its farewell
+    timeout_s = 1.0
+    attempts = 3
 
     def __init__(self, core):
         super().__init__(core)
-        del core.http_announcers[self.game]          # heartbeats alone announce it
-        self.answers = RenderedList(self.registry, "", self.answers_about)
-        self.registry.subscribe(self.on_registry_event, events=["listed", "gone"],
-                                every_master=True)
+        # Servers of this protocol are announced by heartbeats alone, not by HTTP
+        del core.http_announcers[self.game]
+        # The rendered value is a function that answers questions
+        self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
+        self.registry.subscribe(
+            self.on_registry_event,
+            events=["listed", "gone"],
+            every_master=True)
         self.read(core.settings)
 
     def read(self, settings):
-        # With a MAC of 6 bytes getinfo has 20, no more than a heartbeat; 50,000 guesses a second
-        # take 180 years. An answer has 2 s to come back, up to twice that counts
-        self.cookie = Cookie(os.urandom(16), 6, 2.0)
+        """Take over the settings, at the start and after a reload."""
+        secret_key = os.urandom(16)
+        self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
         self.settings = settings
-        self.tags = dict(QUAKE3_TAGS)
+        self.gamenames_by_tag = dict(QUAKE3_TAGS)
         for line in settings["quake3.tags"]:
             tag, _, gamename = line.partition("=")
-            self.tags[tag.strip()] = gamename.strip()
-        self.tag_gamenames = tuple(dict.fromkeys(self.tags.values()))       # each game once
-        self.registry.forget_entries()            # entries tell whether their server is anonymous
+            self.gamenames_by_tag[tag.strip()] = gamename.strip()
+        gamenames = self.gamenames_by_tag.values()
+        self.tag_gamenames = tuple(dict.fromkeys(gamenames))        # each gamename once
+        # The cached entries say which games are listed without a name
+        self.registry.forget_entries()
 
     def serves(self, server):
-        """Every game of the family, as watch() knows them."""
+        """Return whether this server is one of the family. Only those have a gamename."""
         return "gamename" in server.details
 
     def on_registry_event(self, event, server):
-        """Every listed server is polled, also one that was restored from disk."""
+        """Poll every server of the family that is listed, and give its game a title.
+
+        `event` is "listed" or "gone". Servers restored from the disk are listed in this way too.
+        The servers of other masters are not polled."""
         gamename = server.details.get("gamename")
-        if gamename and not server.master:
+        if not gamename:
+            return
+        if not server.master:
             super().on_registry_event(event, server)
-        if gamename and event == "listed":
-            # A foreign letter may look like another one: then the id, which has none, is the title
-            title = gamename if gamename.isascii() else server.game
-            self.registry.set_game_title(server, QUAKE3_TITLES.get(server.game, title))
+        if event == "listed":
+            title = gamename
+            if not gamename.isascii():
+                # Letters of other scripts may look like those of a known title; the id has none
+                title = server.game
+            known_title = QUAKE3_TITLES.get(server.game, title)
+            self.registry.set_game_title(server, known_title)
 
-    def answers_about(self, servers):
-        """The function that gives the packets that answer a Quake3Question about these servers."""
-        ours = [server for server in servers if "gamename" in server.details]
-        render = functools.partial(quake3_entry, anonymous=self.tag_gamenames)
-        entries = collections.defaultdict(list)         # by gamename and protocol
-        for entry in cached_entries(ours, "quake3", render):
-            for gamename in entry.gamenames:
-                entries[gamename, entry.protocol].append(entry)
+    # Questions of players' programs
 
-        @functools.lru_cache(QUAKE3_QUESTIONS)
+    def render_answer_function(self, servers):
+        """Return a function that takes a Quake3Question and returns the packets that answer it from
+        these servers."""
+        entries_by_game = self.group_entries(servers)
+
+        @functools.lru_cache(QUAKE3_MAX_CACHED_ANSWERS)
         def answer(question):
-            return quake3_packets(question, entries.get((question.gamename, question.protocol), ()))
+            entries = entries_by_game.get((question.gamename, question.protocol), ())
+            return render_quake3_packets(question, entries)
+
         return answer
 
+    def group_entries(self, servers):
+        """Return the Quake3Entry records of the family's servers among these, as a dict of lists by
+        (gamename, protocol)."""
+        family = [server for server in servers if self.serves(server)]
+        entries_by_game = collections.defaultdict(list)
+        for entry in cached_entries(family, "quake3", self.render_entry):
+            for gamename in entry.gamenames:
+                entries_by_game[gamename, entry.protocol].append(entry)
+        return entries_by_game
+
+    def render_entry(self, server):
+        """Return the Quake3Entry of a server, which cached_entries() keeps until it changes."""
+        return render_quake3_entry(server, self.tag_gamenames)
+
+    def answer_question(self, pieces, source, now):
+        """Return the packets that answer a question. `pieces` are its bytes, split at white space.
+
+        Raise Malformed if it is no question, and Limited if a limit forbids an answer."""
+        question = parse_quake3_question(pieces)
+        # If forged questions have used up the limit for answers, none is even rendered
+        if self.rules.surplus_is_spent("quake3", source, now):
+            raise Limited
+        tokens = self.rules.request_tokens(QUAKE3_QUESTION_TOKENS)
+        if not self.rules.udp_request_limiter.allow(source, now, tokens):
+            raise Limited
+        answer = self.answer_function.get(now)
+        return answer(question)
+
+    # All datagrams
+
     def datagram(self, data, peer, now):
+        """Answer a heartbeat, an infoResponse or a question: return (datagram, peer) pairs.
+
+        Raise Malformed for every other datagram, and record the reason for /check. Raise Limited
+        if a limit forbids the answer."""
+        endpoint = peer[:2]
+        source, port = endpoint
         try:
-            packets = self.packets_for(data, peer[:2], now)
-        except Malformed as wrong:
-            self.registry.record_outcome(peer[0], self.game, peer[1], "bad packet", now, str(wrong))
+            packets = self.answer_packet(data, endpoint, now)
+        except Malformed as error:
+            self.record_outcome(source, port, "bad packet", now, str(error))
             raise
         surplus = sum(map(len, packets)) - len(data)
-        if not self.rules.allow_surplus("quake3", peer[0], surplus, now):
+        if not self.rules.allow_surplus("quake3", source, surplus, now):
             raise Limited
         return [(packet, peer) for packet in packets]
 
-    def packets_for(self, data, place, now):
-        """The packets that answer this one from `place`. Raises Malformed and Limited."""
+    def answer_packet(self, data, endpoint, now):
+        """Return the list of packets that answer this one.
+
+        `endpoint` is the (address, port) that it comes from. Raise Malformed and Limited as
+        datagram() does."""
         if data.startswith(QUAKE3_INFO):
-            self.refresh(data, place, now)
-            target = self.poller.find(self, *place)
-            if target is not None:                      # else it is refused
+            self.accept_info(data, endpoint, now)
+            target = self.poller.find(self, *endpoint)
+            if target is not None:                      # it is None if the server was refused
                 target.missed_polls = 0
             return []
-        words = data.split()
-        if len(words) == 2 and words[0] == QUAKE3_HEARTBEAT:
-            return self.heartbeat(words[1].decode("latin-1"), place, now)
-        question = quake3_question(words or [b""])
-        # Forged questions have emptied the bucket: an answer is not even made
-        if self.rules.surplus_is_spent("quake3", place[0], now):
-            raise Limited
-        # By default a source gets 5 at once, then 1 a second
-        if not self.rules.udp_request_limiter.allow(place[0], now, self.rules.request_tokens(10)):
-            raise Limited
-        return self.answers.get(now)(question)
+        pieces = data.split()
+        if len(pieces) == 2:
+            command, tag = pieces
+            if command == QUAKE3_HEARTBEAT:
+                return self.answer_heartbeat(tag.decode("latin-1"), endpoint, now)
+        source, _ = endpoint
+        return self.answer_question(pieces, source, now)
 
-    # Heartbeats, and the challenge that an answer must have
+    # Heartbeats, and the challenges that infoResponses must have
 
-    def heartbeat(self, tag, place, now):
-        """A getinfo for a server that is listed, which is polled as well, or that may be listed."""
-        if tag not in self.tags:
+    def answer_heartbeat(self, tag, endpoint, now):
+        """Return a list with a getinfo for the server at `endpoint`, if it is listed or may be.
+
+        A listed server is also polled at once, unless a poll is under way already. Otherwise the
+        list is empty. Raise Malformed if the tag stands for no game here."""
+        if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        target = self.poller.find(self, *place)
-        if target is None or self.listed_server(target) is None:
-            if not self.may_be_listed(place, now):
+        target = self.poller.find(self, *endpoint)
+        listed_server = None
+        if target is not None:
+            listed_server = self.listed_server(target)
+        if listed_server is not None:
+            # Whatever arrives, a listed server is asked once a second at most
+            if self.is_last_poll(target, now):
                 return []
-            tag_gamename = self.tags[tag]
-        elif self.is_last_poll(target, now):            # it is asked once a second, whatever comes
-            return []
+            polled_target = self.poller.poll_now(self, *endpoint, now)
+            polled_target.missed_polls = MISSED_POLLS_LIMIT - 1
+            tag_gamename = ""                           # the list has its gamename already
+        elif self.may_be_listed(endpoint, now):
+            tag_gamename = self.gamenames_by_tag[tag]
         else:
-            self.poller.poll_now(self, *place, now).missed_polls = MISSED_POLLS_LIMIT - 1
-            tag_gamename = ""                           # its game is known already
-        return [QUAKE3_GETINFO + self.challenge(tag_gamename, place, now)]
+            return []
+        challenge = self.make_challenge(tag_gamename, endpoint, now)
+        return [QUAKE3_GETINFO + challenge]
 
-    def may_be_listed(self, place, now):
-        """Is there room for a server here? For /check it is noted, or why not."""
-        source, port = place
+    def may_be_listed(self, endpoint, now):
+        """Return whether a new server at this (address, port) may be listed.
+
+        Record for /check that it has announced itself, or why it is refused."""
+        source, port = endpoint
         try:
             address = self.rules.listed_address(source)
-            self.registry.check_admission((self.game, address, port), source)
+            key = self.game, address, port
+            self.registry.check_admission(key, source)
         except Refused as refused:
-            self.registry.record_outcome(source, self.game, port, refused.outcome, now,
-                                         str(refused))
+            self.record_outcome(source, port, refused.outcome, now, str(refused))
             return False
         self.registry.record_outcome(source, self.game, port, "announced", now)
         return True
 
     def is_last_poll(self, target, now):
-        """Is the server polled just now, and goes if it is silent?"""
-        under_way = target.asked_at is not None or target.due <= now
-        return under_way and target.missed_polls == MISSED_POLLS_LIMIT - 1
+        """Return whether a poll is under way after which the server is removed if it is silent."""
+        if target.missed_polls != MISSED_POLLS_LIMIT - 1:
+            return False
+        is_asked = target.asked_at is not None
+        return is_asked or target.due <= now
 
-    def challenge(self, tag_gamename, place, now):
-        """For a getinfo; `tag_gamename`: what the heartbeat's tag stands for, "" for no game."""
-        return base64.urlsafe_b64encode(self.cookie.make(repr((tag_gamename, place)).encode(), now))
+    def make_challenge(self, tag_gamename, endpoint, now):
+        """Return a challenge for a getinfo to this (address, port), as 8 bytes of base64.
 
-    def proven_tag(self, challenge, place, now):
-        """The gamename that this challenge was made with, for `place`. Raises Malformed."""
+        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The challenge
+        carries it in its MAC: verify_challenge() finds it again."""
+        message = repr((tag_gamename, endpoint)).encode()
+        mac = self.cookie.make(message, now)
+        return base64.urlsafe_b64encode(mac)
+
+    def verify_challenge(self, challenge, endpoint, now):
+        """Return the `tag_gamename` for which make_challenge() has made this challenge.
+
+        Raise Malformed if it is no challenge of this master for this (address, port), or too old.
+        """
         if QUAKE3_CHALLENGE.fullmatch(challenge):
             mac = base64.urlsafe_b64decode(challenge)
             for tag_gamename in self.tag_gamenames:
-                if self.cookie.is_valid(mac, repr((tag_gamename, place)).encode(), now):
+                message = repr((tag_gamename, endpoint)).encode()
+                if self.cookie.is_valid(mac, message, now):
                     return tag_gamename
         raise Malformed("no infoResponse to a getinfo of the last 2 s")
 
-    # What a server tells of itself
+    # The infoResponse of a server
 
-    def refresh(self, data, place, now, measured=NO_DETAILS):
-        """List the server that sent this infoResponse from `place`, or refresh it; it may be
-        refused. Raises Malformed.
+    def accept_info(self, data, endpoint, now, poll_fields=NO_DETAILS):
+        """List or refresh the server that has sent this infoResponse from `endpoint`.
 
-        `measured`: attributes of Server that the poller adds."""
-        pairs = quake3_pairs(data)
+        `poll_fields` has the attributes of Server that the poller has measured. The server may be
+        refused, which is recorded for /check. Raise Malformed if the challenge is wrong or the
+        contents cannot be read."""
+        pairs = split_quake3_pairs(data)
         challenge = pairs.get(b"challenge", b"")
-        tag_gamename = self.proven_tag(challenge, place, now)
-        # With 64 bits two of a million are alike once in 40 million times
-        fingerprint = hash((place, data.replace(challenge, b"", 1)))
+        tag_gamename = self.verify_challenge(challenge, endpoint, now)
+        # An infoResponse that differs from the last one only in its challenge need not be read.
+        # Among a million servers two have the same 64-bit hash once in 40 million times
+        contents = data.replace(challenge, b"", 1)
+        fingerprint = hash((endpoint, contents))
         server = self.registry.by_fingerprint.get(fingerprint)
-        if server is not None:
-            self.registry.confirm(server, now)
-            if not measured:
-                return
-            self.registry.update(server, measured)
+        if server is None:
+            info = parse_quake3_info(pairs)
+            server = self.list_info(info, tag_gamename, endpoint, now, poll_fields)
         else:
-            server = self.take_info(quake3_info(pairs), tag_gamename, place, now, measured)
+            self.registry.confirm(server, now)
+            if not poll_fields:
+                return
+            self.registry.update(server, poll_fields)       # this may forget the fingerprint
         if server is not None:
             self.registry.set_fingerprint(server, fingerprint)
 
-    def take_info(self, info, tag_gamename, place, now, measured):
-        """The server that these answers list or refresh; None: it is refused."""
-        target = self.poller.find(self, *place)
-        listed = target and self.listed_server(target)
-        fields = quake3_fields(info, self.gamename(info, listed, tag_gamename))
-        target = self.poller.keep_polling(self, *place)
-        return self.list_polled(target, {**fields, **measured}, now,
-                                self.settings["quake3.timeout"])
+    def list_info(self, info, tag_gamename, endpoint, now, poll_fields):
+        """List or refresh the server at `endpoint` with a Quake3Info and the poller's fields.
 
-    def gamename(self, info, listed, tag_gamename):
-        """The gamename that the server tells, or that its protocol stands for, or that it is listed
-        with, or that its heartbeat's tag stands for. Raises Malformed."""
-        gamename = info.gamename or QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
-        if not gamename and listed:
-            gamename = listed.details.get("gamename")
-        if not gamename and not tag_gamename:
-            raise Malformed("gamename: it is not told, and protocol %s is of no known game"
-                            % info.protocol)
-        return gamename or tag_gamename
+        Return the Server, or None if it is refused. Raise Malformed if its game is not known."""
+        target = self.poller.find(self, *endpoint)
+        listed_server = None
+        if target is not None:
+            listed_server = self.listed_server(target)
+        gamename = self.determine_gamename(info, listed_server, tag_gamename)
+        fields = {**quake3_fields(info, gamename), **poll_fields}
+        polled_target = self.poller.keep_polling(self, *endpoint)
+        lifetime = self.settings["quake3.timeout"]
+        return self.list_polled(polled_target, fields, now, lifetime)
+
+    def determine_gamename(self, info, listed_server, tag_gamename):
+        """Return the gamename of the server that has sent this Quake3Info.
+
+        It is the one in the infoResponse. Without one, the protocol number may tell the game, then
+        the list (`listed_server` is None if it is not listed), then the heartbeat's tag. Raise
+        Malformed if none of them does."""
+        if info.gamename:
+            return info.gamename
+        protocol_gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
+        if protocol_gamename:
+            return protocol_gamename
+        if listed_server is not None:
+            listed_gamename = listed_server.details.get("gamename")
+            if listed_gamename:
+                return listed_gamename
+        if tag_gamename:
+            return tag_gamename
+        raise Malformed("gamename: it is not told, and protocol %s is of no known game"
+                        % info.protocol)
 
     def admitted_game(self, source, fields):
+        """Return the id of the game under which a server with these attributes is listed.
+
+        `source` is the address that it sends from. Raise Refused if the settings exclude the game,
+        or if it is new and there are too many new games."""
         gamename, games = fields["details"]["gamename"], self.settings["quake3.games"]
-        game = quake3_game(gamename, fields["version"])
+        game = quake3_game_id(gamename, fields["version"])
+        # Under the id of another protocol's game the server would be listed as what it is not
+        is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
         only = games and not games[0].startswith("!")
-        # Under the id of another protocol's game nothing would be what it seems
-        if (game in SECTIONS or game in self.rules.games or "!" + game in games
-                or only and game not in games):
+        is_excluded = "!" + game in games or only and game not in games
+        if is_id_of_another_protocol or is_excluded:
             raise Refused("game", "%a is none of those here" % gamename)
-        # Strangers keep out strangers alone, not the games that have a name here
-        named_games = {*QUAKE3_TITLES, *games, *map(quake3_game, self.tag_gamenames)}
+        # The limits for new games do not count the games that have a name here, so that strangers
+        # with invented games cannot keep those out
+        named_games = {*QUAKE3_TITLES, *games, *map(quake3_game_id, self.tag_gamenames)}
         if game not in self.registry.titles and game not in named_games:
-            self.admit_new_game(source, named_games)
+            self.check_new_game(source, named_games)
         return game
 
-    def admit_new_game(self, source, named_games):
-        """Raise Refused if there are too many games, in all or of this source."""
-        if len(self.registry.titles.keys() - named_games) >= QUAKE3_GAMES:
-            raise Refused("limit", "at most %d games of this family" % QUAKE3_GAMES)
+    def check_new_game(self, source, named_games):
+        """Raise Refused if there are too many new games in the list, of all sources or of this one.
+
+        A game is new if its id is not in `named_games`."""
+        new_games = self.registry.titles.keys() - named_games
+        if len(new_games) >= QUAKE3_MAX_NEW_GAMES:
+            raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
         if self.rules.exempts(source):
             return
-        bringers = [source_keys(bringer) for game, bringer in self.registry.title_sources.items()
-                    if game not in named_games]
-        for key, limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
-            limit = min(limit, QUAKE3_GAMES_PER_NETWORK)
-            if sum(key in keys for keys in bringers) >= limit:
+        # The keys of the source that has brought each new game
+        keys_of_new_games = []
+        for game, game_source in self.registry.title_sources.items():
+            if game not in named_games:
+                keys_of_new_games.append(source_keys(game_source))
+        for key, source_limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
+            limit = min(source_limit, QUAKE3_GAMES_PER_NETWORK)
+            game_count = sum(key in keys for keys in keys_of_new_games)
+            if game_count >= limit:
                 raise Refused("limit", "at most %d new games of one source" % limit)
 
-    # As a Querier
+    # The poller's questions
 
     def query(self, target):
-        return QUAKE3_GETINFO + self.challenge("", target.key[1:], target.asked_at)
+        """Return a getinfo for a poll of this target."""
+        endpoint = target.address, target.server_port
+        challenge = self.make_challenge("", endpoint, target.asked_at)
+        return QUAKE3_GETINFO + challenge
 
     def answer(self, target, data, now):
+        """Accept the infoResponse that answers a poll, and return b"", because nothing is sent.
+
+        Raise Malformed if it is no infoResponse, or has the wrong challenge."""
         if not data.startswith(QUAKE3_INFO):
             raise Malformed("no infoResponse")
-        self.refresh(data, target.key[1:], now, {"ping_ms": round(target.ping_ms)})
+        endpoint = target.address, target.server_port
+        poll_fields = {"ping_ms": round(target.ping_ms)}
+        self.accept_info(data, endpoint, now, poll_fields)
         return b""
 
 
@@ -6906,25 +7148,38 @@ def luanti_attributes(announcement):
 # ================================================================================================
 # 8  Pages
 #
-# What people see: a departures board, not a dashboard. Templates, style sheet and script; below
-# them the functions that fill the templates from a Server or a Series. Nothing here knows HTTP. The
-# style sheet and the script have addresses of their own and are never formatted, so that the
-# Content-Security-Policy needs no exception: no style attribute, no inline script, nothing from
-# elsewhere. Every page is complete without the script.
+# The pages that people see: a departures board, not a dashboard. The templates, the style sheet and
+# the script come first. Below them stand the functions that fill the templates from a Server or a
+# Series. Nothing here knows HTTP. The style sheet and the script have addresses of their own and
+# are never formatted, so that the Content-Security-Policy needs no exception: there is no style
+# attribute, no inline script, and nothing comes from another site. Every page is complete without
+# the script.
 # ================================================================================================
 
-SPARK_CROWD = 4             # players that fill a sparkline's height, at least: one is no crowd
-CHART_POINTS = 366          # one per day in a year: about one per pixel on a phone
-PREVIEW_NAMES = 5           # more than a chat shows of a link
-CHART_GRIDLINES = 4         # at most, above zero: few enough to be read, not counted
+# --- Templates -----------------------------------------------------------------------------------
 
-# The list page, and what the operator's own `[http] template` may hold instead. Placeholders,
-# each once or not at all:
-#   $title    the title in the ini (text)             $intro    the paragraph of the ini, or nothing
+# The full height of a sparkline stands for at least this many players, because fewer are no crowd
+SPARK_MIN_PLAYERS = 4
+# In a sparkline y is 0 at the top. An hour in which the server was away has no height, and an hour
+# without players is one step high
+SPARK_GROUND_Y = 9
+SPARK_EMPTY_Y = 8
+# A chart has at most this many points: one for each day of a year, about one for each pixel of a
+# phone
+CHART_POINTS = 366
+# There are at most this many gridlines above zero, so that nobody has to count them
+CHART_GRIDLINES = 4
+# The preview of a link names at most this many servers, which is more than a chat shows
+PREVIEW_NAMES = 5
+
+# The list page. The operator's own `[http] template` may replace it. Each of these placeholders may
+# occur in a template once or not at all:
+#   $title    the title in the ini, as text           $intro    the ini's paragraph, may be empty
 #   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers"
-#   $tabs     all games or one, with counts           $search   the form: name, minimum of players
-#   $table    the list, or what to do if it is empty  $foot     the links to /check, /servers.json
-# A dollar sign of your own is written $$.
+#   $tabs     the games with their numbers            $search   the form: name, minimum of players
+#   $table    the list, or a hint if it is empty      $foot     the links to /check, /servers.json
+# Any other dollar sign is written $$.
+LIST_PLACEHOLDERS = ("title", "intro", "head", "totals", "tabs", "search", "table", "foot")
 LIST_PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -7006,8 +7261,8 @@ TABS = """\
 """
 
 HINT = """\
-<p>$whom</p>
-<pre><code>$what</code></pre>
+<p>$reader</p>
+<pre><code>$line</code></pre>
 """
 
 TABLE = """\
@@ -7031,25 +7286,20 @@ $hint
 </section>
 """
 
-# Formatted with %, every value escaped before: 2,000 of them are made in one go, a template would
-# take three times as long. End tags that HTML lets one leave out are left out. The cells have no
-# classes: the style sheet counts columns. The roles say what the tags say already, for browsers
-# that forget it when the style sheet makes a row something else.
-ROW = ('<tr role="row"%s>'
-       '<td role="cell"><a href="/server?game=%s&amp;address=%s&amp;port=%d"><bdi>%s</bdi></a>%s'
-       '<td role="cell">%s<td role="cell">%s<td role="cell">%s'
-       '<td role="cell"><span><b>%d</b>%s</span>%s'
-       '<td role="cell">%s<td role="cell"')
-ROW_END = '<td role="cell"><code>%s</code>\n'
+# The maximum of players in a row, with a thin bar
 METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
+# One "V...h1" for each hour goes between: up or down to the hour's height, then one step right
+SPARKLINE = '<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
 
-BADGES = {          # what each means, shown as its title
+# The marks beside the names of servers, with the explanation that is the mark's title
+BADGES = {
     "official": "Marked as official by the operator of this list",
     "unconfirmed": "Listed before its master was restarted, not heard from since",
     "self-reported": "Not verified: this master cannot query it",
     "not responding": "Known to this master, but does not answer its queries",
 }
 
+# The explanations of Server.verified
 VERIFIED = {
     "handshake": "It answered this master's handshake",
     "query": "It answers this master's queries",
@@ -7080,7 +7330,8 @@ alt="$address" width="560" height="95"&gt;&lt;/a&gt;</code></pre>
 </section>
 """
 
-# What is too long for its place fades out there: nobody knows how wide a font draws a name
+# Text that is too long for the picture fades out at its end, because the master cannot know how
+# wide a font draws it
 BANNER = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="560" height="95" viewBox="0 0 560 95" role="img">
 <title>$name $players</title>
@@ -7114,7 +7365,7 @@ path { fill: var(--accent); opacity: .75; }
 </svg>
 """
 
-GONE = """\
+NOT_LISTED = """\
 Not listed now. Last seen $seen. <a href="$link">Why?</a>"""
 
 PLAY = """\
@@ -7157,11 +7408,11 @@ $listed</ul>
 $findings</section>
 """
 
-LISTED = """\
-<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$peer</code> <small>seen $seen</small>
+LISTED_SERVER = """\
+<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$address</code> <small>seen $seen</small>
 """
 
-FINDINGS = """\
+FINDING_LIST = """\
 <ol class="findings">
 $items</ol>
 """
@@ -7176,7 +7427,7 @@ ARRIVAL = """\
 """
 
 NOTHING_ARRIVED = """\
-<p>Nothing has arrived from $whom lately. Is the address of this master right in the settings of
+<p>Nothing has arrived from $endpoint lately. Is the address of this master right in the settings of
 the game server, and does its firewall let packets out? Most game servers announce themselves by
 IPv4. Without the port, this page tells what came from any.</p>
 """
@@ -7197,7 +7448,10 @@ ICON_SVG = """\
 <path d="M24 9h1M21 16h4M24 23h1" stroke="#ece8df"/></g></svg>
 """
 
-# One set of custom properties, twice. Text on its ground has a contrast of 4.5:1 at least.
+# --- Style sheet and script ----------------------------------------------------------------------
+
+# The colours are custom properties, in one set for light and one for dark. Text has a contrast of
+# at least 4.5:1 to its background.
 STYLE_CSS = r""":root {
   color-scheme: light dark;
   --ground: #fcfbf8; --raised: #f4f1ea; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6;
@@ -7236,8 +7490,8 @@ code, pre {
     ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "Liberation Mono", monospace;
 }
 [hidden] { display: none !important; }
-/* a name of combining marks alone has nowhere to break; what stands a little outside, as a focus
-   does, is seen */
+/* A name that consists of combining marks alone cannot be broken, so it is clipped. The padding
+   keeps visible what stands a little outside, such as the ring around a focus */
 main { margin: 0 -1rem; padding: 0 1rem; overflow-x: clip; }
 .unseen {
   position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
@@ -7299,8 +7553,8 @@ form.check { margin-top: 1.5rem; }
 .check input { width: 16rem; max-width: 100%; }
 .check input[type=number] { width: 6rem; }
 
-/* The board: rows are no table's, so that those out of sight cost no layout and a phone can fold
-   them.
+/* The board. Its rows are not displayed as those of a table, so that rows out of sight cost no
+   layout, and so that a phone can fold them.
    Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
 #status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--ink); font-weight: 650; }
@@ -7329,7 +7583,7 @@ td {
 .one-game :is(th, td):nth-child(2) { display: none; }
 td:first-child { display: flex; }
 td:first-child a { min-width: 0; overflow: hidden; font-weight: 650; text-decoration: none; }
-/* its end, the left one of right-to-left words */
+/* A name that is too long loses its end, even if it runs from right to left */
 td bdi {
   display: block; overflow: hidden; text-overflow: ellipsis; text-align: left;
 }
@@ -7356,7 +7610,7 @@ i {
   font-weight: 400; letter-spacing: 0; white-space: nowrap;
 }
 td i { line-height: 1.625rem; }
-/* the first to give way, then the name */
+/* If there is no room, the second badge is cut first, then the name */
 td i + i { flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis; }
 td a, td .copy { outline-offset: -2px; }
 td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
@@ -7386,8 +7640,8 @@ pre {
   background: var(--raised); white-space: pre-wrap;
 }
 
-/* Every column has its width, and leaves where there is no room for it; the name has what is left
-   */
+/* Every column has a width of its own, and is hidden on screens that have no room for it. The name
+   takes the remaining space */
 @media (min-width: 40.01rem) {
   th, td { flex: none; width: 5rem; }
   :is(th, td):first-child { flex: 1; }
@@ -7403,7 +7657,8 @@ pre {
   table:not(.one-game) :is(th, td):nth-child(4) { display: none; }
 }
 
-/* A phone: every row is two lines, name and players above, game, mode, map and address below */
+/* On a phone every row has two lines: name and players above, game, mode, map and address below
+   them */
 @media (max-width: 40rem) {
   html { scroll-padding-top: 6rem; }
   body { padding: 0 1rem; }
@@ -7434,13 +7689,13 @@ pre {
   td span { flex-basis: 3.5rem; }
   form { gap: .5rem .875rem; font-size: .8125rem; }
 }
-/* and where text is twice as large on it: the name, and how many play */
+/* If text is twice as large on a phone, sparklines and badges are left out */
 @media (max-width: 19.99rem) {
   td:nth-child(5) { width: 3.5rem; }
   td svg, td i { display: none; }
 }
 
-/* One server, one check */
+/* The pages of one server, of /check, and of errors */
 h1, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
 h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
@@ -7471,7 +7726,7 @@ dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 .error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
 .error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
 
-/* A chart: text keeps its size at every width, only the line inside is stretched */
+/* In a chart, text keeps its size at every width. Only the curves are stretched */
 figure { margin: .75rem 0 0; }
 .chart { display: block; width: 100%; height: 16rem; overflow: visible; }
 .chart text { fill: var(--soft); font-size: .75rem; }
@@ -7494,8 +7749,8 @@ figure { margin: .75rem 0 0; }
 @media (max-width: 40rem) {
   .chart { height: 13rem; }
   .chart .minor { display: none; }
-  /* numbers too long for the margins stand in the plot: over their gridline and the
-     line */
+  /* Numbers that are too long for the margins stand inside the plot, above their gridlines and
+     above the curve */
   .chart .tick.long { text-anchor: start; transform: translate(12px, -9px); }
   .chart .latest.long { text-anchor: end; transform: translate(-8px, -16px); }
 }
@@ -7509,12 +7764,12 @@ APP_JS = r"""'use strict';
 // Every page is complete without this script. It adds: search as you type, sorting, hiding, copy
 // buttons, and a refresh every five seconds that touches only what has changed.
 
-const REFRESH_MS = 5000;            // as long as caches keep a page
-const ANSWER_MS = 10000;            // two of those: packets that were lost have come again
-const FADE_MS = 1600;               // to be seen by who looks elsewhere
-const COPIED_MS = 1500;             // likewise
-const TYPING_MS = 300;              // longer than from key to key
-const PLAYERS_MAX = 65535;          // as the master counts them
+const REFRESH_MS = 5000;            // caches keep a page for the same time
+const ANSWER_MS = 10000;            // two refreshes: time to send lost packets again
+const FADE_MS = 1600;               // long enough to be noticed in passing
+const COPIED_MS = 1500;             // long enough to be noticed
+const TYPING_MS = 300;              // longer than the pause between two keys
+const PLAYERS_MAX = 65535;          // the highest number that the master accepts
 const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
 const PLAYERS = 4, SEEN = 6, ADDRESS = 7;
 const table = document.querySelector('#servers');
@@ -7525,7 +7780,8 @@ const put = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
 
-// ---- Times: relative, the exact one in the title. The master's clock counts, known from Date.
+// ---- Times are shown as ages, with the exact time in the title. They are measured by the master's
+// clock, which is known from the Date header of its answers.
 
 let skew = 0;
 
@@ -7542,7 +7798,7 @@ function tellTimes() {
     put(time, ago((now - Date.parse(time.title)) / 1000));
 }
 
-// ---- Copy: a button beside each <code>, which says what it did to the eye and to the ear
+// ---- A copy button beside each <code>. It shows that it has copied, and tells screen readers.
 
 const said = make('div', {className: 'unseen'});
 said.setAttribute('role', 'status');
@@ -7562,7 +7818,7 @@ document.addEventListener('click', async event => {
   const text = button.previousElementSibling.textContent;
   try {
     await navigator.clipboard.writeText(text);
-  } catch {                         // plain http has no clipboard: copy a selection instead
+  } catch {                         // pages by plain http have no clipboard: copy a selection
     const area = make('textarea', {value: text, className: 'unseen'});
     document.body.append(area);
     area.select();
@@ -7578,7 +7834,8 @@ document.addEventListener('click', async event => {
   }, COPIED_MS);
 });
 
-// ---- The view: what is searched, sorted and hidden. It is kept in the address, for links.
+// ---- The view says how the list is searched and sorted, and which rows are hidden. It is kept in
+// the page's address, so that a link leads to the same view.
 
 const linked = new URLSearchParams(location.search);
 const view = {
@@ -7590,13 +7847,13 @@ const view = {
 const NUMBERS = ['players', 'seen'];                // sorted with the largest first
 const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
 const players = row => parseInt(row.cells[PLAYERS].textContent);
-// ß as ss: what Python's casefold() takes for one is one
+// ß becomes ss, as with Python's casefold() in the master's search
 const fold = text => text.toLowerCase().toUpperCase();
 const nameOf = row => row.querySelector('bdi').textContent;
 const labelOf = element => element.getAttribute('aria-label') || element.getAttribute('href');
 const keyOf = row => row.querySelector('a').getAttribute('href');
 let order = [];                                     // the rows in the master's order
-let capped = false;         // the master has more rows than a page shows: it must search
+let capped = false;         // true: the page lacks some rows, so the master must search
 
 function viewQuery() {
   const query = new URLSearchParams(location.search);
@@ -7617,8 +7874,8 @@ function keepView() {
   }
 }
 
-function wanted(row) {              // a part of the name or of the address, as the master searches
-  // Nothing invisible is in a name, and keyboards write some behind emoji
+function wanted(row) {              // the same rule as in the master's ListFilter.matches()
+  // Names have no invisible characters, but keyboards add some to emoji
   const name = fold(view.name.replace(/\p{DI}/gu, '').trim());
   const endpoint = row.querySelector('code').textContent;
   const address = name.includes(':') ? endpoint : endpoint.replace(/^\[|\]?:\d+$/g, '');
@@ -7643,7 +7900,7 @@ function show() {
   const rows = sorted(order), body = table.tBodies[0];
   let place = body.firstElementChild;
   if (rows.filter((row, index) => body.rows[index] !== row).length > 100) body.append(...rows);
-  else for (const row of rows) {    // a few rows move: leave the others where they are
+  else for (const row of rows) {    // only a few rows move: the others stay where they are
     if (place && place !== row && place.nextElementSibling === row) place = row;
     if (place === row) place = row.nextElementSibling;
     else body.insertBefore(row, place);
@@ -7684,7 +7941,8 @@ function tellStatus() {
   put(status, statusText());
 }
 
-function source(search = capped) {  // filters stay here, unless the master has too many rows
+// Returns the URL to fetch. Filters are applied here, unless the page lacks some rows.
+function source(search = capped) {
   if (!table) return location.pathname + location.search;
   const query = new URLSearchParams(), now = viewQuery();
   for (const key of search ? ['game', 'name', 'players_min'] : ['game'])
@@ -7701,11 +7959,11 @@ function patchRow(row, fresh) {
   row.className = fresh.className;
   for (const [index, cell] of [...fresh.cells].entries()) {
     const old = row.cells[index];
-    // The address never changes, and has a copy button
+    // The address never changes, and its cell has a copy button
     if (index === ADDRESS || old.isEqualNode(cell)) continue;
     if (index === SEEN) old.title = cell.title;
     old.replaceChildren(...cell.childNodes);
-    if (index !== SEEN) fade(old);                  // which always moves
+    if (index !== SEEN) fade(old);                  // the time changes at every refresh
   }
 }
 
@@ -7731,7 +7989,7 @@ function patchTable(page, fading) {
   const inAddress = row && row.cells[ADDRESS].contains(held);
   patchRows(page, fading);
   if (table.hidden !== page.querySelector('#servers').hidden) {
-    // The first server has come, or the last one gone
+    // The first server has come, or the last one has left
     const empty = page.querySelector('#empty');
     addCopyButtons(empty);
     document.querySelector('#empty').replaceWith(empty);
@@ -7761,7 +8019,7 @@ function patchParts(page) {
   }
 }
 
-function reading() {                // text is held selected: nothing may move under it
+function reading() {                // while text is selected, nothing on the page may move
   const selection = getSelection();
   return !selection.isCollapsed && [...document.querySelectorAll('#servers, [data-live]')]
     .some(part => selection.getRangeAt(0).intersectsNode(part));
@@ -7770,10 +8028,10 @@ function reading() {                // text is held selected: nothing may move u
 function takePage(url, text) {
   const page = new DOMParser().parseFromString(text, 'text/html');
   if (!page.querySelector(LIVE)) throw new Error('a page of a proxy, such as one to log in');
-  if (url !== source()) return;     // the view moved on
+  if (url !== source()) return;     // the view has changed since
   if (table && url === source(false))
     capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
-  if (url !== source()) return;     // the master has too many rows: ask it to search
+  if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
   if (table) patchTable(page, url === lastUrl);
   [lastText, lastUrl] = [text, url];
@@ -7783,7 +8041,7 @@ async function refresh() {
   if (document.hidden || asking || reading()) return;
   asking = true;
   const url = source();
-  const late = new AbortController();               // AbortSignal.timeout() is too young
+  const late = new AbortController();               // some browsers lack AbortSignal.timeout()
   setTimeout(() => late.abort(), ANSWER_MS);
   try {
     const answer = await fetch(url, {cache: 'no-cache', signal: late.signal});
@@ -7791,7 +8049,7 @@ async function refresh() {
     const text = await answer.text();
     if (text !== lastText) takePage(url, text);
     skew = Date.parse(answer.headers.get('date')) - Date.now() || 0;
-    if (Math.abs(skew) < 2000) skew = 0;            // Date has whole seconds, and took its time
+    if (Math.abs(skew) < 2000) skew = 0;            // Date has whole seconds, and travels too
     lastAnswer = Date.now();
     failed = '';
   } catch (error) {
@@ -7801,8 +8059,8 @@ async function refresh() {
   asking = false;
   if (!reading()) tellTimes();
   tellStatus();
-  if (url !== source()) refresh();                  // the view moved on while the answer came
-  if (table) keepView();                            // tabs may be new
+  if (url !== source()) refresh();                  // the view has changed meanwhile
+  if (table) keepView();                            // new tabs need links with the view
 }
 
 // ---- Start
@@ -7812,7 +8070,7 @@ for (const part of document.querySelectorAll('[data-live]'))
 addCopyButtons(document);
 
 function startSearch(form) {
-  form.elements.name.value = view.name;             // a browser may put back what stood there
+  form.elements.name.value = view.name;             // a browser may have restored old input
   form.elements.players_min.value = view.players_min;
   form.querySelector('button').hidden = true;
   for (const word of ['empty', 'full']) {
@@ -7829,7 +8087,7 @@ function startSearch(form) {
     view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
     show();
     clearTimeout(pause);
-    if (capped) pause = setTimeout(refresh, TYPING_MS);         // the master counts searches
+    if (capped) pause = setTimeout(refresh, TYPING_MS);         // the master limits searches
     keepView();
   });
 }
@@ -7840,7 +8098,7 @@ function startSorting() {
     const up = COLUMNS[index], down = '-' + up;
     const ways = NUMBERS.includes(up) ? [down, up, ''] : [up, down, ''];
     head.replaceChildren(button);
-    button.addEventListener('click', () => {        // one way, the other way, the master's order
+    button.addEventListener('click', () => {        // one order, its reverse, the master's order
       view.sort = ways[(ways.indexOf(view.sort) + 1) % 3];
       show();
       keepView();
@@ -7856,7 +8114,7 @@ if (table) {
   startSorting();
   keepView();
   show();
-  if (view.name || view.players_min) refresh();     // it came filtered: fetch the rest
+  if (view.name || view.players_min) refresh();     // the page came filtered: fetch all rows
 }
 
 if (document.querySelector(LIVE)) {
@@ -7866,307 +8124,607 @@ if (document.querySelector(LIVE)) {
 """
 
 
+# --- Filling templates ---------------------------------------------------------------------------
+
 class Html(str):
-    """Text that is HTML already; everything else is escaped by fill()."""
+    """Text that is HTML already, so that fill_template() does not escape it."""
 
 
-def markup(value):
-    """HTML as it is, a list piece by piece, everything else escaped."""
+def render_value(value):
+    """Return a value as it stands in HTML.
+
+    Html stays as it is, a list is rendered piece by piece, and the text of any other value is
+    escaped."""
+    if isinstance(value, Html):
+        return value
     if isinstance(value, list):
-        return "".join(map(markup, value))
-    return value if isinstance(value, Html) else html.escape(str(value))
+        return "".join(map(render_value, value))
+    return html.escape(str(value))
 
 
-def fill(template, **values):
-    """The template with the markup() of every value in its place; KeyError: one is missing."""
-    return Html(string.Template(template).substitute(
-        {key: markup(value) for key, value in values.items()}))
+def fill_template(template, **values):
+    """Return a template as Html, with each `$name` replaced by the value of that name, rendered.
+
+    Raise KeyError if a value is missing. Values that the template does not name are ignored."""
+    rendered = {}
+    for name, value in values.items():
+        rendered[name] = render_value(value)
+    text = string.Template(template).substitute(rendered)
+    return Html(text)
 
 
 class PageContext(NamedTuple):
-    """What the operator has chosen for the pages."""
+    """What the operator has chosen for all pages."""
 
-    title: str
-    intro: str
-    template: str                   # LIST_PAGE or his own
-    games: Mapping[str, str]        # their titles
-    url: str                        # where the pages are reached from outside, or ""
+    title: str                      # the name of the whole site
+    intro: str                      # a paragraph at the top of the list page; may be empty
+    template: str                   # LIST_PAGE or the operator's own list page
+    games: Mapping[str, str]        # the titles of all games, by id
+    url: str                        # the address of the pages for other sites, or ""
 
     def game_title(self, game):
+        """Return the title of a game. A game without a title gets its id."""
         return self.games.get(game, game)
 
 
-def list_template(text):
-    """Raise ValueError if this is no list page: what does not parse, or is unknown."""
-    known = "title intro head totals tabs search table foot".split()
+def check_list_template(text):
+    """Raise ValueError if this text cannot be a list page.
+
+    Either it is no string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
     try:
-        string.Template(text).substitute(dict.fromkeys(known, ""))
+        string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
     except KeyError as error:
+        name, = error.args
         raise ValueError("unknown placeholder $%s (there are: %s)"
-                         % (error.args[0], ", ".join(known))) from None
+                         % (name, ", ".join(LIST_PLACEHOLDERS))) from None
 
 
-def ago(seconds):
-    """12 -> '12 s ago'. The same steps as in the script."""
+# --- Small pieces --------------------------------------------------------------------------------
+
+# An age is given in the first of these units whose limit it is below; a longer age is in days. Each
+# row has the unit, its length and its limit, both in seconds
+AGE_UNITS = (
+    ("s", 1, 90),
+    ("min", 60, 5400),
+    ("h", 3600, 129600),
+)
+
+
+def age_text(seconds):
+    """Return an age in words: for 12 it is "12 s ago". The script has the same rule in ago()."""
     if seconds < 1:
         return "now"
-    for unit, size, following in ("s", 1, 90), ("min", 60, 5400), ("h", 3600, 129600):
-        if seconds < following:
-            return "%d %s ago" % (seconds // size, unit)
-    return "%d d ago" % (seconds // 86400)
+    for unit, unit_s, limit_s in AGE_UNITS:
+        if seconds < limit_s:
+            return "%d %s ago" % (seconds // unit_s, unit)
+    return "%d d ago" % (seconds // DAY)
 
 
-def utc(wall):
+def utc_datetime(wall):
+    """Return the datetime, in UTC, of a time in seconds of the wall clock."""
     return datetime.fromtimestamp(wall, timezone.utc)
 
 
-def iso(wall):
-    return utc(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
+def iso_time(wall):
+    """Return a time of the wall clock as ISO 8601 has it: "2026-11-21T00:59:48Z"."""
+    return utc_datetime(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def minute_text(wall):
+    """Return a time of the wall clock to the minute: "2026-11-21 00:59"."""
+    return utc_datetime(wall).strftime("%Y-%m-%d %H:%M")
 
 
 def time_tag(then, wall):
-    return fill('<time datetime="$exact" title="$exact">$words</time>',
-                exact=iso(then), words=ago(wall - then))
+    """Return a <time> element that says how long ago `then` was. Both are times of the wall clock,
+    and `wall` is now."""
+    return fill_template('<time datetime="$exact" title="$exact">$age</time>',
+                         exact=iso_time(then), age=age_text(wall - then))
 
 
-def mode_words(server):
-    """The server's mode as players call it."""
-    if server.game in QUAKE3_MODES_OF:
+def mode_text(server):
+    """Return a server's mode as its players call it."""
+    if server.game in QUAKE3_MODE_GAMES:
         return QUAKE3_MODES.get(server.mode, server.mode)
     return server.mode
 
 
 def server_link(server, path="/server"):
-    quote = urllib.parse.quote
-    return "%s?game=%s&address=%s&port=%d" % (
-        path, quote(server.game), quote(server.address), server.port)
+    """Return the link to a page about one server: `path` with the server in its query."""
+    game = urllib.parse.quote(server.game)
+    address = urllib.parse.quote(server.address)
+    return "%s?game=%s&address=%s&port=%d" % (path, game, address, server.port)
 
 
-def badges(server):
-    has = {"official": server.official, "unconfirmed": not server.confirmed,
-           "self-reported": server.verified == "self-reported",
-           "not responding": not server.responding}
-    return Html("".join([
-        ' <i title="%s">%s</i>' % (title, word) for word, title in BADGES.items() if has[word]]))
+def render_badges(server):
+    """Return those of the BADGES that a server has, as Html; it is empty for most servers."""
+    has_badge = {
+        "official": server.official,
+        "unconfirmed": not server.confirmed,
+        "self-reported": server.verified == "self-reported",
+        "not responding": not server.responding,
+    }
+    pieces = []
+    for badge, explanation in BADGES.items():
+        if has_badge[badge]:
+            pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
+    return Html("".join(pieces))
 
 
-def plural(number, word):
-    return "%s %s%s" % (format(number, ","), word, "" if number == 1 else "s")
+def number_text(number):
+    """Return a number with a comma between thousands: "1,003"."""
+    return format(number, ",")
 
 
-def page(look, title, template=PAGE, about="", path="", **values):
-    """A whole page as UTF-8; `title`: what it is of, "": everything; `about`: a sentence that a
-    chat shows beside a link to it, at `path`."""
-    title = " · ".join(filter(None, (title, look.title)))
-    head = fill(HEAD, title=title, about=about or title, site=look.title,
-                link=look.url and path and fill(HEAD_LINK, url=look.url + path))
-    return fill(template, title=look.title, head=head, foot=Html(FOOT), **values).encode()
+def count_text(number, noun):
+    """Return a number of things in words: "1 server" or "1,003 servers"."""
+    ending = "" if number == 1 else "s"
+    return "%s %s%s" % (number_text(number), noun, ending)
 
 
-def tab(link, text, current, count=""):
-    return fill(TAB, link=link, text=text, current="page" if current else "false", count=count)
+def render_page(context, title, template=PAGE, about="", path="", **values):
+    """Return a whole page as UTF-8 bytes.
+
+    `title` says what the page is about; it is empty for the list of all games. `about` is the
+    sentence that a chat shows beside a link to the page, `path` the path of that link ("" if there
+    is none). `values` are those that the template needs beside $title, $head and $foot."""
+    titles = [text for text in (title, context.title) if text]
+    full_title = " · ".join(titles)
+    link = ""
+    if context.url and path:
+        link = fill_template(HEAD_LINK, url=context.url + path)
+    head = fill_template(
+        HEAD,
+        title=full_title,
+        about=about or full_title,
+        site=context.title,
+        link=link)
+    page = fill_template(template, title=context.title, head=head, foot=Html(FOOT), **values)
+    return page.encode()
 
 
-# The list
-
-def server_row(server, spark, title):
-    """One row of the list, about 630 bytes, in two pieces.
-
-    The time at which the server was last seen comes between, as it moves when nothing else does.
-    `spark` is sparkline(...), `title` the game's."""
-    escape, quote = html.escape, urllib.parse.quote
-    address = escape(endpoint_text(server.address, server.port))
-    bar, state = "", ""
-    if server.max_players:
-        bar = METER % (server.max_players, server.max_players, server.players)
-        if server.players >= server.max_players:
-            state = ' class="full"'
-    if not server.players:
-        state = ' class="empty"'
-    before = ROW % (
-        state, quote(server.game), quote(server.address), server.port,
-        escape(server.name) or address, badges(server), escape(title),
-        escape(mode_words(server)), escape(server.map), server.players, bar, spark,
-        escape(server.version))
-    if server.game == "iceball":
-        address = '<a href="iceball://%s" title="Start the game">%s</a>' % (address, address)
-    return before, ROW_END % address
+def render_tab(link, text, is_current, count=""):
+    """Return one tab, a link with this text. `count` is the number that it shows, if any."""
+    return fill_template(
+        TAB,
+        link=link,
+        text=text,
+        current="page" if is_current else "false",
+        count=count)
 
 
-def list_rows(look, servers, recent, epoch, wall):
-    """`recent`: the last day's hourly player counts by server; `epoch`: see Web."""
-    made = cached_entries(servers, "row", lambda server: server_row(
-        server, sparkline(recent.get(server.key, ())), look.game_title(server.game)))
+# --- The list page -------------------------------------------------------------------------------
+
+class ListPage(NamedTuple):
+    """The contents of the list page."""
+
+    list_filter: ListFilter
+    servers: Sequence[Server]       # all that match the filter
+    rows: Html                      # render_rows() of the first of them
+    counts: Mapping[str, int]       # by game that has servers: their number
+    # (game, reader, line) of contact_lines(), which are shown if no server is listed
+    contacts: Sequence[Tuple[str, str, str]]
+    spark: Html                     # the sparkline of all players together
+
+
+def render_list_page(context, contents):
+    """Return the list page with the contents of a ListPage, as UTF-8 bytes."""
+    list_filter = contents.list_filter
+    game = list_filter.game
+    search = fill_template(
+        SEARCH,
+        game=game,
+        name=list_filter.name,
+        players_min=list_filter.players_min or "")
+    return render_page(
+        context,
+        context.games.get(game),
+        context.template,
+        about=list_summary(contents.servers),
+        path="/?game=" + game if game else "/",
+        intro=fill_template("<p>$text</p>\n", text=context.intro),
+        totals=render_totals(contents),
+        tabs=render_game_tabs(context, contents.counts, game),
+        search=search,
+        table=render_table(contents))
+
+
+def list_summary(servers):
+    """Return the sentence that a chat shows beside a link to the list of these servers.
+
+    It has the number of players and the first servers that have players."""
+    played = [server for server in servers if server.players]
+    players = total_players_text(servers)
+    server_count = count_text(len(servers), "server")
+    summary = "%s on %d of %s" % (players, len(played), server_count)
+    previews = []
+    for server in played[:PREVIEW_NAMES]:
+        name = server.name or endpoint_text(server.address, server.port)
+        previews.append("%s %d" % (name, server.players))
+    if previews:
+        summary += ": " + ", ".join(previews)
+    return summary
+
+
+def total_players_text(servers):
+    """Return how many players are on these servers, in words."""
+    total = sum([server.players for server in servers])
+    return count_text(total, "player")
+
+
+def render_totals(contents):
+    """Return the line of a ListPage that says "312 players on 87 servers", with bold numbers."""
+    servers = contents.servers
+    server_count = count_text(len(servers), "server")
+    text = "%s on %s" % (total_players_text(servers), server_count)
+    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", text)
+    return fill_template(TOTALS, spark=contents.spark, totals=Html(totals))
+
+
+def render_game_tabs(context, counts, game):
+    """Return the tabs for all games together and for each game that has servers.
+
+    `counts` has the number of servers by game. The chosen `game` has a tab even if it has no
+    servers; "" is all games. There are no tabs if only one game would have one."""
+    games = []
+    for id in context.games:
+        if id in counts or id == game:
+            games.append(id)
+    if len(games) < 2:
+        return fill_template(TABS, tabs="")
+    total = sum(counts.values())
+    tabs = [render_tab("/", "All games", game == "", number_text(total))]
+    for id in games:
+        link = "/?game=" + urllib.parse.quote(id)
+        count = number_text(counts.get(id, 0))
+        tabs.append(render_tab(link, context.games[id], id == game, count))
+    return fill_template(TABS, tabs=tabs)
+
+
+def render_table(contents):
+    """Return the table of a ListPage. If it is empty, it says why, or how to list a server."""
+    list_filter = contents.list_filter
+    total = len(contents.servers)
+    is_search = bool(list_filter.name or list_filter.players_min)
+    status = list_status(total, is_search)
+    state = ' class="one-game"' if list_filter.game else ""
+    empty = ""
+    if not status:
+        # These hints are in the page only if there are no servers, and not hidden otherwise,
+        # because a browser for text shows everything
+        state += " hidden"
+        empty = render_contacts(contents.contacts, list_filter.game)
+    return fill_template(
+        TABLE,
+        status=status,
+        total=total,
+        rows=contents.rows,
+        state=Html(state),
+        empty=empty)
+
+
+def list_status(total, is_search):
+    """Return the line above a list of `total` servers.
+
+    It is "" if the list is empty, unless `is_search` says that the empty list is the result of a
+    search."""
+    servers = count_text(total, "server")
+    if total > PAGE_ROWS:
+        limit = number_text(PAGE_ROWS)
+        return "The first %s of %s. Search by name to find the others." % (limit, servers)
+    if total:
+        return servers
+    return "No server matches." if is_search else ""
+
+
+def render_contacts(contacts, game):
+    """Return hints on how to get servers of this game into the list. `game` is "" for all games.
+
+    `contacts` has (game, reader, line) tuples. `line` is what `reader`, such as "AIO servers", has
+    to have in its settings."""
+    hints = []
+    for contact_game, reader, line in contacts:
+        if game in ("", contact_game):
+            hints.append(fill_template(HINT, reader=reader, line=line))
+    return fill_template(EMPTY, hint=hints)
+
+
+def render_rows(context, servers, hourly_players, epoch, wall):
+    """Return the table rows of these servers as Html.
+
+    `hourly_players` has the last day's player counts by the server's key; `epoch` is the wall clock
+    minus the monotonic clock, `wall` the time now."""
+    def render(server):
+        spark = render_sparkline(hourly_players.get(server.key, ()))
+        return render_server_row(server, spark, context.game_title(server.game))
+
     rows = []
-    for server, (before, after) in zip(servers, made):
+    row_pieces = cached_entries(servers, "row", render)
+    for server, (before_seen, after_seen) in zip(servers, row_pieces):
         seen = server.last_seen + epoch
-        rows.append('%s title="%s">%s%s' % (before, iso(seen), ago(wall - seen), after))
+        age = age_text(wall - seen)
+        rows.append('%s title="%s">%s%s' % (before_seen, iso_time(seen), age, after_seen))
     return Html("".join(rows))
 
 
-def sparkline(values):
-    """24 hourly values, None where there is none: a histogram of about 160 bytes.
+def render_server_row(server, spark, title):
+    """Return one row of the list, about 630 bytes, as two pieces.
 
-    Empty if nothing is known."""
-    known = [value for value in values if value is not None]
-    if not known:
+    The time at which the server was last seen goes between the pieces, because it changes while
+    they are cached. `spark` is the server's sparkline, `title` the title of its game."""
+    # Every value is escaped here, because fill_template() would take three times as long, and a
+    # page has up to 2,000 rows. End tags that HTML does not need are left out. The cells have no
+    # classes, because the style sheet counts columns. The roles repeat what the tags say, because
+    # some browsers forget it when the style sheet changes how a row is displayed.
+    escape = html.escape
+    game = urllib.parse.quote(server.game)
+    address = urllib.parse.quote(server.address)
+    endpoint = escape(endpoint_text(server.address, server.port))
+    name = escape(server.name) or endpoint
+    before_seen = (
+        f'<tr role="row"{row_state(server)}>'
+        f'<td role="cell"><a href="/server?game={game}&amp;address={address}'
+        f'&amp;port={server.port}"><bdi>{name}</bdi></a>{render_badges(server)}'
+        f'<td role="cell">{escape(title)}'
+        f'<td role="cell">{escape(mode_text(server))}'
+        f'<td role="cell">{escape(server.map)}'
+        f'<td role="cell"><span><b>{server.players}</b>{render_meter(server)}</span>{spark}'
+        f'<td role="cell">{escape(server.version)}'
+        '<td role="cell"')
+    if server.game == "iceball":
+        endpoint = '<a href="iceball://%s" title="Start the game">%s</a>' % (endpoint, endpoint)
+    after_seen = f'<td role="cell"><code>{endpoint}</code>\n'
+    return before_seen, after_seen
+
+
+def row_state(server):
+    """Return the class attribute of a server's row if the server is empty or full, otherwise ""."""
+    if not server.players:
+        return ' class="empty"'
+    if server.players >= server.max_players > 0:
+        return ' class="full"'
+    return ""
+
+
+def render_meter(server):
+    """Return the maximum of players with a thin bar; "" if the server has not said a maximum."""
+    limit = server.max_players
+    if not limit:
+        return ""
+    return METER % (limit, limit, server.players)
+
+
+def render_sparkline(counts):
+    """Return the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
+
+    A count is None if the server was away in that hour. Without any count, return empty Html."""
+    present_counts = without_gaps(counts)
+    if not present_counts:
         return Html("")
-    crowd = max(SPARK_CROWD, max(known))
-    # 9 is the ground: away. 8: here and empty. 0: the day's peak
-    levels = [9 if value is None else 8 - round(8 * value / crowd) for value in values]
-    steps = "".join(["V%dh1" % level for level in levels])
-    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>' % steps)
+    scale = max(SPARK_MIN_PLAYERS, *present_counts)
+    tops = []
+    for count in counts:
+        if count is None:
+            top = SPARK_GROUND_Y
+        else:
+            top = SPARK_EMPTY_Y - round(SPARK_EMPTY_Y * count / scale)
+        tops.append("V%dh1" % top)
+    return Html(SPARKLINE % "".join(tops))
 
 
-def game_tabs(look, counts, game):
-    """All games, those with servers and the one chosen; nothing where that is one."""
-    shown = [id for id in look.games if id in counts or id == game]
-    tabs = [tab("/", "All games", not game, format(sum(counts.values()), ","))]
-    for id in shown:
-        tabs.append(tab("/?game=" + urllib.parse.quote(id), look.games[id], id == game,
-                        format(counts.get(id, 0), ",")))
-    return fill(TABS, tabs=tabs if len(shown) > 1 else "")
+def without_gaps(counts):
+    """Return those of these player counts that are not None, as a list."""
+    return [count for count in counts if count is not None]
 
 
-def list_status(total, filtered):
-    servers = plural(total, "server")
-    if total > PAGE_ROWS:
-        return "The first %s of %s. Search by name to find the others." % (
-            format(PAGE_ROWS, ","), servers)
-    if total:
-        return servers
-    return "No server matches." if filtered else ""
+# --- The page of one server ----------------------------------------------------------------------
 
-
-def list_page(look, wanted, servers, rows, counts, contacts, spark):
-    """wanted: a ListFilter; servers: all that match; rows: list_rows() of the first; counts: how
-    many servers a game has; contacts: contact_lines(), shown while nobody is listed; spark: the
-    day's sparkline of all players."""
-    game, total = wanted.game, len(servers)
-    state, empty = ' class="one-game"' if game else "", ""
-    status = list_status(total, wanted.name or wanted.players_min)
-    if not status:
-        # Not there when there are servers, instead of hidden: a browser for text shows all
-        state, empty = state + " hidden", fill(EMPTY, hint=[
-            fill(HINT, whom=whom, what=what) for id, whom, what in contacts if game in ("", id)])
-    players = plural(sum([server.players for server in servers]), "player")
-    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", players + " on " + plural(total, "server"))
-    crowded = [server for server in servers if server.players]
-    about = "%s on %d of %s: %s" % (players, len(crowded), plural(total, "server"), ", ".join([
-        "%s %d" % (server.name or endpoint_text(server.address, server.port), server.players)
-        for server in crowded[:PREVIEW_NAMES]]))
-    return page(
-        look, look.games.get(game), look.template, about.rstrip(": "),
-        "/?game=" + game if game else "/", intro=fill("<p>$text</p>\n", text=look.intro),
-        totals=fill(TOTALS, spark=spark, totals=Html(totals)), tabs=game_tabs(look, counts, game),
-        search=fill(SEARCH, game=game, name=wanted.name, players_min=wanted.players_min or ""),
-        table=fill(TABLE, status=status, total=total, rows=rows, state=Html(state), empty=empty))
-
-
-# One server, one check, an error
-
-def uptime(series, first_seen):
-    """The share of the samples with the server, since it is known; "" if there is none."""
-    samples = series.means[max(0, int((first_seen - series.start) // series.step)):]
-    here = len(samples) - samples.count(None)
-    # Rounded down: 100 only if always
-    return samples and "%.4g %% of the time" % (1000 * here // len(samples) / 10)
-
-
-# Of no interest to players: programs ask for servers by the gamename. The others are in records of
-# older versions only
-UNSHOWN_DETAILS = "gamename", "tag", "players_online"
+# Players do not need the gamename, by which programs ask for servers. The two others are in records
+# of older versions only
+HIDDEN_DETAILS = "gamename", "tag", "players_online"
 DESCRIPTION = "Description"
 
 
-def server_facts(server):
-    """What is shown of a server that is listed; what is empty is left out."""
-    players = str(server.players)
-    if server.max_players:
-        players += " of %d" % server.max_players
-    if server.playing is not None:
-        players += ", %d of them playing" % server.playing
+class ServerPage(NamedTuple):
+    """The contents of the page of one server."""
+
+    server: Server                  # with times of the wall clock
+    is_listed: bool                 # False: only its name and its times are known
+    series: Optional[Series]        # its player counts; None if no history is kept
+    span: str                       # the span of the series, a key of SPANS
+    base: str                       # the scheme and host at which other sites reach this page
+
+
+def render_server_page(context, contents, wall):
+    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes."""
+    server = contents.server
+    address = endpoint_text(server.address, server.port)
+    name = server.name or address
+    link = server_link(server)
+    lead = render_lead(context, contents, wall)
+    badges = play = ""
+    if contents.is_listed:
+        badges = render_badges(server)
+        if server.game == "iceball":
+            play = fill_template(PLAY, address=address)
+    facts = []
+    for fact_name, value in page_facts(context, contents, wall):
+        if value:
+            facts.append(render_fact(fact_name, value))
+    main = fill_template(
+        SERVER_PAGE,
+        name=name,
+        badges=badges,
+        lead=lead,
+        play=play,
+        history=render_history(contents, wall),
+        link=link,
+        image=server_link(server, "/banner.svg"),
+        base=contents.base,
+        address=address,
+        facts=facts)
+    about = server_summary(contents, lead)
+    return render_page(context, name, about=about, path=link, main=main)
+
+
+def render_lead(context, contents, wall):
+    """Return the line below the name of the server on a ServerPage.
+
+    It has the game, the mode and the map, each in an element of its own, because each may be
+    written from right to left. If the server is not listed, it says when it was last seen."""
+    server = contents.server
+    if not contents.is_listed:
+        seen = time_tag(server.last_seen, wall)
+        return fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
+    pieces = []
+    for text in (context.game_title(server.game), mode_text(server), server.map):
+        if text:
+            pieces.append(fill_template("<bdi>$text</bdi>", text=text))
+    return Html(" · ".join(pieces))
+
+
+def server_summary(contents, lead):
+    """Return the sentence that a chat shows beside a link to a ServerPage.
+
+    It is the page's `lead` without its link and its tags, after the number of players."""
+    lead_without_link, _, _ = lead.partition("<a ")
+    summary = re.sub("<.+?>", "", lead_without_link)
+    if contents.is_listed:
+        summary = "%s · %s" % (count_text(contents.server.players, "player"), summary)
+    return Html(summary)
+
+
+def render_history(contents, wall):
+    """Return the chart of a ServerPage with the tabs for its spans; "" if no history is kept."""
+    if not contents.series:
+        return ""
+    link = server_link(contents.server)
+    tabs = []
+    for span in SPANS:
+        span_link = link + "&span=" + span
+        is_current = span == contents.span
+        tabs.append(render_tab(span_link, span.capitalize(), is_current))
+    chart = render_chart(contents.series, wall)
+    return fill_template(HISTORY, chart=chart, tabs=tabs)
+
+
+def page_facts(context, contents, wall):
+    """Return the facts of a ServerPage as (name, value) pairs. Empty values are not shown."""
+    server = contents.server
+    address = endpoint_text(server.address, server.port)
     facts = [
-        ("Players", players),
-        ("Mode", mode_words(server)),
-        ("Map", server.map),
-        ("Version", server.version),
-        (DESCRIPTION, server.description),
-        ("Ping from this master", server.ping_ms and "%.0f ms" % server.ping_ms),
-        ("Verified", VERIFIED[server.verified])]
-    for name, value in server.details.items():
-        if name not in UNSHOWN_DETAILS:
-            facts.append((name.replace("_", " ").capitalize(), value))
-    facts.append(("Players online", ", ".join(server.luanti_announcement.get("clients_list", ()))))
+        ("Address", fill_template("<code>$address</code>", address=address)),
+        ("Game", context.game_title(server.game)),
+    ]
+    if contents.is_listed:
+        facts += server_facts(server)
+    if contents.series:
+        name = "Uptime, past " + contents.span
+        facts.append((name, uptime_text(contents.series, server.first_seen)))
+    facts.append(("First seen", time_tag(server.first_seen, wall)))
+    facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
 
 
-def fact(name, value):
-    """One fact of a server; a description has a line of its own."""
-    width = Html(' class="wide"') if name == DESCRIPTION else ""
-    return fill(FACT, width=width, name=name, value=value)
+def server_facts(server):
+    """Return the facts about a listed server that the list has, as (name, value) pairs."""
+    ping = ""
+    if server.ping_ms:
+        ping = "%.0f ms" % server.ping_ms
+    facts = [
+        ("Players", players_text(server)),
+        ("Mode", mode_text(server)),
+        ("Map", server.map),
+        ("Version", server.version),
+        (DESCRIPTION, server.description),
+        ("Ping from this master", ping),
+        ("Verified", VERIFIED[server.verified]),
+    ]
+    for key, value in server.details.items():
+        if key not in HIDDEN_DETAILS:
+            name = key.replace("_", " ").capitalize()
+            facts.append((name, value))
+    player_names = server.luanti_announcement.get("clients_list", ())
+    facts.append(("Players online", ", ".join(player_names)))
+    return facts
 
 
-def server_lead(server, game, listed, wall):
-    """What stands below its name; game: its title."""
-    if not listed:
-        return fill(GONE, seen=time_tag(server.last_seen, wall), link=server_link(server, "/check"))
-    return Html(" · ".join([fill("<bdi>$part</bdi>", part=part)
-                            for part in (game, mode_words(server), server.map) if part]))
+def players_text(server):
+    """Return how many players a server has, in words: "3 of 32, 2 of them playing"."""
+    text = str(server.players)
+    if server.max_players:
+        text += " of %d" % server.max_players
+    if server.playing is not None:
+        text += ", %d of them playing" % server.playing
+    return text
 
 
-def server_page(look, server, listed, series, span, wall, base):
-    """One server, its times the wall clock's. Of one that is not `listed` the name and the times
-    are known. series: of the span, see chart(); None where no history is kept. base: where other
-    pages reach this one."""
-    address, game = endpoint_text(server.address, server.port), look.game_title(server.game)
-    name, marks, play, history = server.name or address, "", "", ""
-    link, lead = server_link(server), server_lead(server, game, listed, wall)
-    about = plural(server.players, "player") + " · " if listed else ""
-    about += re.sub("<a .*|<.+?>", "", lead)
-    facts = [("Address", fill("<code>$address</code>", address=address)), ("Game", game)]
+def uptime_text(series, first_seen):
+    """Return, in words, for what share of the time of a Series the server was there.
+
+    Samples before `first_seen` do not count. If no others are left, return ""."""
+    skipped = int((first_seen - series.start) // series.step)
+    samples = series.means[max(0, skipped):]
+    if not samples:
+        return ""
+    present_count = len(samples) - samples.count(None)
+    # The share is rounded down, so that it is 100 % only if the server was always there
+    permille = 1000 * present_count // len(samples)
+    return "%.4g %% of the time" % (permille / 10)
+
+
+def render_fact(name, value):
+    """Return one fact of a server as Html. A description gets a line of its own."""
+    width = ""
+    if name == DESCRIPTION:
+        width = Html(' class="wide"')
+    return fill_template(FACT, width=width, name=name, value=value)
+
+
+# --- The pages for checks and errors -------------------------------------------------------------
+
+def render_check_page(context, address, port, findings, listed, wall):
+    """Return the page that says what became of an address's packets, as UTF-8 bytes.
+
+    `port` is 0 for all ports, `findings` has filled FINDING templates, `listed` has the address's
+    servers in the list, with times of the wall clock."""
+    endpoint = endpoint_text(address, port) if port else address
+    verdict = "Nothing at %s is listed now" % endpoint
     if listed:
-        marks = badges(server)
-        facts += server_facts(server)
-        play = fill(PLAY, address=address) if server.game == "iceball" else ""
-    if series:
-        history = fill(HISTORY, chart=chart(series, wall), tabs=[
-            tab(link + "&span=" + key, key.capitalize(), key == span) for key in SPANS])
-        facts.append(("Uptime, past " + span, uptime(series, server.first_seen)))
-    facts += [("First seen", time_tag(server.first_seen, wall)),
-              ("Last seen", time_tag(server.last_seen, wall))]
-    return page(look, name, about=Html(about), path=link, main=fill(
-        SERVER_PAGE, name=name, badges=marks, lead=lead, play=play, history=history, link=link,
-        image=server_link(server, "/banner.svg"), base=base, address=address,
-        facts=[fact(name, value) for name, value in facts if value]))
+        verdict = "Listed now: " + count_text(len(listed), "server")
+    if findings:
+        finding_list = fill_template(FINDING_LIST, items=findings)
+    else:
+        finding_list = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
+    main = fill_template(
+        CHECK_PAGE,
+        address=address,
+        port=port or "",
+        verdict=verdict,
+        listed=[render_listed_server(server, wall) for server in listed],
+        findings=finding_list)
+    return render_page(context, "Is my server listed?", main=main)
 
 
-def check_page(look, address, port, findings, listed, wall):
-    """What became of what an address sent.
-
-    port: 0 for any; findings: filled FINDINGs; listed: its servers, their times the wall clock's.
-    """
-    whom = endpoint_text(address, port) if port else address
-    verdict = "Nothing at %s is listed now" % whom
-    if listed:
-        verdict = "Listed now: " + plural(len(listed), "server")
-    rows = []
-    for server in listed:
-        peer = endpoint_text(server.address, server.port)
-        rows.append(fill(
-            LISTED, link=server_link(server), name=server.name or peer, badges=badges(server),
-            peer=peer, seen=time_tag(server.last_seen, wall)))
-    found = fill(FINDINGS, items=findings) if findings else fill(NOTHING_ARRIVED, whom=whom)
-    return page(look, "Is my server listed?", main=fill(
-        CHECK_PAGE, address=address, port=port or "", verdict=verdict, listed=rows,
-        findings=found))
+def render_listed_server(server, wall):
+    """Return the line about a listed server on /check. Its times are those of the wall clock."""
+    address = endpoint_text(server.address, server.port)
+    return fill_template(
+        LISTED_SERVER,
+        link=server_link(server),
+        name=server.name or address,
+        badges=render_badges(server),
+        address=address,
+        seen=time_tag(server.last_seen, wall))
 
 
-def error_page(look, status, reason, hint):
-    return page(look, reason, main=fill(ERROR_PAGE, status=status, reason=reason, hint=hint))
+def render_error_page(context, status, reason, hint):
+    """Return the page for an HTTP error as UTF-8 bytes. `hint` says what can be done about it."""
+    main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
+    return render_page(context, reason, main=main)
 
 
-# The chart of one server's players
+# --- The chart of a server's players -------------------------------------------------------------
 
 CHART = """\
 <figure>
@@ -8182,11 +8740,11 @@ NO_HISTORY = """\
 """
 VALUE_MARK = """\
 <line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>\
-<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$words</text>
+<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>
 """
 TIME_MARK = """\
 <line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>\
-<text class="middle$minor" x="$x" y="95%">$words</text>
+<text class="middle$minor" x="$x" y="95%">$text</text>
 """
 CURVES = """\
 <svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" preserveAspectRatio="none">\
@@ -8195,94 +8753,212 @@ CURVES = """\
 PEAK_DOT = """\
 <circle cx="$x" cy="$y" r="3"/>"""
 PEAK_MARK = """\
-<text class="label middle" x="$x" y="$y" dy="-9">peak $words</text>
+<text class="label middle" x="$x" y="$y" dy="-9">peak $text</text>
 """
 LATEST_MARK = """\
-<text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$words</text>
+<text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$text</text>
 """
 
-TIME_STEPS = (      # the longest span in days, seconds from tick to tick, their words
-    (2, 10800, "%H:%M"), (10, 86400, "%a %d"), (100, 5 * 86400, "%d %b"), (366, 86400, "%b"))
+# A tick's text that is the name of a month
+MONTH_FORMAT = "%b"
+# The steps from tick to tick on the time axis. Each row has the longest span for which it is used,
+# in days, the step in seconds, and the format of a tick's text
+TIME_STEPS = (
+    (2, 3 * HOUR, "%H:%M"),
+    (10, DAY, "%a %d"),
+    (100, 5 * DAY, "%d %b"),
+    (366, DAY, MONTH_FORMAT),
+)
+
+
+class ChartBar(NamedTuple):
+    """The player counts of one sample of a Series, or of several that follow each other."""
+
+    start: int                      # the index of the first sample
+    mean: float
+    peak: float
+
+
+def render_chart(series, wall):
+    """Return the player counts of a Series as inline SVG, about 13 kB.
+
+    The plot is stretched to the available width; the text around it keeps its size. `wall` is the
+    time now."""
+    count = len(series.means)
+    width = math.ceil(count / CHART_POINTS)
+    bars = chart_bars(series, width)
+    if not bars:
+        return Html(NO_HISTORY)
+    *_, latest_bar = bars
+    latest_index = last_index(series.means)
+    latest_text = mean_text(latest_bar.mean)
+    peak = max(bar.peak for bar in bars)
+    peak_index = series.peaks.index(peak)
+    peak_text = number_text(round(peak, 1))
+    end = series.start + count * series.step
+    ticks = value_ticks(peak)
+    *_, top = ticks
+    marks = [
+        *render_axes(ticks, series.start, end),
+        render_curves(bars, width, count, top),
+        *render_peak(peak_index / count, peak / top, peak_text),
+        render_latest(latest_index / count, latest_bar.mean / top, latest_text),
+    ]
+    peak_at = series.start + peak_index * series.step
+    latest_at = series.start + (latest_index + 1) * series.step
+    return fill_template(
+        CHART,
+        start=minute_text(series.start),
+        end=minute_text(end),
+        marks=marks,
+        peak=peak_text,
+        peak_time=minute_text(peak_at),
+        latest=latest_text,
+        latest_time=time_tag(min(wall, latest_at), wall))
+
+
+def chart_bars(series, width):
+    """Return a ChartBar for each `width` samples of a Series, from its start on.
+
+    Samples are None if the server was away. A bar without any other sample is left out."""
+    bars = []
+    for start in range(0, len(series.means), width):
+        end = start + width
+        means = without_gaps(series.means[start:end])
+        peaks = without_gaps(series.peaks[start:end])
+        if means:
+            mean = sum(means) / len(means)
+            bars.append(ChartBar(start, mean, max(peaks)))
+    return bars
+
+
+def last_index(counts):
+    """Return the index of the last of these counts that is not None."""
+    index = len(counts) - 1
+    while counts[index] is None:
+        index -= 1
+    return index
+
+
+def mean_text(mean):
+    """Return a mean number of players: with one decimal below 10, otherwise without."""
+    digits = 1 if mean < 10 else None
+    return format(round(mean, digits), ",g")
 
 
 def value_ticks(top):
-    """Round whole numbers from 0 to at least `top`, CHART_GRIDLINES above zero at most."""
-    most = max(1, math.ceil(top))
-    step = next(factor * 10 ** power for power in range(10) for factor in (1, 2, 5)
-                if factor * 10 ** power * CHART_GRIDLINES >= most)
-    return list(range(0, most + step, step))
+    """Return round whole numbers for the axis of players, from 0 to at least `top`.
+
+    Above zero there are CHART_GRIDLINES of them at most."""
+    limit = max(1, math.ceil(top))
+    power_of_ten = 1
+    while True:
+        for factor in (1, 2, 5):
+            step = factor * power_of_ten
+            if step * CHART_GRIDLINES >= limit:
+                return list(range(0, limit + step, step))
+        power_of_ten *= 10
 
 
-def time_ticks(start, end):
-    """Round times within a span with their words: hours in a day, days in a week, dates, months."""
-    step, words = next(row[1:] for row in TIME_STEPS if end - start <= row[0] * 86400)
-    ticks = range(math.ceil(start / step) * step, math.floor(end) + 1, step)
-    return [(tick, utc(tick).strftime(words)) for tick in ticks
-            if words != "%b" or utc(tick).day == 1]
+def render_axes(ticks, start, end):
+    """Return the two axes of a chart, with gridlines, as a list of Html.
 
-
-def minute(wall):
-    return iso(wall)[:16].replace("T", " ")
-
-
-def mark(template, words, x, y, **more):
-    """`x` and `y`: its place in the plot, from 0 to 1.
-
-    The plot takes 6 % to 92 % of the width, as there are numbers left and right of it, and 14 % to
-    86 % of the height: the peak's label stands above."""
-    return fill(template, words=words, x="%.5g%%" % (6 + 86 * x), y="%.4g%%" % (86 - 72 * y),
-                **more)
-
-
-def axes(ticks, start, end):
-    long = " long" if ticks[-1] > 999 else ""       # more than a phone's margins hold
-    marks = [mark(VALUE_MARK, format(tick, ","), 0, tick / ticks[-1], long=long,
-                  kind="grid" if tick else "axis") for tick in ticks]
-    for index, (tick, words) in enumerate(time_ticks(start, end)):
-        marks.append(mark(TIME_MARK, words, (tick - start) / (end - start), 0,
-                          minor=" minor" * (index % 2)))
+    `ticks` are the numbers of players that get a line; `start` and `end` are times of the wall
+    clock."""
+    *_, top = ticks
+    long_class = ""
+    if top > 999:                   # such numbers do not fit into the margins on a phone
+        long_class = " long"
+    marks = []
+    for tick in ticks:
+        kind = "grid" if tick else "axis"
+        marks.append(place_mark(
+            VALUE_MARK, 0, tick / top, text=number_text(tick), long=long_class, kind=kind))
+    for index, (tick, text) in enumerate(time_ticks(start, end)):
+        # On a phone every other text is left out
+        minor_class = " minor" if index % 2 else ""
+        x = (tick - start) / (end - start)
+        marks.append(place_mark(TIME_MARK, x, 0, text=text, minor=minor_class))
     return marks
 
 
-def curves(known, count, top):
-    """The mean as a line, the peaks as an area of bars; and the mean's last point."""
-    every = math.ceil(count / CHART_POINTS)
-    line, area, following, level = "", "", -1, 0.0
-    for at, samples in itertools.groupby(known, lambda sample: sample[0] // every * every):
-        _, means, peaks = zip(*samples)
-        level = sum(means) / len(means)
-        pen = "L" if at == following else "M"          # a gap is a gap
-        # h.01: a sample alone is a dot
-        line += "%s%d %.4gh.01" % (pen, at, 100 - 100 * level / top)
-        area += "M%d 100V%.4gh%dV100" % (at, 100 - 100 * max(peaks) / top, every)
-        following = at + every
-    return fill(CURVES, points=count, area=area, line=line), level
+def time_ticks(start, end):
+    """Return the ticks of the time axis as [(time, text), ...], at round times from start to end.
+
+    All times are of the wall clock. The ticks of a day are hours, those of a week are days, those
+    of a month are every fifth day, and those of a year are months."""
+    step, text_format = time_step(end - start)
+    first_tick = math.ceil(start / step) * step
+    last_tick = math.floor(end)
+    ticks = []
+    for tick in range(first_tick, last_tick + 1, step):
+        tick_datetime = utc_datetime(tick)
+        # Months differ in length, so the step is a day, and only the first of a month has a tick
+        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
+            continue
+        ticks.append((tick, tick_datetime.strftime(text_format)))
+    return ticks
 
 
-def chart(series, wall):
-    """Players over time as inline SVG, about 13 kB.
+def time_step(span_s):
+    """Return the seconds from tick to tick for a span of so many seconds, and the text's format."""
+    for longest_days, step, text_format in TIME_STEPS:
+        if span_s <= longest_days * DAY:
+            break                   # the last row has the longest of the SPANS
+    return step, text_format
 
-    The plot is stretched to the width at hand; the text around it keeps its size."""
-    start, step, count = series.start, series.step, len(series.means)
-    known = [sample for sample in zip(range(count), series.means, series.peaks)
-             if sample[1] is not None]          # else the server was away
-    if not known:
-        return Html(NO_HISTORY)
-    last, (peak_at, _, peak) = known[-1][0], max(known, key=lambda sample: sample[2])
-    ticks = value_ticks(peak)
-    drawing, level = curves(known, count, ticks[-1])
-    latest = format(round(level, 1) if level < 10 else round(level), ",g")
-    latest_at = min(wall, start + (last + 1) * step)
-    x, y, words = peak_at / count, peak / ticks[-1], format(round(peak, 1), ",")
-    marks = [
-        *axes(ticks, start, start + count * step), drawing, mark(PEAK_DOT, "", x, y),
-        mark(PEAK_MARK, words, min(max(x, .04), .96), y),       # within the page
-        mark(LATEST_MARK, latest, last / count, level / ticks[-1],
-             long=" long" if len(latest) > 2 else "")]
-    return fill(
-        CHART, start=minute(start), end=minute(start + count * step), peak=words, marks=marks,
-        peak_time=minute(start + peak_at * step), latest=latest,
-        latest_time=time_tag(latest_at, wall))
+
+def place_mark(template, x, y, **values):
+    """Return a template filled with these values and the place of a point in the plot.
+
+    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes 6 % to 92 % of the
+    chart's width, because there are numbers to both sides, and 14 % to 86 % of its height, because
+    the peak's label stands above."""
+    left = "%.5g%%" % (6 + 86 * x)
+    top = "%.4g%%" % (86 - 72 * y)
+    return fill_template(template, x=left, y=top, **values)
+
+
+def render_curves(bars, width, count, top):
+    """Return the means of a list of ChartBar as a line, and their peaks as an area.
+
+    Each bar stands for `width` samples, the plot for `count` samples. The plot reaches from 0 to
+    `top` players."""
+    line = []
+    area = []
+    next_start = -1
+    for start, mean, peak in bars:
+        mean_y = 100 - 100 * mean / top
+        peak_y = 100 - 100 * peak / top
+        # The line is interrupted where samples are missing
+        command = "L" if start == next_start else "M"
+        # The tiny step to the right makes a point that stands alone visible, as a dot
+        line.append("%s%d %.4gh.01" % (command, start, mean_y))
+        area.append("M%d 100V%.4gh%dV100" % (start, peak_y, width))
+        next_start = start + width
+    return fill_template(CURVES, points=count, area="".join(area), line="".join(line))
+
+
+def render_peak(x, y, text):
+    """Return a dot at the highest peak, and its label with this text, as a list of Html.
+
+    `x` and `y` are the place of the peak, as in place_mark()."""
+    label_x = min(max(x, .04), .96)             # so that the label stays within the page
+    return [
+        place_mark(PEAK_DOT, x, y),
+        place_mark(PEAK_MARK, label_x, y, text=text),
+    ]
+
+
+def render_latest(x, y, text):
+    """Return the label at the end of the line, whose text is the latest number of players.
+
+    `x` and `y` are the place of the line's end, as in place_mark()."""
+    long_class = ""
+    if len(text) > 2:               # such a number does not fit into the margin on a phone
+        long_class = " long"
+    return place_mark(LATEST_MARK, x, y, text=text, long=long_class)
+
 
 # ================================================================================================
 # 9  Web
@@ -8786,7 +9462,7 @@ class Web(TcpProtocol):
             empty_list = iceball_list(self, [])
             return HttpResponse(empty_list, JSON_TYPE, status, error.fields)
         if "text/html" in request.header("Accept"):
-            page = error_page(self.look, status, reason, hint)
+            page = render_error_page(self.look, status, reason, hint)
             return HttpResponse(page, HTML_TYPE, status, error.fields)
         text = "%d %s\n%s\n" % (status, reason, hint)
         return HttpResponse(text.encode(), TEXT_TYPE, status, error.fields)
@@ -9027,7 +9703,7 @@ def server_xml(server):
 
 def servers_xml(elements, wall):
     """Return the XML document with these servers' elements. `wall`: seconds since 1970."""
-    rendered_at = utc(wall).replace(microsecond=0)
+    rendered_at = utc_datetime(wall).replace(microsecond=0)
     head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n' % (
         rendered_at.astimezone().isoformat(), rendered_at.isoformat())
     return head.encode() + b"".join(elements) + b"</serverlist>\n"
@@ -9179,14 +9855,16 @@ def render_list(web, list_filter, servers, wall):
         if listed:
             counts[id] = len(listed)
     shown = servers[:PAGE_ROWS]
-    rows = list_rows(web.look, shown, hourly_players, web.epoch, wall)
+    rows = render_rows(web.look, shown, hourly_players, web.epoch, wall)
     day = ()
     if list_filter == ListFilter(game):
         games = [game] if game else counts
         day = day_total(hourly_players, games)
     host = web.settings["server.public_address"] or "THIS-HOST"
     contacts = contact_lines(web.core.listeners, host, web.settings)
-    return list_page(web.look, list_filter, servers, rows, counts, contacts, sparkline(day))
+    spark = render_sparkline(day)
+    contents = ListPage(list_filter, servers, rows, counts, contacts, spark)
+    return render_list_page(web.look, contents)
 
 
 def with_wall_times(server, epoch):
@@ -9223,7 +9901,8 @@ def get_server(web, request):
     if remembered:                      # the server may have been here before
         shown.first_seen = min(shown.first_seen, remembered.first_seen)
     base = web.look.url or "http://" + request.header("Host")
-    page = server_page(web.look, shown, listed, series, query.span, wall, base)
+    contents = ServerPage(shown, listed is not None, series, query.span, base)
+    page = render_server_page(web.look, contents, wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -9242,16 +9921,16 @@ def get_banner(web, request):
         remembered, = from_disk(request, lambda: [database.known(*query.key)])
         if remembered:
             name, status = remembered.name, 200
-            state = "not listed since %s UTC" % minute(remembered.last_seen)
+            state = "not listed since %s UTC" % minute_text(remembered.last_seen)
     hourly_players = web.hourly_players.get(query.key, ())
-    svg = fill(
+    svg = fill_template(
         BANNER,
         name=clean(name) or endpoint,
         state=state,
         players=players,
         game=web.look.game_title(clean(query.game)),
         address=endpoint,
-        spark=sparkline(hourly_players))
+        spark=render_sparkline(hourly_players))
     return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
 
@@ -9581,7 +10260,7 @@ def get_check(web, request):
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
     findings += recorded_findings(web, address, port, listed, wall)
-    page = check_page(web.look, address, port, findings, listed, wall)
+    page = render_check_page(web.look, address, port, findings, listed, wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -9647,7 +10326,7 @@ def recorded_findings(web, address, port, listed, wall):
         peer = address
         if packet_port:
             peer = endpoint_text(address, packet_port)
-        arrival = fill(
+        arrival = fill_template(
             ARRIVAL,
             when=time_tag(record.at + web.epoch, wall),
             protocol=web.look.game_title(protocol),
@@ -9663,7 +10342,7 @@ def finding(outcome, detail, arrival=""):
     title, advice = OUTCOMES.get(outcome, OutcomeText(outcome, "%s"))
     detail = detail or "nothing more is known"
     todo = advice.replace("%s", detail)
-    return fill(FINDING, outcome=title, arrival=arrival, todo=todo)
+    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -10903,7 +11582,7 @@ def read_text_files(settings):
         try:
             text = read_text_file(path) if path else ""
             if name == "http.template":
-                list_template(text)             # raises ValueError for a wrong template
+                check_list_template(text)             # raises ValueError for a wrong template
         except (OSError, ValueError) as error:
             section, key = name.split(".")
             raise SettingsError("[%s] %s = %s: %s" % (section, key, path, error)) from None
@@ -12969,7 +13648,7 @@ def ping_quake3(host, port):
 
 def read_quake3_info(data):
     """Return the fields of an infoResponse. Raise Malformed."""
-    info = quake3_info(quake3_pairs(data))
+    info = parse_quake3_info(split_quake3_pairs(data))
     gamename = info.gamename
     if not gamename:
         # Scripts may rely on this name for servers that do not say their game

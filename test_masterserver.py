@@ -4452,7 +4452,7 @@ class Quake3Test(unittest.TestCase):
     def lists(self, *questions):
         """How many servers the answer to each question has; no limit and no age counts."""
         self.registry.rules.read(self.core.settings)
-        self.quake3.answers.due = 0.0
+        self.quake3.answer_function.due = 0.0
         return [len(self.ask(b"getservers " + question, 50.0)) for question in questions]
 
     def server(self, place=place):
@@ -4667,7 +4667,7 @@ class Quake3Test(unittest.TestCase):
 
     def test_a_shortcut_is_for_one_server_and_ends_when_that_changes(self):
         """By polls and by heartbeats alike; a new round trip time is no reason to read again."""
-        with mock.patch.object(ms, "quake3_info", wraps=ms.quake3_info) as read:
+        with mock.patch.object(ms, "parse_quake3_info", wraps=ms.parse_quake3_info) as read:
             first, second = [self.shake(place=(self.place[0], port)) for port in (1, 2)]
             self.poll(range(1, 60), info)
             for now, milliseconds in (91.0, 10), (121.0, 30):
@@ -5106,7 +5106,8 @@ class PagesTest(unittest.TestCase):
             self.assertIn(part, text)
 
     def test_fill_escapes_everything_but_html(self):
-        text = ms.fill("$a|$b|$c|$d", a="<\"'&>", b=ms.Html("<b>"), c=1, d=["<", ms.Html("<i>")])
+        text = ms.fill_template("$a|$b|$c|$d", a="<\"'&>", b=ms.Html("<b>"), c=1,
+                                d=["<", ms.Html("<i>")])
         self.assertEqual(text, "&lt;&quot;&#x27;&amp;&gt;|<b>|1|&lt;<i>")
 
     def test_hostile_text_makes_no_tag_and_no_attribute(self):
@@ -5149,13 +5150,13 @@ class PagesTest(unittest.TestCase):
         for seconds, words in (
                 (-5, "now"), (0.9, "now"), (12.7, "12 s ago"), (89, "89 s ago"), (90, "1 min ago"),
                 (5399, "89 min ago"), (5400, "1 h ago"), (129600, "1 d ago"), (864000, "10 d ago")):
-            self.assertEqual(ms.ago(seconds), words)
+            self.assertEqual(ms.age_text(seconds), words)
 
     def test_sparkline(self):
-        self.assertEqual(ms.sparkline([None] * 24), "")
+        self.assertEqual(ms.render_sparkline([None] * 24), "")
         for values, path in (([None, 0, 2, 4], "M0 9V9h1V8h1V4h1V0h1V9"),
                              ([1, 16], "M0 9V8h1V0h1V9"), ([1], "M0 9V6h1V9")):
-            self.holds(ms.sparkline(values), 'd="%s"' % path)
+            self.holds(ms.render_sparkline(values), 'd="%s"' % path)
 
     def test_ticks(self):
         for top, ticks in ((0, [0, 1]), (1, [0, 1]), (3, [0, 1, 2, 3]), (7.2, [0, 2, 4, 6, 8]),
@@ -5169,7 +5170,7 @@ class PagesTest(unittest.TestCase):
     def test_chart_leaves_gaps_and_names_peak_and_latest(self):
         means = [1, 2, None, None, 7, None, 3, 3, None, 4]
         series = ms.Series(WALL - 600, 60, means, means[:7] + [5, None, 4])
-        chart = ms.chart(series, WALL + 12)
+        chart = ms.render_chart(series, WALL + 12)
         # Four stretches; one of 8 players is 12.5 % of the height
         self.holds(
             chart,
@@ -5181,16 +5182,18 @@ class PagesTest(unittest.TestCase):
         ticks = r'class="(\w+)"[^>]*/><text class="tick end"[^>]*>(\d+)<'
         self.assertEqual(re.findall(ticks, chart),
                          [("axis", "0")] + [("grid", tick) for tick in "2468"])
-        day, year = [ms.chart(make_series(span), WALL) for span in ("day", "year")]
+        day, year = [ms.render_chart(make_series(span), WALL) for span in ("day", "year")]
         self.assertEqual(re.findall(r'<text class="middle[^>]*>([^<]+)<', day),
                          "03:00 06:00 09:00 12:00 15:00 18:00 21:00 00:00".split())
         self.assertLess(len(re.findall("h.01", year)), ms.CHART_POINTS)         # not one an hour
         self.holds(year, "h.01L24 ")
         series = make_series()
         series.peaks[101] = 40
-        self.holds(ms.chart(series, WALL), "V0h4V100")
-        self.holds(ms.chart(ms.Series(0, 60, [9, 1], [9, 1]), WALL), 'x="9.44%" y="21.2%" dy="-9"')
-        self.holds(ms.chart(ms.Series(0, 60, [None], [None]), WALL), "No history in this span yet")
+        self.holds(ms.render_chart(series, WALL), "V0h4V100")
+        self.holds(ms.render_chart(ms.Series(0, 60, [9, 1], [9, 1]), WALL),
+                   'x="9.44%" y="21.2%" dy="-9"')
+        self.holds(ms.render_chart(ms.Series(0, 60, [None], [None]), WALL),
+                   "No history in this span yet")
 
     def test_server_page(self):
         server = make_server(mode="\u05de", map="<m>", players=1200, playing=3, ping_ms=23.4,
@@ -5242,8 +5245,8 @@ class PagesTest(unittest.TestCase):
     def test_badges(self):
         server = make_server(name="Once", official=True, confirmed=False, responding=False,
                              verified="self-reported")
-        self.assertEqual(ms.badges(make_server()), "")
-        words = re.findall(r'<i title="[^"]{20,}">([a-z -]+)</i>', ms.badges(server))
+        self.assertEqual(ms.render_badges(make_server()), "")
+        words = re.findall(r'<i title="[^"]{20,}">([a-z -]+)</i>', ms.render_badges(server))
         self.assertEqual(words, ["official", "unconfirmed", "self-reported", "not responding"])
         for path in "/", link_to(server), "/check?address=192.0.2.1":
             text = Outline(page_of(web_of([server]), path)).text
@@ -5272,11 +5275,11 @@ class PagesTest(unittest.TestCase):
         own = "<title>$title</title> $$5 $table"
         page = page_of(web_of(make_servers(3), template=own))
         self.assertTrue(page.startswith("<title>Open Game Masters</title> $5 <p id"))
-        ms.list_template(own)
+        ms.check_list_template(own)
         for text, reason in (("$nonsense", r"unknown placeholder \$nonsense .*head, totals"),
                              ("100 $ a line", "line 1")):
             with self.assertRaisesRegex(ValueError, reason):
-                ms.list_template(text)
+                ms.check_list_template(text)
 
 
 class Exchange(socketserver.BaseRequestHandler):
@@ -5889,9 +5892,9 @@ class FuzzTest(unittest.TestCase):
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games subscriptions lists titles requests request_counts".split(),
-                "waiting", "by_source", "altered", "tags"}
+                "waiting", "by_source", "altered", "gamenames_by_tag"}
     DECODERS = (ms.parse_zone_list, ms.parse_hyperbol_list, ms.parse_hyperbol_greeting, ms.aio_info,
-                ms.luanti_goodbye, lambda data: ms.quake3_info(ms.quake3_pairs(data)))
+                ms.luanti_goodbye, lambda data: ms.parse_quake3_info(ms.split_quake3_pairs(data)))
 
     def setUp(self):
         self.chance = random.Random(20)
@@ -6650,7 +6653,7 @@ class ListsTest(WebCase):
         """However many ask for them, in whatever words; and each server's part only when it has
         changed."""
         servers = [self.list(port, max_players=9) for port in range(1, 4)]
-        for path, function in (("/?x=%d", "server_row"), ("/master.json?%d", "iceball_json"),
+        for path, function in (("/?x=%d", "render_server_row"), ("/master.json?%d", "iceball_json"),
                                ("/servers.json?%d", "server_json"),
                                ("/servers.xml?game=iceball&x=%d", "server_xml")):
             listed = mock.Mock(wraps=self.registry.servers)
@@ -6682,7 +6685,7 @@ class ListsTest(WebCase):
             self.web.tick(now)
             listed, = self.servers(now=now)
             self.assertEqual((listed["first_seen"], listed["last_seen"]), (epoch, epoch + now - 1))
-            self.assertIn('title="%s">1 s ago<' % ms.iso(epoch + now - 1),
+            self.assertIn('title="%s">1 s ago<' % ms.iso_time(epoch + now - 1),
                           self.get("/", now=now)[2].decode())
 
     def test_a_search(self):
@@ -6750,8 +6753,8 @@ flavor="3" ping_milliseconds="41"/>
             self.web.tick(0.0)
             for path, shown in (("/", True), ("/?name=s", False)):
                 page = self.get(path)[2].decode()
-                self.assertIn("</span>%s<td" % ms.sparkline(day), page)
-                self.assertEqual(ms.sparkline(total) in page, shown, "a search has no total")
+                self.assertIn("</span>%s<td" % ms.render_sparkline(day), page)
+                self.assertEqual(ms.render_sparkline(total) in page, shown, "a search has no total")
         days = {("a", "", 0): [1, None, None], ("b", "", 0): [2, 3, None]}
         self.assertEqual(ms.day_total(days, ["a", "b", "x"]), [3, 3, None])
 
