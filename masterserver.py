@@ -172,7 +172,7 @@ ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of o
 NUMBER_DIGITS = 400
 HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
-HTTP_CACHE_BYTES = 16 << 20         # of responses; one of 50,000 servers has more, and is kept alone
+HTTP_CACHE_BYTES = 16 << 20         # of responses; one with 50,000 servers is longer, and is alone
 GZIP_MIN_BYTES = 600                # a shorter body fits one packet with its head in any case
 GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; level 6: 222 kB in 23
 RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
@@ -474,6 +474,35 @@ def read_own_game_id(text):
     return read_game_id(text)
 
 
+class GameFilter(NamedTuple):
+    """Which games are listed, as [quake3] games says it. Game ids are in lower case."""
+
+    named: Tuple[str, ...] = ()         # the games that are named without "!"
+    excluded: Tuple[str, ...] = ()      # the games that are named with "!"
+    lists_named_only: bool = False      # True if the text begins with a game without "!"
+
+    def accepts(self, game: str) -> bool:
+        """Is this game listed?"""
+        if game in self.excluded:
+            return False
+        return not self.lists_named_only or game in self.named
+
+
+def read_game_filter(text):
+    """Return the GameFilter for a text such as `xonotic, openarena` (only these) or `!nexuiz` (all
+    but this one). An empty text accepts all games."""
+    named, excluded = [], []
+    lists_named_only = False
+    for name in list_reader(str.lower)(text):
+        if name.startswith("!"):
+            excluded.append(name[len("!"):])
+            continue
+        if not excluded and not named:
+            lists_named_only = True
+        named.append(name)
+    return GameFilter(tuple(named), tuple(excluded), lists_named_only)
+
+
 def read_rate(text):
     """Return (a second, at once) for `100/400`. Without a second number both are the first."""
     rate, _, burst = text.partition("/")
@@ -569,7 +598,7 @@ SETTINGS = (
             "A text file to read the news from instead; read again when it changes."),
     Setting("quake3.port", "27950", read_port,
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", list_reader(str.lower),
+    Setting("quake3.games", "", read_game_filter,
             "Games to list, such as xonotic, openarena; or !nexuiz: all but this; empty: all."),
     Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
@@ -1843,8 +1872,8 @@ class Registry:
                 self.remove_own(server)
 
     def is_silent(self, source, heard_at, seconds, now):
-        """Has this source, last heard at `heard_at`, been silent for `seconds`, and does its silence
-        prove anything?"""
+        """Has this source, last heard at `heard_at`, been silent for `seconds`, and does that prove
+        anything?"""
         if now < max(heard_at, self.silence_counts_from) + seconds:
             return False
         if now >= heard_at + FLOODED_LIFETIMES * seconds:
@@ -6761,17 +6790,17 @@ class Quake3(UdpProtocol, PolledGame):
 
         `source` is the address that it sends from. Raise Refused if the settings exclude the game,
         or if it is new and there are too many new games."""
-        gamename, games = fields["details"]["gamename"], self.settings["quake3.games"]
+        gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
+        game_filter = self.settings["quake3.games"]
         # Under the id of another protocol's game the server would be listed as what it is not
         is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
-        only = games and not games[0].startswith("!")
-        is_excluded = "!" + game in games or only and game not in games
-        if is_id_of_another_protocol or is_excluded:
+        if is_id_of_another_protocol or not game_filter.accepts(game):
             raise Refused("game", "%a is none of those here" % gamename)
         # The limits for new games do not count the games that have a name here, so that strangers
         # with invented games cannot keep those out
-        named_games = {*QUAKE3_TITLES, *games, *map(quake3_game_id, self.tag_gamenames)}
+        games_of_tags = map(quake3_game_id, self.tag_gamenames)
+        named_games = {*QUAKE3_TITLES, *game_filter.named, *games_of_tags}
         if game not in self.registry.titles and game not in named_games:
             self.check_new_game(source, named_games)
         return game
