@@ -114,8 +114,8 @@ UDP_BUFFER_BYTES = 8 << 20          # 20,000 announcements, which cost about 800
 RECV_BYTES = 65536                  # for one read from a connection
 # The system's own buffer of megabytes would hide how slowly a reader reads.
 SEND_BUFFER_BYTES = 1 << 18
-# After our last byte we read away the peer's further input for a time, up to a number of bytes. Then
-# we close the connection.
+# After our last byte we read away the peer's further input for a time, up to a number of bytes.
+# Then we close the connection.
 LINGER_S = 5.0
 LINGER_BYTES = 65536
 OUTPUT_TOTAL_S = 120.0              # a client that takes longer for one answer does not read it
@@ -145,8 +145,8 @@ COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six mil
 # Anybody can have an IPv6 /48, so it may have as much as 16 single sources.
 SITE_SOURCES = 16
 LIMITER_SOURCES = 16384             # that one limiter remembers, in about 3 MB
-# All unproven sources together get this many bytes more than they sent, a second / at once. Each use
-# of allow_surplus() has as much: 200 lists a second, or 0.8 Mbit/s for an attacker who forges
+# All unproven sources together get this many bytes more than they sent, a second / at once. Each
+# use of allow_surplus() has as much: 200 lists a second, or 0.8 Mbit/s for an attacker who forges
 # addresses.
 SURPLUS_BYTES = 100_000, 1_000_000
 # This rate is never reached. A limit would let a flood with a server's address silence the server.
