@@ -99,8 +99,8 @@ log = logging.getLogger("masterserver")
 # ================================================================================================
 # 2  Limits
 #
-# Numbers that bound something, each with its reason or its source. What an operator may want to
-# change is a setting (section 3). What bounds one protocol or one tool stands with it.
+# Limits of the whole program, each with its reason or its source. Limits that an operator may want
+# to change are settings (section 3). Limits of one protocol or one tool stand with it.
 # ================================================================================================
 
 TICK_S = 1.0                        # between two ticks of protocols; documents count whole seconds
@@ -114,8 +114,8 @@ UDP_BUFFER_BYTES = 8 << 20          # 20,000 announcements, which cost about 800
 RECV_BYTES = 65536                  # for one read from a connection
 # The system's own buffer of megabytes would hide how slowly a reader reads.
 SEND_BUFFER_BYTES = 1 << 18
-# What a peer sends after our last byte is read away: for so long, and so many bytes of it. Then
-# the connection is closed.
+# After our last byte we read away the peer's further input for a time, up to a number of bytes.
+# Then we close the connection.
 LINGER_S = 5.0
 LINGER_BYTES = 65536
 OUTPUT_TOTAL_S = 120.0              # a client that takes longer for one answer does not read it
@@ -132,12 +132,12 @@ LOOKUP_TURNS = 1024                 # sources that are remembered: 16 times as m
 LOOKUP_WAITERS = 16
 STOP_S = 2.0                        # for answers on their way at a stop: people wait no longer
 STOP_DISK_S = 5.0                   # for a batch that is being written; it takes milliseconds
-DESCRIPTORS_KEPT = 40               # not for connections: listeners, streams, database, log
+DESCRIPTORS_KEPT = 40               # for everything but connections: listeners, database, log
 DESCRIPTORS_UNTOLD = 256            # assumed if the system does not tell: macOS's limit
 FAULT_RATE = 1, 20                  # tracebacks a second / at once: a fault must not fill the disk
 
 NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
-TEXT_CHARACTERS = 512               # of a description; the longest in a document has 386 bytes
+TEXT_CHARACTERS = 512               # a description in a document has 386 bytes at most
 PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSpace: u16)
 
 COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers return it in 1 s
@@ -145,8 +145,9 @@ COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six mil
 # Anybody can have an IPv6 /48, so it may have as much as 16 single sources.
 SITE_SOURCES = 16
 LIMITER_SOURCES = 16384             # that one limiter remembers, in about 3 MB
-# What all unproven sources together get beyond what they sent, a second / at once, for each use of
-# allow_surplus(). It is 200 lists a second, or 0.8 Mbit/s for somebody who forges addresses.
+# All unproven sources together get this many bytes more than they sent, a second / at once. Each
+# use of allow_surplus() has as much: 200 lists a second, or 0.8 Mbit/s for an attacker who forges
+# addresses.
 SURPLUS_BYTES = 100_000, 1_000_000
 # This rate is never reached. A limit would let a flood with a server's address silence the server.
 ANSWERS_RATE = 1e6, 1e6
@@ -154,15 +155,15 @@ ANSWERS_RATE = 1e6, 1e6
 # many lifetimes.
 FLOODED_LIFETIMES = 3
 ALTERED_SERVERS = 100_000           # that wait for the disk: a full list, and as many that left
-KNOWN_SERVERS = 60_000              # that have left and are remembered on disk
-KNOWN_GAMES = 1000                  # whose history is kept; the page has some 80 at a time
-OUTCOMES_KEPT = 4096                # of packets, for /check: 3 MB if each is as long as possible
+KNOWN_SERVERS = 60_000              # servers that have left and are remembered on disk
+KNOWN_GAMES = 1000                  # games with a history; the page shows some 80 at a time
+OUTCOMES_KEPT = 4096                # packets that /check explains: 3 MB with the longest details
 OUTCOMES_PER_SOURCE = 64            # two for each of the 32 servers that a source lists by default
-OUTCOMES_PER_S = 500                # so a flood leaves eight seconds to look at
-OUTCOME_CHARACTERS = 200            # of the detail: two lines on the page
+OUTCOMES_PER_S = 500                # even in a flood the last eight seconds are kept
+OUTCOME_CHARACTERS = 200            # two lines of detail on the page
 
-HTTP_LINE_BYTES = 4096              # of the request line; 128 Chinese characters need 1,200
-HTTP_HEAD_BYTES = 16384             # of line and headers; browsers behind proxies send up to 4 kB
+HTTP_LINE_BYTES = 4096              # a search for 128 Chinese characters needs 1,200
+HTTP_HEAD_BYTES = 16384             # browsers behind proxies send up to 4 kB
 # An announcement needs 500 bytes, or 12,500 with every text at its longest. Luanti's has the names
 # of all mods.
 HTTP_BODY_BYTES = 65536
@@ -172,7 +173,7 @@ ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of o
 NUMBER_DIGITS = 400
 HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
 HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
-HTTP_CACHE_BYTES = 16 << 20         # of responses; one with 50,000 servers is longer, and is alone
+HTTP_CACHE_BYTES = 16 << 20         # a list of 50,000 servers is longer, and is kept by itself
 GZIP_MIN_BYTES = 600                # a shorter body fits one packet with its head in any case
 GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; level 6: 222 kB in 23
 RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
@@ -194,7 +195,7 @@ class SettingsError(Exception):
     """A setting that cannot be used. The text names file, key and the nearest right name."""
 
 
-# What may follow "://" in a URL without being a secret: the host.
+# The host in a URL, which stands behind "://" and is no secret.
 URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
 
 
@@ -415,7 +416,7 @@ ENGINE_DEFAULT_PORT = "6379"            # Redis's own
 
 
 class EngineAddress(NamedTuple):
-    """Where Redis or Valkey is: the path of a Unix socket, or a host and a port."""
+    """The address of Redis or Valkey: the path of a Unix socket, or a host and a port."""
 
     path: str = ""
     tls: bool = False
@@ -475,7 +476,7 @@ def read_own_game_id(text):
 
 
 class GameFilter(NamedTuple):
-    """Which games are listed, as [quake3] games says it. Game ids are in lower case."""
+    """The games that [quake3] games allows in the list. Game ids are in lower case."""
 
     named: Tuple[str, ...] = ()         # the games that are named without "!"
     excluded: Tuple[str, ...] = ()      # the games that are named with "!"
@@ -532,7 +533,7 @@ class Setting(NamedTuple):
     """One setting, or a section whose keys are data of the operator."""
 
     name: str                       # section.key, or the section whose keys are data
-    default: str                    # or, for a section of data, an example
+    default: str                    # an example for a section of data
     read: Callable[[str], Any]
     help: str                       # one line of the ini
     live: bool = True               # whether it takes effect on reload
@@ -873,7 +874,7 @@ def config_text():
 # ================================================================================================
 # 4  Wire helpers
 #
-# What several protocols need and none owns: the one exception for bad input, text, addresses, the
+# Helpers that several protocols share: the one exception for bad input, text, addresses, the
 # cookie, the rate limiter. Nothing here does I/O.
 # ================================================================================================
 
@@ -900,7 +901,7 @@ def error_text(error):
 
 
 class Tally:
-    """What one protocol has seen, for /metrics. METRICS (section 9) explains each counter."""
+    """The counters of one protocol for /metrics. METRICS (section 9) explains each of them."""
 
     def __init__(self):
         self.received = 0
@@ -1276,7 +1277,7 @@ class Refused(Exception):
 
 
 class Rules:
-    """What the operator has decided about addresses: public addresses, bans, marks and limits.
+    """The operator's decisions about addresses: public addresses, bans, marks and limits.
 
     All protocols share the limiters. Packets by UDP may have a forged source, so they have
     limiters of their own: a flood with somebody's address takes nothing from what he does by TCP.
@@ -1521,7 +1522,7 @@ def census_of(servers):
 
 
 class PacketOutcome(NamedTuple):
-    """What became of a packet."""
+    """The outcome of one packet: listed, refused, or something else."""
 
     at: float                           # seconds of the monotonic clock
     outcome: str                        # a key of OUTCOMES (section 9)
@@ -1529,7 +1530,7 @@ class PacketOutcome(NamedTuple):
 
 
 class PacketOutcomes:
-    """What became of the last packets, by source, protocol and announced port.
+    """The outcomes of the last packets, by source, protocol and announced port.
 
     A source has OUTCOMES_PER_SOURCE entries at most, and all have OUTCOMES_KEPT; the entries of
     the source that was silent for longest make room. In one second OUTCOMES_PER_S are added at
@@ -1540,7 +1541,7 @@ class PacketOutcomes:
         self.by_source = collections.OrderedDict()
         self.total = 0
         self.second_ends = 0.0          # when the present second ends
-        self.this_second = 0            # how many were added in it
+        self.this_second = 0            # the number of outcomes added in it
 
     def add(self, packet, outcome, now, detail):
         """Remember an outcome. `packet`: its (source, protocol, announced port)."""
@@ -2032,7 +2033,7 @@ SAMPLE_MAX = 65534                      # players; one more would not fit into 1
 MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER = 60, 15
 HOUR_OF_MINUTES = struct.Struct("<60H")     # a block of minutes
 
-STORAGE_BUSY_S = 0.2        # how long SQLite waits for another program's lock
+STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 
 # Nothing is deleted for its age before samples have come for this long without a jump of the
 # clock. A clock that runs two years ahead, until NTP sets it, would make everything too old.
@@ -2040,7 +2041,7 @@ STEADY_S = DAY
 # The clock has jumped if the wall clock of a sample is before that of the last sample, or this much
 # after it. Samples come every minute, and a restart of the machine takes some minutes.
 JUMP_S = HOUR
-# What was sampled while the clock ran ahead is deleted after this long. This is more than STEADY_S,
+# Samples taken while the clock ran ahead are deleted after this long. This is more than STEADY_S,
 # because the clock of a machine without network may stand at 1970 for days.
 AHEAD_S = MONTH
 
@@ -2085,7 +2086,7 @@ class ListedRow(NamedTuple):
 
 
 Counts = List[Optional[int]]        # of players; None where the server or the master was away
-DISK_ERRORS = sqlite3.Error, OSError        # what any method of Database may raise
+DISK_ERRORS = sqlite3.Error, OSError        # any method of Database may raise these
 
 
 class Series(NamedTuple):
@@ -2098,8 +2099,8 @@ class Series(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What the database knows of a server, listed or not: when it was seen, in seconds of the wall
-    clock, and its name."""
+    """A server that the database knows, listed or not: its name, and when it was seen, in seconds
+    of the wall clock."""
 
     first_seen: float
     last_seen: float
@@ -2169,7 +2170,7 @@ class Database:
         self.path = os.path.realpath(path)
         self.set_aside = ""
         self._db: Optional[sqlite3.Connection] = None
-        self._wall = 0.0            # of the last call that had it; names a damaged file
+        self._wall = 0.0            # the wall clock at the last call, to name a damaged file
         self._quarter = -1          # the quarter of an hour of the last sample
 
     def close(self):
@@ -2200,7 +2201,7 @@ class Database:
 
     def save(self, rows, departed):
         """List these rows, new or changed, and no longer list the servers with the keys in
-        `departed`, all in one transaction. What is saved outlives the process."""
+        `departed`, all in one transaction. Saved rows outlive the process."""
         def work(db):
             self._remove_listed(db, departed)
             self._insert_listed(db, rows)
@@ -2665,7 +2666,7 @@ class SavedList:
         self.hourly_players = {}                        # the last day's counts; see Database
         # When the batch was begun that is being written; None if there is none
         self.batch_began: Optional[float] = None
-        self.sampled_minute = -1.0                      # of the last batch with all servers in it
+        self.sampled_minute = -1.0                      # when a batch last had all servers
 
     def restore(self, now, wall, protocols):
         """List the servers that were listed before the restart. `protocols`: those that run
@@ -2679,7 +2680,7 @@ class SavedList:
         registry = self.registry
         registry.silence_counts_from = now
         for row in rows:
-            registry.altered.add(row.key)           # so a server that is not restored is deleted
+            registry.altered.add(row.key)           # a server that is not restored is deleted
             with contextlib.suppress(Refused):
                 self.restore_row(row, now, wall, protocols)
         log.info("servers restored from before the restart, not confirmed until heard again: %d",
@@ -2760,9 +2761,10 @@ class SavedList:
         in the batch."""
         self.batch_began = None
         if isinstance(result, Exception):
-            self.sampled_minute = -1.0              # so the next batch has all servers
+            # The next batch has all servers, and those that have left
+            self.sampled_minute = -1.0
             if len(keys) < ALTERED_SERVERS:
-                self.registry.altered |= keys       # and those that have left
+                self.registry.altered |= keys
             report(self.health, "database", error_text(result))
             return
         if result:
@@ -2778,7 +2780,7 @@ class SavedList:
 # given bytes, the peer that sent them and the time, and it returns bytes. It keeps what it learns
 # in the registry, and raises Malformed for everything that its document does not have. "The
 # document" is the game's own description of the protocol; the docstring of the class has its title.
-# Where the document leaves something open, the class does what programs in use were seen to do.
+# If the document leaves something open, the class does it as deployed programs do.
 # ================================================================================================
 
 class UdpProtocol:
@@ -4497,7 +4499,7 @@ PING_NONCES_PER_CYCLE = 300
 def ping_nonce():
     """Return a random timestamp to which every zone replies with its total of players.
 
-    To other timestamps some zones reply with the number of those who are playing."""
+    Some zones reply to other timestamps with the number of players who are in the game."""
     cycle_count = (1 << 32) // PING_NONCE_CYCLE
     cycle_start = PING_NONCE_CYCLE * RANDOM.randrange(cycle_count)
     return cycle_start + RANDOM.randrange(PING_NONCES_PER_CYCLE)
@@ -4971,7 +4973,7 @@ def has_announced_fields(zone, announcement):
     """Return True if a listed zone has every field of this announcement with the same value."""
     for name, announced_value in announcement.fields.items():
         if name == "details":
-            # Of the details only the scores are announced; the others are from the zone's answers.
+            # Only the scores are announced; the other details are from the zone's answers.
             if zone.details.get("scores") != announced_value["scores"]:
                 return False
         elif getattr(zone, name) != announced_value:
@@ -5571,7 +5573,7 @@ def parse_zone_entry(head, description):
 # --- AIO -----------------------------------------------------------------------------------------
 
 AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0; greets framed peers as well
-AIO_GREETING_S = 1.2                # of silence before the text greeting; text clients wait for it
+AIO_GREETING_S = 1.2                # of silence before the text greeting, which clients wait for
 # The share of all connections that listed servers may hold. The others are for players and
 # browsers, so no server has to leave to make room for them.
 AIO_SHARE = 0.5
@@ -5579,7 +5581,7 @@ AIO_IDLE_S = 330.0                  # for a peer that publishes nothing; clients
 AIO_KEEPALIVE_S = 120.0             # for a server that sends keepalives; they come every 20 to 40 s
 AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted them
 AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest have 2,600
-AIO_ANSWER_BYTES = 16384            # of a game server's answer, unpacked; 2,600 can be shown
+AIO_ANSWER_BYTES = 16384            # a game server's answer, unpacked; 2,600 can be shown
 AIO_ZLIB_BYTES = 1200               # a longer frame does not fit one packet, and is compressed
 AIO_NEWS_CHARACTERS = 16000         # a string16 carries 65,535 bytes
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
@@ -5640,7 +5642,7 @@ def inflate(data, limit):
 
 
 class AioInfo(NamedTuple):
-    """What a framed game server answers to a query."""
+    """The answer of a framed game server to a query."""
 
     name: str
     description: str
@@ -6006,7 +6008,7 @@ class AioSession(Session):
     def closed(self, now):
         self.registry.remove_own(self.server)
 
-    # What the messages ask for
+    # Requests in messages
 
     def list_for(self, render, now):
         """Return the list that `render` makes, as it was made last. Raise Malformed if this source
@@ -8183,7 +8185,7 @@ def fill_template(template, **values):
 
 
 class PageContext(NamedTuple):
-    """What the operator has chosen for all pages."""
+    """The operator's choices for all pages."""
 
     title: str                      # the name of the whole site
     intro: str                      # a paragraph at the top of the list page; may be empty
@@ -9060,7 +9062,7 @@ class DiskNeeded(Exception):
 
 
 class HttpResponse:
-    """What a route returns: the body, its media type, the status and further header fields."""
+    """The result of a route: the body, its media type, the status and further header fields."""
 
     def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
         self.body = body
@@ -9201,7 +9203,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         value, _, _ = content.partition(b"\r\n--")
         return value
 
-    # What http.server would write to a socket or to standard error
+    # http.server calls these to write to a socket or to standard error
 
     def handle_expect_100(self):
         return True                     # the Iceball client exits at a "100 Continue"
@@ -9311,7 +9313,7 @@ class HttpSession(Session):
         try:
             self.request.parse()
         except HttpError:
-            # What follows a request that cannot be read may be no request
+            # The bytes that follow an unreadable request may be no request
             self.request.close_connection = True
             raise
         return True
@@ -9373,7 +9375,8 @@ class RefusedConnection(HttpSession):
 # --- All connections -----------------------------------------------------------------------------
 
 class Web(TcpProtocol):
-    """What all HTTP connections share: the cache, the lists and the call of a route's function."""
+    """The state that all HTTP connections share: the cache and the lists. It also calls the
+    function of a request's route."""
 
     speaks_first = False
 
@@ -9534,7 +9537,7 @@ def query_number(request, name, low, high):
 
 
 class ListFilter(NamedTuple):
-    """Which servers a list has."""
+    """A choice of servers for a list."""
 
     game: str                           # "" for every game
     name: str = ""                      # a part of the name or address; "" for every server
@@ -9833,7 +9836,7 @@ def contact_lines(listeners, host, settings):
     ports = {"luanti": settings["luanti.enabled"]}
     page = ""
     for listener in listeners:
-        # Of a protocol's ports the last takes announcements
+        # If a protocol has several ports, the last one takes announcements
         ports[listener.protocol] = listener.port
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
@@ -10028,8 +10031,8 @@ def post_announce(web, request):
 def check_no_web_page(request):
     """Raise HttpError if a web page in somebody's browser has sent this request.
 
-    Browsers send one of these fields (the second only over HTTPS and to their own machine). What a
-    page says of itself and of the host proves nothing, because its name may lead here (DNS
+    Browsers send one of these fields (the second only over HTTPS and to their own machine). Other
+    fields prove nothing about a page, because the name of its host may lead here (DNS
     rebinding)."""
     if request.header("Origin") or request.header("Sec-Fetch-Site") not in ("", "none"):
         raise HttpError(403, "A web page may not announce servers here.")
@@ -10202,7 +10205,7 @@ class OutcomeText(NamedTuple):
     """How the page /check shows an outcome."""
 
     title: str
-    advice: str                         # what to do; %s stands for the recorded detail
+    advice: str                         # the advice to the operator; %s is the recorded detail
 
 
 OUTCOMES = {
@@ -10280,8 +10283,8 @@ IPV4_LISTS = "subspace", "hyperbol"     # games whose own lists have room only f
 
 
 def get_check(web, request):
-    """What became of the packets that an address sent, by default the client's: ?address=,
-    ?port=."""
+    """The page that says what became of the packets from an address: ?address=, by default the
+    client's, and ?port=."""
     address, port = query_endpoint(request, request.address)
     wall = request.now + web.epoch
     listed = listed_from(web, address, port)
@@ -10602,8 +10605,8 @@ PROTOCOLS = (
 #
 # Sockets, threads and the clock. One thread, the event loop, serves every listener and connection,
 # and changes everything that is shared, so nothing needs a lock. All events of one wake-up get one
-# time. What may block has a thread of its own: the disk and the log always, host names, other
-# masters and each webhook only where they are used.
+# time. Calls that may block have threads of their own: the disk and the log always, host names,
+# other masters and each webhook only where they are used.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -10865,8 +10868,8 @@ class UdpSocket:
 # --- Connections ---------------------------------------------------------------------------------
 
 class TcpConnection:
-    """A TCP connection and its session. What it may hold and how long it may stall is bounded, and
-    it is never ended by a reset.
+    """A TCP connection and its session. Its memory and the time for which it may stall are bounded,
+    and it is never ended by a reset.
 
     It waits for one thing at a time: for input, for room to write `unsent`, or for the session's
     job in the disk thread. It reads nothing while output waits or is being made, so both stay
@@ -10883,7 +10886,7 @@ class TcpConnection:
         self.unsent: Any = b""              # output that waits for room
         # When a slow reader, or a peer that does not close its side, is disconnected
         self.deadline = math.inf
-        self.linger_bytes = LINGER_BYTES    # how much of a peer's further input is read away
+        self.linger_bytes = LINGER_BYTES    # bytes of further input that are still read away
         self.events = 0                     # the selector waits for them; 0 during a job
         self.wait_for(selectors.EVENT_READ)
 
@@ -11188,7 +11191,7 @@ class WorkerThread:
 
 # --- The log ------------------------------------------------------------------------------------
 
-LOG_FILE_BYTES = 10 << 20           # of each log file
+LOG_FILE_BYTES = 10 << 20           # the size at which a log file is rotated
 LOG_FILES = 3                       # older files that are kept: 40 MB in all
 LOG_LINES = 1000                    # that may wait for the thread that writes them
 LOG_END_S = 1.0                     # for the lines that wait when the program ends
@@ -11754,7 +11757,7 @@ def set_options(sock, options):
 # A reply has a thousand records at most. The longest record, of a Luanti server, has 25 kB, or
 # twice as much if each byte has to be escaped.
 REPLY_BYTES = 64 << 20
-REPLY_PART_BYTES = 50       # what Python needs for each part of a reply beside its bytes
+REPLY_PART_BYTES = 50       # Python needs these for each part of a reply beside its bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
 # One exchange reads 60,000 servers of a log at most. The event loop needs 15 ms for each 1,000.
 CLUSTER_BATCHES = 60
@@ -11768,7 +11771,7 @@ CLUSTER_MARGIN_S = 2.0
 # not counting CLUSTER_LOG_SERVERS more servers.
 CLUSTER_LOG = 4
 CLUSTER_LOG_SERVERS = 1000
-CLUSTER_LOG_BYTES = 32 << 20        # of changes in a log; otherwise long records would fill Redis
+CLUSTER_LOG_BYTES = 32 << 20        # changes in one log; more long records would fill Redis
 # All other masters together can have two lists of 50,000 servers, which is what clients take. A
 # server needs some 2 kB.
 CLUSTER_SERVERS = 100_000
@@ -11877,14 +11880,14 @@ class NameTaken(Exception):
 
 
 class LogEntry(NamedTuple):
-    """What one record of a master's log says about one server."""
+    """The content of one record of a master's log, about one server."""
 
     key: Key
     server: Optional[Server]            # None if the server has left or the record is unreadable
 
 
 class LogUpdate(NamedTuple):
-    """What is new in another master's log."""
+    """The new records in another master's log."""
 
     master: str
     has_webhooks: bool
@@ -11927,8 +11930,8 @@ class MasterLogs:
     # When this connection has renewed the lease last; None until it has done so once
     renewed_at: Any = None
     log_name = b""
-    logs_begun = 0                      # how many logs this process has begun; part of their names
-    log_records = 0                     # how many records the current log has
+    logs_begun = 0                      # logs that this process has begun; part of their names
+    log_records = 0                     # records in the current log
     appended_bytes = 0                  # bytes of records that followed the log's first, whole list
 
     def __init__(self, engine: EngineAddress, prefix: str, name: str, tally: Tally):
@@ -11939,7 +11942,7 @@ class MasterLogs:
         self.tally = tally
         self.process_id = b"%016x" % RANDOM.getrandbits(64)
         self.lease_key = self.full_key(name.encode())
-        self.records_read = {}          # how many records of each other master's log, by its name
+        self.records_read = {}          # records that were read of each log, by the log's name
 
     def full_key(self, name):
         """Return the engine's key for a log or a master's lease."""
@@ -12319,7 +12322,7 @@ class Cluster:
         return self.masters_with_lease
 
     def sends_news(self, now):
-        """Is it for this master to send news? Of the masters with webhooks, the one whose name
+        """Is it for this master to send news? If several masters have webhooks, the one whose name
         sorts first sends them."""
         for name, has_webhooks in self.current_masters(now).items():
             if has_webhooks and name <= self.name:
@@ -12800,7 +12803,7 @@ class MasterServer:
                 connection.close(now)
         for protocol in self.protocols:         # the poller is among them
             protocol.read(self.settings)
-        if log.handlers:            # not for a program that embeds this one and has its own log
+        if log.handlers:            # a program that embeds this one has a log of its own
             log.setLevel(self.settings["server.log_level"].upper())
 
 
@@ -13212,7 +13215,7 @@ def post_announcement(announcer, **extra_fields):
     announcer.on_response(response.status, response_body, time.monotonic())
 
 
-# What Announcement accepts beside the game and the port
+# The fields that Announcement accepts beside the game and the port
 ANNOUNCEMENT_FIELDS = {
     "name": str, "players": int, "max_players": int, "playing": int, "mode": str, "map": str,
     "version": str, "description": str}
@@ -13519,7 +13522,7 @@ def command_announce(arguments):
 
 # --- Asking game servers and masters -------------------------------------------------------------
 #
-# What the commands `ping` and `list` do. To add a game, write a function that takes host and port
+# The commands `ping` and `list`. To add a game, write a function that takes host and port
 # and returns what it has learned, ready for JSON, and add it to PINGS or LISTS. If there is no
 # answer, the function raises an OSError or Malformed whose text says why.
 
@@ -13529,7 +13532,7 @@ ASK_WAIT_S = 2.0                    # several round trips around the world
 ASK_TOTAL_S = OUTPUT_TOTAL_S
 FETCH_S = 10.0                      # a list server that is silent for this long does not answer
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
-LIST_SERVERS = 65536                # of one game; a master lists 50,000 of all games by default
+LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
@@ -13903,7 +13906,7 @@ def quake3_list_start(data):
 
 
 class JsonList(NamedTuple):
-    """Where a game's list is on its master, and how the fields are called in it."""
+    """The path of a game's list on its master, and the names of the fields in it."""
 
     path: str
     servers: str                        # the list of servers
