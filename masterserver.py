@@ -904,6 +904,7 @@ class Tally:
     """The counters of one protocol for /metrics. METRICS (section 9) explains each of them."""
 
     def __init__(self):
+        """Begin with all counters at 0."""
         self.received = 0
         self.sent = 0
         self.bytes_in = 0
@@ -1292,6 +1293,7 @@ class Rules:
     surplus_limiter         bytes that unproven sources get beyond what they sent, by use"""
 
     def __init__(self, settings):
+        """Create the limiters, and read the settings, a Settings object."""
         self.datagram_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.message_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.connection_limiter = Limiter(ANSWERS_RATE, self.verdict)
@@ -1437,16 +1439,19 @@ class Server:
     """
 
     __slots__ = (
-        "game", "address", "port", "source", "first_seen", "last_seen", "lifetime", "name", "mode",
-        "map", "version", "players", "max_players", "verified", "description", "playing", "flavor",
-        "responding", "ping_ms", "details", "aio_published_name", "luanti_announcement",
-        "zone_owner", "fingerprint", "sender", "master", "official", "priority", "confirmed",
-        "pinned", "rank", "entry_cache")
+        "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
+        "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
+        "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
+        "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
+        "zone_owner", "fingerprint", "sender", "master")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
                  aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS):
+        """Describe a server that was just heard. `now`: the time, for first_seen and last_seen. The
+        class lists the other parameters, which are attributes of the same names; those without a
+        parameter get the values that a new server has."""
         self.game = game
         self.address = address
         self.port = port
@@ -1537,6 +1542,7 @@ class PacketOutcomes:
     most."""
 
     def __init__(self):
+        """Begin without any outcomes."""
         # By source_key(), and then by (source, protocol, port); the latest ones stand at the end
         self.by_source = collections.OrderedDict()
         self.total = 0
@@ -1604,6 +1610,7 @@ class Registry:
     master = ""                         # this master's name among several
 
     def __init__(self, rules):
+        """Begin with an empty list. `rules`: a Rules object."""
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
         # The titles of games that only their servers name, and the source of the server that has
@@ -1919,6 +1926,8 @@ class RenderedList:
     list, so that rendering takes a tenth of the time at most."""
 
     def __init__(self, registry, game, render):
+        """`registry`: where the servers are; `game`: an id, or "" for all games; `render(servers)`:
+        returns the rendered list. Nothing is rendered before get() is called."""
         self.registry = registry
         self.game = game
         self.render = render
@@ -2165,6 +2174,7 @@ class Database:
     `set_aside`: the name that the last damaged file has got, "" if there was none."""
 
     def __init__(self, path):
+        """`path`: of the SQLite file. The file is opened when it is needed first."""
         # SQLite's logs stand beside the file that a link leads to, and a damaged file is renamed
         # there. A program that embeds this one may change its folder later
         self.path = os.path.realpath(path)
@@ -2188,6 +2198,8 @@ class Database:
         return self._run(self._load)
 
     def _load(self, db):
+        """Return the ListedRows of load(). Raise TypeError or JSONDecodeError, which mean damage,
+        if a row is not what save() has written."""
         rows = []
         for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
@@ -3075,6 +3087,7 @@ class Poller(UdpProtocol):
     datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings):
+        """Begin without targets. `settings`: a Settings object."""
         # Every querier that has added a target
         self.queriers = set()
         # The targets by game, address and the server's own port
@@ -3352,6 +3365,8 @@ class PolledGame(Querier):
     """
 
     def __init__(self, core):
+        """`core`: the Core of this program. Servers of this game can then be announced by HTTP,
+        too."""
         self.core = core
         self.registry = core.registry
         self.poller = core.poller
@@ -3736,6 +3751,7 @@ class Iceball(UdpProtocol):
     game = "iceball"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         settings = core.settings
         self.registry = core.registry
         self.cookie = Cookie(os.urandom(16))
@@ -4039,6 +4055,7 @@ class IceballDraft:
     """
 
     def __init__(self, iceball):
+        """`iceball`: the Iceball object that receives the datagrams of both protocols."""
         self.iceball = iceball
         self.registry = iceball.registry
         # The sessions whose id has not come back yet, by peer. They are apart from the others,
@@ -4240,6 +4257,7 @@ class Hyperbol(TcpProtocol, PolledGame):
     game = "hyperbol"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         registry = core.registry
         self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
@@ -4311,6 +4329,8 @@ class HyperbolSession(Session):
     """Serve one player, whose connection asks for the list."""
 
     def __init__(self, hyperbol, address, now):
+        """`hyperbol`: the protocol; `address`: the client's; `now`: the time at which it
+        connected."""
         self.hyperbol = hyperbol
         self.address = address
         self.deadline = now + HYPERBOL_REQUEST_S
@@ -4535,6 +4555,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     nonce = staticmethod(ping_nonce)
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         self.cookie = Cookie(os.urandom(16), PING_TIMESTAMP_BYTES)
         self.waiting = WaitingAnnouncements()
@@ -5005,6 +5026,7 @@ class WaitingAnnouncements:
     address counts for itself."""
 
     def __init__(self):
+        """Begin without announcements."""
         # Maps a source to its announcements, and a port to the announcement. The source and the
         # announcement that were added last come last.
         self.by_source = collections.OrderedDict()
@@ -5085,6 +5107,7 @@ class ZonePoll:
     """
 
     def __init__(self):
+        """Begin a poll of one zone, with the first question."""
         # The number of questions that are answered, and so the index of the question to ask
         self.step = 0
         self.players = 0
@@ -5200,6 +5223,7 @@ class SubSpaceLink:
     """
 
     def __init__(self, now, payloads=()):
+        """Begin a link at the time `now`. `payloads` are sent reliably, in this order."""
         self.payloads = iter(payloads)
         self.in_flight = {}             # (packet, time when it was sent last) by sequence number
         self.sequence = 0               # the number of our next reliable packet
@@ -5370,6 +5394,7 @@ class SubSpaceList(UdpProtocol):
     datagram_bytes = LINK_PACKET_BYTES
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         registry = core.registry
         self.rules = registry.rules
         self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
@@ -5449,6 +5474,8 @@ class ListLink(SubSpaceLink):
     """Run the master's end of a list exchange: serve list requests, `01 minplayers[4]`."""
 
     def __init__(self, protocol, address, key, now):
+        """Begin the link of one client. `protocol`: the SubSpaceList; `key`: the client's
+        connection key."""
         super().__init__(now)
         self.protocol = protocol
         self.address = address
@@ -5944,6 +5971,8 @@ class AioSession(Session):
     """A connection of one peer, a game server or a client, in any dialect."""
 
     def __init__(self, aio, address, number, now):
+        """`aio`: the protocol; `address`: of the peer; `number`: the id in the greeting; `now`: the
+        time at which the peer connected."""
         self.aio = aio
         self.registry = aio.registry
         self.rules = aio.rules
@@ -5963,6 +5992,8 @@ class AioSession(Session):
         return AIO_CONNECTED
 
     def receive(self, data, now):
+        """Return the answer to the first message that has one, b"" if none has. Raise Malformed,
+        which is recorded for /check."""
         if data and not self.buffer:
             self.message_began = now
         self.buffer += data
@@ -5995,6 +6026,8 @@ class AioSession(Session):
         return self.receive(b"", now)
 
     def tick(self, now):
+        """Greet a silent peer; note that a connected server is there; end a connection that was
+        silent for too long."""
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
@@ -6128,6 +6161,7 @@ class Aio(TcpProtocol, Querier):
     game = "aio"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         self.registry = core.registry
         self.poller = core.poller
         self.rules = core.registry.rules
@@ -6140,6 +6174,7 @@ class Aio(TcpProtocol, Querier):
         self.read(core.settings)
 
     def read(self, settings):
+        """Take the number of connections and the news from the settings."""
         self.max_servers = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
         text = settings.texts.get("aio.news_file") or settings["aio.news"]
         text = text.strip()[:AIO_NEWS_CHARACTERS]
@@ -6172,6 +6207,8 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target, data, now):
+        """Update the server with its answer to a query. Raise Malformed, and Refused for a refused
+        name."""
         info = aio_info(data)
         self.registry.check_name(info.name)
         server = target.querier_data
@@ -6528,6 +6565,7 @@ class Quake3(UdpProtocol, PolledGame):
     attempts = 3
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         # Servers of this protocol are announced by heartbeats alone, not by HTTP
         del core.http_announcers[self.game]
@@ -6983,6 +7021,7 @@ class Luanti(TcpProtocol, PolledGame):
     game = "luanti"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
             del core.http_announcers[self.game]
@@ -7081,6 +7120,9 @@ class Luanti(TcpProtocol, PolledGame):
         return LUANTI_PROBE
 
     def answer(self, target, data, now):
+        """List the server with its announcement, if one waits for this answer, or note that a
+        listed server is there. Return the packet that ends the exchange. Raise Malformed and
+        Refused."""
         goodbye = luanti_goodbye(data)
         announcement = target.querier_data
         target.querier_data = None
@@ -9047,6 +9089,7 @@ class HttpError(Exception):
     fields of the response."""
 
     def __init__(self, status, hint, fields=NO_FIELDS):
+        """`status`: the HTTP status; `hint`: the text for the client; `fields`: header fields."""
         super().__init__(hint)
         self.status = status
         self.fields = fields
@@ -9065,6 +9108,7 @@ class HttpResponse:
     """The result of a route: the body, its media type, the status and further header fields."""
 
     def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
+        """`body`: bytes; `type`: the media type; `fields`: header fields beside the usual ones."""
         self.body = body
         self.status = status
         self.fields = {"Content-Type": type, "Cache-Control": "no-store", **fields}
@@ -9255,6 +9299,8 @@ class HttpSession(Session):
     """A connection that speaks HTTP/1.0 or 1.1: keep-alive, one request after another."""
 
     def __init__(self, web, address, now):
+        """`web`: the Web that all connections share; `address`: of the peer, which may be a
+        proxy."""
         self.web, self.address = web, address
         # The requests of a proxy are not answered from the cache, because each is paid for by the
         # client that the proxy names
@@ -9264,6 +9310,8 @@ class HttpSession(Session):
         self.deadline = now + HTTP_REQUEST_S
 
     def receive(self, data, now):
+        """Return the response to the next request, b"" if it is not complete or waits for the disk.
+        A request whose bytes are in the cache is answered without being read."""
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
@@ -9349,11 +9397,13 @@ class HttpSession(Session):
         return self.respond(self.web.error_response(self.request, error), now)
 
     def resume(self, result, now):
+        """Answer the request with the result of the disk thread's job."""
         self.job = None
         self.request.disk_result = result
         return self.receive(b"", now)
 
     def tick(self, now):
+        """Answer 503 or 408 when the deadline is over, and end the connection."""
         if now < self.deadline or self.done:
             return b""
         self.done = True
@@ -9381,6 +9431,7 @@ class Web(TcpProtocol):
     speaks_first = False
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
@@ -9406,6 +9457,8 @@ class Web(TcpProtocol):
         return server.game in self.settings["games"]
 
     def read(self, settings):
+        """Take the trusted proxies and the look of the pages from the settings. What was rendered
+        before is forgotten."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
         titles = collections.ChainMap(
             self.registry.titles, {**GAME_TITLES, **settings["games"]})
@@ -10877,6 +10930,7 @@ class TcpConnection:
     the peer still sends, because closing a socket with unread input sends a reset."""
 
     def __init__(self, listener, sock, address, session):
+        """Begin to read from an accepted, non-blocking socket. `address`: of the peer."""
         self.listener = listener
         self.master_server = listener.master_server
         self.tally = listener.tally
@@ -11201,6 +11255,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
     """The log file. After it was closed, the next line opens it again, as logrotate expects."""
 
     def rotate(self, source, dest):
+        """Rename the log file. If the folder is not writable, or another program has the file open
+        on Windows, the file just grows."""
         # If the folder cannot be written, or Windows has the file open, the file just grows
         with contextlib.suppress(OSError):
             super().rotate(source, dest)
@@ -11467,6 +11523,7 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
+        """`gauges`: figures for /metrics, where the number of dropped messages is kept."""
         self.gauges = gauges
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
@@ -12126,6 +12183,7 @@ class Cluster:
     name_taken_since: Optional[float] = None
 
     def __init__(self, master_server):
+        """Join the masters that the settings name; the thread connects at once."""
         settings = master_server.settings
         self.master_server = master_server
         self.registry = master_server.registry
@@ -12434,6 +12492,8 @@ class MasterServer:
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
+        """Read the text files that the settings name, and create what does not need a socket. Raise
+        SettingsError."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
         self.read_settings: Any = reload
@@ -12899,6 +12959,7 @@ class Announcer:
     was_accepted: Optional[bool] = None
 
     def __init__(self, server, host, port):
+        """`server`: a Server with the values to announce; `host`, `port`: of the master."""
         self.server = server
         self.host = host
         self.port = port
@@ -12956,6 +13017,8 @@ class IceballAnnouncer(Announcer):
     is_answered = False             # the master has answered since the end of the last burst
 
     def announce(self, now):
+        """Return the announcement of 86 bytes, and set `due` for the next one of the burst or of
+        the next burst."""
         self.due = now + ICEBALL_GAPS_S[self.sent_in_burst]
         self.sent_in_burst += 1
         if self.sent_in_burst == len(ICEBALL_GAPS_S):
@@ -12977,6 +13040,8 @@ class IceballAnnouncer(Announcer):
         self.is_answered = False
 
     def receive(self, data, now):
+        """Return the HSHK for the master's MSOK, b"" for other packets. Raise MasterRefused for
+        BADF and BADV."""
         kind, content = data[:4], data[4:]
         if kind == b"MSOK":
             self.is_answered = True
@@ -13002,6 +13067,7 @@ class SubSpaceAnnouncer(Announcer):
     port_offset = query_offset = 1
 
     def announce(self, now):
+        """Return the announcement, and set `due` for the next one."""
         self.due = now + SUBSPACE_PERIOD_S
         self.on_accepted("announced; masters of this game do not answer but ping the next UDP port")
         server = self.server
@@ -13013,6 +13079,8 @@ class SubSpaceAnnouncer(Announcer):
         return head + description + b"\0"
 
     def answer(self, data):
+        """Return the answer to a ping: the players, and the arena where all of them are. Raise
+        Malformed if it is not a ping."""
         if len(data) not in (4, 8):
             raise Malformed("a ping has 4 or 8 bytes")
         total, playing = self.server.players, self.server.playing
@@ -13033,6 +13101,7 @@ class AioAnnouncer(Announcer):
     keepalive = b"KEEPALIVE#%\n"
 
     def opened(self, now):
+        """Publish the server on a new connection."""
         self.buffer = b""
         self.is_heard = False               # the master has sent anything since the last keepalive
         self.is_confirmed = False           # it has confirmed the publication since then
@@ -13040,6 +13109,8 @@ class AioAnnouncer(Announcer):
         return self.publication()
 
     def announce(self, now):
+        """Return a keepalive and the publication. Raise ConnectionError if nothing has come from
+        the master since the last ones."""
         if not self.is_heard:
             raise ConnectionError("the master has fallen silent")
         if not self.is_confirmed:
@@ -13066,6 +13137,7 @@ class AioAnnouncer(Announcer):
         return text.replace("#", "<num>").lstrip("%")
 
     def receive(self, data, now):
+        """Look for the master's confirmation; nothing is answered."""
         self.is_heard = True
         received = self.buffer + data
         # The confirmation may come in pieces: keep one byte less than it has
@@ -13087,6 +13159,7 @@ class FramedAioAnnouncer(AioAnnouncer):
         return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
 
     def receive(self, data, now):
+        """Take all complete frames; nothing is answered. Raise MasterRefused and Malformed."""
         self.is_heard = True
         self.buffer += data
         while True:
@@ -13107,6 +13180,8 @@ class FramedAioAnnouncer(AioAnnouncer):
             raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
 
     def answer(self, data):
+        """Return the answer to the query that consists of one byte 00. Raise Malformed for anything
+        else."""
         if data != AIO_FRAMED_QUERY:
             raise Malformed("a query is the one byte 00")
         server = self.server
@@ -13167,6 +13242,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
     query_offset = 0
 
     def answer(self, data):
+        """Return the answer to the master's query. Raise Malformed if it is not a query."""
         if len(data) != HYPERBOL_MESSAGE_HEAD.size:
             raise Malformed("a query is 02 and a timestamp")
         message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
@@ -13254,6 +13330,7 @@ class Announcement:
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
                  dialect: str = "", players_from: str = "", give_up: bool = False,
                  **fields: Any) -> None:
+        """Check the arguments; start() or run() begins to announce."""
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
@@ -13705,6 +13782,7 @@ class ZoneListLink(SubSpaceLink):
     total = FETCH_BYTES
 
     def on_packet(self, packet, now):
+        """Take a piece of the list."""
         if packet[:2] == LINK_LIST_PIECE:
             size, chunk = packet[2:6], packet[6:]
             self.total = min(self.total, int.from_bytes(size, "little"))
