@@ -118,7 +118,7 @@ SEND_BUFFER_BYTES = 1 << 18
 # Then we close the connection.
 LINGER_S = 5.0
 LINGER_BYTES = 65536
-OUTPUT_TOTAL_S = 120.0              # a client that takes longer for one answer does not read it
+OUTPUT_TOTAL_S = 120.0              # a client that takes longer over one answer is not reading it
 OUTPUT_BYTES = 64 << 20             # that wait for all readers together: three lists of 50,000
 WORKER_JOBS = 64                    # that wait for one thread; further ones are refused
 # Host names from strangers that wait to be looked up. With a slow name server each takes half a
@@ -195,7 +195,7 @@ class SettingsError(Exception):
     """A setting that cannot be used. The text names file, key and the nearest right name."""
 
 
-# The host in a URL, which stands behind "://" and is no secret.
+# The host in a URL, which stands behind "://" and is not secret.
 URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
 
 
@@ -226,8 +226,8 @@ read_text = str.strip
 
 
 def read_line(text):
-    """Return a text of one line. A further line would be a setting that is indented by mistake, and
-    would be lost without a word."""
+    """Return the text, which must be a single line. A further line would be a setting that is
+    indented by mistake, and would be lost silently."""
     if "\n" in text.strip():
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
@@ -385,7 +385,7 @@ def read_pattern(text):
 
 
 def pattern_reader(pattern, expected):
-    """Return a reader for a text that matches a pattern. `expected` describes it in words."""
+    """Return a reader for texts that match a pattern. `expected` describes them for errors."""
     def read(text):
         if not re.fullmatch(pattern, text.strip()):
             raise ValueError("expected " + expected)
@@ -395,14 +395,14 @@ def pattern_reader(pattern, expected):
 
 
 read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-# It may have no user and no password, because everybody sees it.
+# The URL must not contain a user or a password, because everybody can see it.
 read_page_url = pattern_reader(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
                                "https://HOST, with no / at its end and no @")
 # A name that can stand in keys, metrics and JSON as it is.
 PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
 read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
                                  "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-# It may have no user and no password: urllib would take them for the host.
+# The URL must not contain a user or a password: urllib would take them for the host.
 read_webhook = pattern_reader(
     r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
     "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
@@ -535,7 +535,7 @@ class Setting(NamedTuple):
     name: str                       # section.key, or the section whose keys are data
     default: str                    # an example for a section of data
     read: Callable[[str], Any]
-    help: str                       # one line of the ini
+    help: str                       # a one-line comment for the ini
     live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text
 
@@ -752,14 +752,15 @@ class Settings:
         try:
             self.read_value(setting, key, text)
         except ValueError as error:
-            # If there is a URL in the key, the value is the rest of it: a URL may have "=" in it
+            # A URL in the key means that the line was split at a "=" inside that URL. Then the
+            # value is the rest of the URL, and may be secret
             is_secret = section in SECRET_SECTIONS or "://" in key
             shown_value = "…" if is_secret else without_secrets(" ".join(text.split()))
             raise SettingsError("%s = %s: %s" % (shown_name, shown_value, error)) from None
 
     def read_value(self, setting, key, text):
         """Set the value of a setting, or of a key in a section of data. Raise ValueError."""
-        (key + text).encode()           # raises it for bytes of the command line that are no text
+        (key + text).encode()           # raises it for bytes of the command line that are not text
         if "\0" in text:                # no file can be named so
             raise ValueError("a NUL is no text")
         if setting.key:
@@ -779,7 +780,7 @@ class Settings:
 
 
 def unknown_setting(section, key):
-    """Return a text that says that there is no such setting, with the nearest right name."""
+    """Return an error message for an unknown setting, with the nearest right name."""
     keys = [setting.key for setting in SETTINGS if setting.section == section]
     if not keys:
         return "is no section" + nearest_name(section, SECTIONS)
@@ -840,8 +841,8 @@ def read_ini(path, missing_ok):
 
 
 def ini_error_text(error):
-    """Return a text that says where an ini cannot be read. It never has the line, because that may
-    be a secret."""
+    """Return a message that says where an ini cannot be read. The message never includes the line
+    itself, because the line may hold a secret."""
     if isinstance(error, UnicodeDecodeError):
         return "byte %d is no text" % (error.start + 1)
     if isinstance(error, configparser.MissingSectionHeaderError):
@@ -925,8 +926,8 @@ STRING_END = "(?:\x07|\x1b\\\\|\x9c)"
 OTHER_ESCAPE = "\x1b[ -/]*[0-~]?"
 ESCAPE_SEQUENCE = re.compile("|".join(
     (CONTROL_SEQUENCE, STRING_START + STRING_TEXT + STRING_END, OTHER_ESCAPE)))
-# Characters that look like spaces. They become one space, so that nobody takes a name that only
-# looks like another one.
+# Characters that look like spaces. Each run of them becomes one space, so that nobody can imitate
+# another name with look-alike spaces.
 BLANKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
 INVISIBLE_RANGES = (
     "\0-\x1f\x7f-\x9f",                             # control characters
@@ -946,7 +947,7 @@ ACCENT_RANGES = (
     "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e",      # Cyrillic, Hebrew, Thai
 )
 ACCENT = "[%s]" % "".join(ACCENT_RANGES)
-# The accents behind the third on one letter: more than three are no writing
+# The accents after the third on one letter, because no script uses more than three
 EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
 
@@ -975,7 +976,7 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops at a character that is cut off
     except UnicodeDecodeError:
         text, decoded_bytes = "", 0
-    # If everything else is ASCII, what seems cut off is a letter of Windows-1252
+    # If everything else is ASCII, the character that seems cut off is a letter of Windows-1252
     if decoded_bytes < len(raw) and text.isascii():
         text = raw.decode("cp1252", "replace")
     return clean(text, max_characters)
@@ -1196,9 +1197,10 @@ class Cookie:
         return mac == older.digest()
 
 
-# Two verdicts about an address. They stand in a limiter's table in place of the time at which a
-# bucket is full, so that no second look-up is needed
+# The verdicts about an address. The first two stand in a limiter's table in place of the time at
+# which a bucket is full, so that no second look-up is needed: BLOCKED is never full, EXEMPT always.
 EXEMPT, BLOCKED = -math.inf, math.inf
+NO_VERDICT = 0.0
 
 
 class Limiter:
@@ -1208,18 +1210,23 @@ class Limiter:
     algorithm"). An unknown source has a full bucket. So a full table refuses nobody: it forgets
     the source that was used longest ago."""
 
-    def __init__(self, rate, verdict=lambda address: 0.0):
-        """`rate`: (tokens a second, tokens at once); `verdict(address)` returns EXEMPT, BLOCKED or
-        0. It is called when an address is first seen."""
-        self.verdict = verdict
+    def __init__(self, rate, verdict=None):
+        """`rate`: (tokens a second, tokens at once). `verdict(address)` returns EXEMPT, BLOCKED or
+        NO_VERDICT; it is called when an address is first seen. None: there are no verdicts."""
+        self.verdict = verdict or self.no_verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
+
+    @staticmethod
+    def no_verdict(address):
+        """Return that there is no verdict about any address."""
+        return NO_VERDICT
 
     def set_rate(self, rate):
         """Change the rate. Every bucket is full again, and all verdicts are forgotten."""
         per_second, at_once = rate
         self.cost_s = 1.0 / per_second
-        # A bit more than the tokens take, so that rounding refuses none of them
+        # The time in which an empty bucket fills; a bit more, so that rounding refuses no token
         self.depth_s = (at_once + 0.001) / per_second
         self.table.clear()
 
@@ -1241,17 +1248,21 @@ class Limiter:
         return True
 
     def insert(self, address):
-        """Put an address with its verdict into the table, or else its source with a full bucket.
-        Return the key there. Verdicts are about addresses, because they may be about less than an
-        IPv6 /64; buckets are about sources."""
-        key, full_at = address, self.verdict(address)
-        if not full_at and ":" in address:
+        """Put an address with its verdict into the table or, if there is no verdict about it, its
+        source with a full bucket. Return the key in the table.
+
+        A verdict holds for one address, because a blocked network may be smaller than a source,
+        which is an IPv6 /64."""
+        verdict = self.verdict(address)
+        key = address
+        if verdict == NO_VERDICT:
             key = source_key(address)
             if key in self.table:
                 return key
         if len(self.table) >= LIMITER_SOURCES:
             self.table.popitem(last=False)
-        self.table[key] = full_at
+        # Without a verdict the bucket has been full since the time 0
+        self.table[key] = verdict
         return key
 
     def is_nearly_empty(self, address, now):
@@ -1265,7 +1276,7 @@ class Limiter:
 #
 # The listed servers of all games, the rules that the operator has set for them, and what became of
 # the last packets from each source. It knows nothing of protocols, sockets or disks. All times are
-# those of the monotonic clock that is handed in.
+# readings of the monotonic clock, passed in by the caller.
 # ================================================================================================
 
 class Refused(Exception):
@@ -1344,13 +1355,13 @@ class Rules:
         return not is_loopback(canonical_address(claimed))
 
     def verdict(self, address):
-        """Return BLOCKED, EXEMPT or 0 (neither) for the limiters."""
+        """Return BLOCKED, EXEMPT or NO_VERDICT for the limiters."""
         number = address_number(address)
         if self.blocked.find(number) is not None:
             return BLOCKED
         if self.exempt.find(number) is not None:
             return EXEMPT
-        return 0.0
+        return NO_VERDICT
 
     def exempts(self, address):
         """Is this address free of all limits by source?"""
@@ -1617,11 +1628,12 @@ class Registry:
         # brought the game. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
-        self.sources = collections.defaultdict(int)         # counts of own servers by source_keys()
+        # How many servers this master has heard from each of the source_keys()
+        self.sources = collections.defaultdict(int)
         self.total = 0
         self.generation = 0
         self.subscriptions = []
-        self.altered = set()                # keys of own servers that the disk has to be told about
+        self.altered = set()                # keys of this master's servers that are to be saved
         # Before this time nothing could be received, so a server's silence before it is not held
         # against the server
         self.silence_counts_from = -math.inf
@@ -1669,7 +1681,7 @@ class Registry:
         if server is None or server.master:
             self.check_admission(key, source, fields.get("name"), pinned)
             if server is not None:
-                # Another master's server becomes an own one; for subscribers it never left
+                # Another master's server becomes ours; for subscribers it never left
                 self.detach(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
@@ -1781,7 +1793,8 @@ class Registry:
         self.forget_fingerprint(server)
 
     def count_source(self, server, difference):
-        """Count an own server for its source: 1 for one more, -1 for one fewer."""
+        """Add `difference` (1 or -1) to the number of servers that this master has heard from the
+        server's source."""
         if server.master:
             return
         for key in source_keys(server.source):
@@ -1868,7 +1881,8 @@ class Registry:
         return False
 
     def expire(self, now):
-        """Remove every own server that was silent for its lifetime. Called once a second."""
+        """Remove every server of this master that was silent for its lifetime. This is called once
+        a second."""
         # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
         expired = []
         for table in self.games.values():
@@ -2062,7 +2076,8 @@ AHEAD_S = MONTH
 #
 # AUTOINCREMENT gives no id twice, so the blocks of a forgotten server belong to nobody else. Blocks
 # are sorted by time first: one sample of all servers lies together, and so does what has become too
-# old. There is no NOT NULL: no row from outside breaks a constraint, so a broken one means damage.
+# old. No column is declared NOT NULL, so no row from outside can violate a
+# constraint; if a constraint fails, the file is damaged.
 # PRAGMA user_version = 1 is the version of the tables and of the bytes in a block.
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
@@ -2143,12 +2158,12 @@ def series_end(step, wall):
 
 
 def means(samples, times):
-    """Return the means of Samples at these times, None for a gap. `samples`: by time."""
+    """Return the means of Samples at these times, None for a gap. `samples` has them by time."""
     return [samples[at].mean if at in samples else None for at in times]
 
 
 def peaks(samples, times):
-    """Return the peaks of Samples at these times, None for a gap. `samples`: by time."""
+    """Return the peaks of Samples at these times, None for a gap. `samples` has them by time."""
     return [samples[at].peak if at in samples else None for at in times]
 
 
@@ -2192,8 +2207,8 @@ class Database:
     # The list
 
     def load(self, wall):
-        """Return a ListedRow for each listed server, as save() has got it, but with the time when
-        the server was seen first ever."""
+        """Return a ListedRow for each listed server, as it was passed to save(), except that
+        first_seen is the time when the server was first ever seen."""
         self._wall = wall
         return self._run(self._load)
 
@@ -2391,7 +2406,8 @@ class Database:
         return block
 
     def _write_samples(self, db, form, at, server_id, samples):
-        """Write stored samples from the time `at` on; they belong to one block."""
+        """Write stored samples, which begin at the time `at` and belong to one block of this
+        BlockForm."""
         start = form.block_start(at)
         offset = form.offset(at)
         end = offset + len(samples)
@@ -2531,7 +2547,7 @@ class Database:
         return db
 
     def _rename_damaged(self):
-        """Rename the file and SQLite's logs after the time of the last call."""
+        """Rename the file and SQLite's log files: add the time of the last call to their names."""
         at = datetime.fromtimestamp(self._wall, timezone.utc)
         new_path = self.path + at.strftime(".damaged-%Y%m%d-%H%M%S")
         # The file itself is the last: if the program ends before that, no new file reads an old log
@@ -2606,8 +2622,8 @@ def encoded_row(record):
 
 
 def restored_server(row, now, wall, clean_luanti):
-    """Return the server of a ListedRow, unconfirmed; None if the row cannot be understood. Raise
-    Refused.
+    """Return the server that a ListedRow describes, marked as unconfirmed, or None if the row
+    cannot be understood. Raise Refused.
 
     `clean_luanti(announcement)` checks and cleans a Luanti server's announcement."""
     fields = restored_fields(row.fields, clean_luanti)
@@ -2740,7 +2756,7 @@ class SavedList:
         return samples
 
     def save_all_times(self):
-        """Have the next batch save all own servers, because the times of all have moved."""
+        """Have the next batch save all servers of this master, because their times have changed."""
         for servers in self.registry.games.values():
             for server in servers.values():
                 if not server.master:
@@ -2836,7 +2852,7 @@ class UdpProtocol:
         return []
 
     def read(self, settings: Settings) -> None:
-        """Take over the settings, at the start and after a reload."""
+        """Read the settings, at the start and after a reload."""
 
 
 class Session:
@@ -2913,7 +2929,7 @@ class TcpProtocol:
         """Do the work of each second."""
 
     def read(self, settings: Settings) -> None:
-        """Take over the settings, at the start and after a reload."""
+        """Read the settings, at the start and after a reload."""
 
 
 class Core(NamedTuple):
@@ -2994,7 +3010,7 @@ class Target:
     missed_polls = 0
     # The time from the query to its answer, in milliseconds
     ping_ms = 0.0
-    # The reason why a datagram that came in this poll is no answer, or ""
+    # The reason why a datagram that came in this poll is not an answer, or ""
     answer_error = ""
     # For the querier alone: whatever it has to remember during a poll
     querier_data: Any = None
@@ -3043,7 +3059,7 @@ class Querier:
         Otherwise the poll is complete, and the bytes that this returns go to the server as a
         goodbye (b"": nothing is sent).
 
-        Raise Malformed if the bytes are no answer to this query. If this raises Refused, the
+        Raise Malformed if the bytes are not an answer to this query. If this raises Refused, the
         poller also behaves as if no answer had come."""
         raise NotImplementedError
 
@@ -3101,7 +3117,7 @@ class Poller(UdpProtocol):
         self.read(settings)
 
     def read(self, settings):
-        """Take over the interval and the rate, and move waiting polls into the new interval."""
+        """Read the interval and the rate, and move waiting polls into the new interval."""
         self.interval = settings["poll.interval"]
         self.rate = settings["poll.rate"]
         now = self.ticked_at
@@ -3485,7 +3501,7 @@ class PolledGame(Querier):
     # Servers that the ini names
 
     def set_pinned(self, pinned_by_host):
-        """Take over the servers that the ini names: a dict by (host, port)."""
+        """Set the servers that the ini names: a dict by (host, port)."""
         self.pinned_by_host = pinned_by_host
         self.resolve_at = -math.inf
 
@@ -3682,7 +3698,7 @@ ICEBALL_REJECTIONS = 1 / 8, 5
 
 @functools.lru_cache(maxsize=256)
 def iceball_version_text(number):
-    """Return a version as a text: 8421413 is "0.2.1-37". The reverse of read_iceball_version().
+    """Return a version as text: 8421413 is "0.2.1-37". The reverse of read_iceball_version().
 
     The texts are cached, so that all servers of one version share one text."""
     major = number >> 27
@@ -3766,7 +3782,7 @@ class Iceball(UdpProtocol):
         self.read(settings)
 
     def read(self, settings):
-        """Take over the version that players should have, and the versions to list."""
+        """Read from the settings the version that players should have, and the versions to list."""
         self.version = settings["iceball.version"]
         self.accepted_versions = set(settings["iceball.accept_versions"])
 
@@ -4008,9 +4024,9 @@ DRAFT_IDENTITY = slice(1, 5)
 DRAFT_FIELD_NUMBER = slice(5, 6)
 DRAFT_FIELD_VALUE = slice(6, None)
 DRAFT_HBVERSION = b"\1\0"
-# Kind, hbversion, port. The address follows as a text
+# Kind, hbversion, port. The address follows as text
 DRAFT_REQUEST_HEAD = struct.Struct("<c2sH")
-# Kind, id, port. The address follows as a text
+# Kind, id, port. The address follows as text
 DRAFT_ID_HEAD = struct.Struct("<c4sH")
 # The attribute of Server by the kind of the packet and the number of the field
 DRAFT_FIELDS = {
@@ -4195,7 +4211,8 @@ def read_draft_text(raw):
 
 
 def read_draft_number(raw):
-    """Return a number, at least 0 and at most PLAYERS_MAX. Raise Malformed if it is no number."""
+    """Return a number, at least 0 and at most PLAYERS_MAX. Raise Malformed if it is not a
+    number."""
     if len(raw) != DRAFT_VALUE.size:
         raise Malformed("number: expected 4 bytes")
     number, = DRAFT_VALUE.unpack(raw)
@@ -4266,14 +4283,15 @@ class Hyperbol(TcpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Take over the servers that the settings name, each with its flavor."""
+        """Read from the settings the servers that they name, each with its flavor."""
         flavors = {}
         for host, port, flavor in settings["hyperbol.servers"]:
             flavors[host, port] = flavor
         self.set_pinned(flavors)
 
     def tick(self, now):
-        """Look up the host names of the ini and give each own server the flavor it has there.
+        """Look up the host names of the ini and give each server of this master the flavor from the
+        ini.
 
         This is called once a second."""
         self.resolve_pinned(now)
@@ -4447,7 +4465,7 @@ def parse_hyperbol_answer(data, timestamp):
 def parse_hyperbol_greeting(data):
     """Return the key and the number of players from the 12 bytes of a master's greeting.
 
-    Raises Malformed if this is no greeting."""
+    Raises Malformed if this is not a greeting."""
     is_complete = len(data) >= HYPERBOL_GREETING.size
     if not is_complete or not data.startswith(HYPERBOL_MAGIC):
         raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
@@ -4457,7 +4475,7 @@ def parse_hyperbol_greeting(data):
 
 
 def parse_hyperbol_list(data):
-    """Return [(address, port, flavor), ...] of the servers in a list, the address as a text.
+    """Return [(address, port, flavor), ...] of the servers in a list, the address as text.
 
     Fewer than 12 bytes at the end are an entry that is cut off; they are ignored."""
     entry_count = len(data) // HYPERBOL_ENTRY.size
@@ -4565,7 +4583,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Take over the zones that the settings name."""
+        """Read from the settings the zones that they name."""
         zones = settings["subspace.zones"]
         self.set_pinned(dict.fromkeys(zones))      # the ini gives a zone nothing but its endpoint
 
@@ -6427,7 +6445,7 @@ def parse_quake3_question(pieces):
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
     first, *following = arguments or [b""]
-    # A gamename may begin with a digit, but it is no number
+    # A gamename may begin with a digit, but it is not a number
     has_gamename = is_extended or not QUAKE3_NUMBER.fullmatch(first)
     if has_gamename:
         gamename = first
@@ -6578,7 +6596,7 @@ class Quake3(UdpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Take over the settings, at the start and after a reload."""
+        """Read the settings, at the start and after a reload."""
         secret_key = os.urandom(16)
         self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
         self.settings = settings
@@ -6644,7 +6662,7 @@ class Quake3(UdpProtocol, PolledGame):
     def answer_question(self, pieces, source, now):
         """Return the packets that answer a question. `pieces` are its bytes, split at white space.
 
-        Raise Malformed if it is no question, and Limited if a limit forbids an answer."""
+        Raise Malformed if it is not a question, and Limited if a limit forbids an answer."""
         question = parse_quake3_question(pieces)
         # If forged questions have used up the limit for answers, none is even rendered
         if self.rules.surplus_is_spent("quake3", source, now):
@@ -6754,8 +6772,8 @@ class Quake3(UdpProtocol, PolledGame):
     def verify_challenge(self, challenge, endpoint, now):
         """Return the `tag_gamename` for which make_challenge() has made this challenge.
 
-        Raise Malformed if it is no challenge of this master for this (address, port), or too old.
-        """
+        Raise Malformed if it is not a challenge of this master for this (address, port), or too
+        old. """
         if QUAKE3_CHALLENGE.fullmatch(challenge):
             mac = base64.urlsafe_b64decode(challenge)
             for tag_gamename in self.tag_gamenames:
@@ -6876,7 +6894,7 @@ class Quake3(UdpProtocol, PolledGame):
     def answer(self, target, data, now):
         """Accept the infoResponse that answers a poll, and return b"", because nothing is sent.
 
-        Raise Malformed if it is no infoResponse, or has the wrong challenge."""
+        Raise Malformed if it is not an infoResponse, or has the wrong challenge."""
         if not data.startswith(QUAKE3_INFO):
             raise Malformed("no infoResponse")
         endpoint = target.address, target.server_port
@@ -8243,7 +8261,7 @@ class PageContext(NamedTuple):
 def check_list_template(text):
     """Raise ValueError if this text cannot be a list page.
 
-    Either it is no string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
+    Either it is not a string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
     try:
         string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
     except KeyError as error:
@@ -9038,9 +9056,9 @@ def render_latest(x, y, text):
 #
 # The page and the lists over HTTP. http.server parses a request and formats its response, over
 # bytes in memory. One function for each route makes the response. Every response carries `Length`
-# beside `Content-Length`, because the Iceball client exits without it. Lists, and whole responses
-# by the bytes of their requests, are kept until the next tick, so the usual request costs one
-# look-up.
+# beside `Content-Length`, because the Iceball client exits without it. Lists are kept until the
+# next tick, and so are whole responses, keyed by the bytes of the request. So the usual request
+# costs one look-up.
 # ================================================================================================
 
 GAME_TITLES = {
@@ -9139,7 +9157,7 @@ HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
 
 def head_end(data):
     """Return where the body of a request begins, or 0 if the head is not complete yet. Raise
-    HttpError for data that can be no request."""
+    HttpError for data that cannot be a request."""
     line, _, _ = data.partition(b"\n")
     if not line[:1].isalpha():
         raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
@@ -9236,8 +9254,9 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     @functools.cached_property
     def luanti_json(self):
-        """The field json of a Luanti game server's form; b"" if the body is no such form. The form
-        is urlencoded or multipart/form-data (RFC 7578). Use it only with the whole body."""
+        """The field json of the form that a Luanti game server posts; b"" if the body is not such a
+        form. The form is urlencoded or multipart/form-data (RFC 7578). Use it only with the whole
+        body."""
         urlencoded_start, multipart_start = b"json=", b'name="json"'
         if self.body.startswith(urlencoded_start):
             value = self.body[len(urlencoded_start):]
@@ -9452,8 +9471,8 @@ class Web(TcpProtocol):
         return RefusedConnection(self, address, now)
 
     def serves(self, server):
-        """Is the server of one of the operator's own games? The others belong to their
-        protocols."""
+        """Does the server belong to one of the operator's own games? Servers of other games belong
+        to their protocols."""
         return server.game in self.settings["games"]
 
     def read(self, settings):
@@ -9578,7 +9597,7 @@ class Web(TcpProtocol):
 # --- The query of a request ----------------------------------------------------------------------
 
 def query_number(request, name, low, high):
-    """Return a number in the query, 0 if it is missing. Raise HttpError if it is no number from
+    """Return a number in the query, 0 if it is missing. Raise HttpError if it is not a number from
     `low` to `high`."""
     text = request.query.get(name, "").strip()
     if not text:
@@ -9867,7 +9886,7 @@ class Contact(NamedTuple):
     line: str                           # a %-template with host, port, game and page
 
 
-# The line is for the settings of a game server, or a command to run beside it
+# A contact's line goes into a game server's settings, or is a command to run beside it.
 ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
 CONTACTS = {
     "iceball": Contact("Iceball servers, in svsave/pub/server.json",
@@ -10520,8 +10539,8 @@ def allowed_methods(route):
 
 
 def text_route(text, type, setting=""):
-    """Return the function of a route to a text, or to the text of the file that a setting
-    names."""
+    """Return the function of a route that serves `text`, or else the text of the file that a
+    setting names."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
         return public_response((file_text or text).encode(), type)
@@ -10764,8 +10783,8 @@ class MessageVector:
         return headers, iovecs, sockaddrs
 
     def length_column(self, headers):
-        """Return a view of the datagrams' lengths: in each header the last 32-bit number but for
-        the padding."""
+        """Return a view of the datagrams' lengths. In each header the length is the last 32-bit
+        number before the padding."""
         numbers = memoryview(headers).cast("B").cast("I")
         numbers_each = self.MMSGHDR.size // 4
         return numbers[numbers_each - 2::numbers_each]
@@ -10977,7 +10996,7 @@ class TcpConnection:
             self.answer(now, self.session.receive, data)
         else:
             self.answer(now, self.session.ended)
-            if not self.unsent:             # otherwise this end is read again after the output
+            if not self.unsent:             # otherwise we close after the output has been written
                 self.close(now)
 
     def answer(self, now, method, *arguments):
@@ -11076,8 +11095,8 @@ class TcpConnection:
 
 
 def bound_output(connections, now):
-    """Bound the output that waits for slow readers, in sum, by OUTPUT_BYTES: close the connections
-    that have waited for longest."""
+    """Limit the output that waits for slow readers to OUTPUT_BYTES in total, by closing the
+    connections that have waited longest."""
     waiting = [connection for connection in connections if connection.unsent]
     waiting.sort(key=lambda connection: -connection.deadline)
     total_bytes = 0
@@ -11480,7 +11499,7 @@ class Webhook(WorkerThread):
 
     def deliver(self, until, type, body):
         """Send one message, with several attempts, until it is accepted or the time `until` is
-        over. A 429 counts as no attempt."""
+        over. A 429 does not count as an attempt."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, type, body)
@@ -11572,7 +11591,7 @@ class News:
             if key in self.below_threshold:
                 self.departed.append(key)
         elif not server.confirmed or not server.responding:
-            # The players that it has when it is heard again are no news
+            # The players that it has when it is heard again are not news
             self.below_threshold.discard(key)
         elif not self.knows_players(server):
             return
@@ -11655,7 +11674,7 @@ class News:
 # --- What is asked of the system -----------------------------------------------------------------
 
 def file_stamps(settings):
-    """Return a value that changes when the ini changes or a text file that it names."""
+    """Return a value that changes whenever the ini, or a text file that it names, changes."""
     stamps = []
     for path in (settings.path, *map(settings.file, TEXT_FILES)):
         with contextlib.suppress(OSError):
@@ -11816,7 +11835,7 @@ def set_options(sock, options):
 REPLY_BYTES = 64 << 20
 REPLY_PART_BYTES = 50       # Python needs these for each part of a reply beside its bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
-# One exchange reads 60,000 servers of a log at most. The event loop needs 15 ms for each 1,000.
+# One exchange reads at most 60,000 servers from a log. The event loop needs 15 ms for each 1,000.
 CLUSTER_BATCHES = 60
 CLUSTER_MASTERS = 16        # operators run two or three masters
 CLUSTER_RETRY_S = 1.0       # before each connection; so the whole list is sent again within 5 s
@@ -11849,20 +11868,21 @@ class EngineLink:
     file: Any = None
 
     def __init__(self, engine: EngineAddress):
-        """Connect, log in and select the database."""
+        """Connect, log in and select the database. If that fails, nothing stays open."""
         self.password = engine.password
         if engine.path:
-            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock = socket.socket(socket.AF_UNIX)       # log_in() connects it
         else:
             self.sock = socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
         try:
-            self.open(engine)
+            self.log_in(engine)
         except BaseException:
             self.close()
             raise
 
-    def open(self, engine):
-        """Finish the connection whose socket has just been created."""
+    def log_in(self, engine):
+        """Finish the connection: connect a Unix socket, begin TLS, log in and select the
+        database."""
         self.sock.settimeout(ENGINE_ANSWER_S)
         if engine.path:
             self.sock.connect(engine.path)
@@ -11959,10 +11979,11 @@ class MasterLogs:
     """The leases and the logs that masters keep in Redis or Valkey, as one of the masters uses
     them.
 
-    Each master writes the servers that it has heard itself to a log of its own: a list of JSON
-    records, first of all its servers, then of those that have changed. A record without fields
-    says that the server has left. The master's lease is a key that expires. The lease names the
-    log and says whether this master has webhooks. The log expires as well. One exchange:
+    Each master writes the servers that it has heard itself to a log of its own. The log is a list
+    of JSON records: first one for each of its servers, then one for every server that changes. A
+    record without fields says that the server has left. The master's lease is a key that expires.
+    The lease names the log and says whether this master has webhooks. The log expires as well. One
+    exchange:
 
         > GET masterserver:a                            5e1f…-1 news: it is our own lease
         > RPUSH masterserver:5e1f…-1 ["iceball","203.0.113.7",20737,…]
@@ -12006,7 +12027,9 @@ class MasterLogs:
         return self.prefix + b":" + name
 
     def connect(self):
-        """Connect to the engine, and raise NameTaken if another process holds our name."""
+        """Connect to the engine, and raise NameTaken if another process holds our name.
+
+        The pause before it bounds how often an engine that is down is tried."""
         time.sleep(CLUSTER_RETRY_S)
         self.link = EngineLink(self.engine)
         self.renewed_at = None
@@ -12173,7 +12196,7 @@ class Cluster:
     the event loop. Without a link each master serves what it knows. `pending` has what this master
     has still to send: one entry for each server that has changed."""
 
-    # The attributes that an own server takes over from another master that has heard it later. The
+    # The attributes that a server of ours gets from another master that has heard it later. The
     # other attributes say how this master knows the server, who may change it, and whether the ini
     # names it; that is for each master to know.
     TAKEN_OVER = STORED_FIELDS.keys() - {"source", "zone_owner", "pinned"}
@@ -12192,7 +12215,7 @@ class Cluster:
         self.tally = master_server.tallies.setdefault("cluster", Tally())
         self.logs = MasterLogs(settings["cluster.redis"], settings["cluster.prefix"], self.name,
                                self.tally)
-        self.pending = {}                       # own servers by key; None if the server has left
+        self.pending = {}                       # our servers by key; None if the server has left
         self.exchanged_at = time.monotonic()    # when the last exchange ended, or the start
         self.masters_with_lease = {}            # has_webhooks of each other master, by name
         self.remote_servers = collections.defaultdict(dict)     # by master, and then by key
@@ -12336,7 +12359,7 @@ class Cluster:
         if latest is None:
             return None
         try:
-            # "pinned" because publish_entry() looks at the limit on all servers itself
+            # "pinned", because publish_entry() itself checks the limit on the number of servers
             self.registry.check_admission(key, latest.source, latest.name, pinned=True)
         except Refused:
             return None
@@ -12787,8 +12810,8 @@ class MasterServer:
         return self.saved_list.hourly_players
 
     def open_sockets(self, entry, protocol, ports):
-        """Bind a protocol's sockets at each of our addresses. Return a text for each that cannot
-        be bound."""
+        """Bind a protocol's sockets at each of our addresses. Return an error message for each one
+        that cannot be bound."""
         problems = []
         hosts = self.settings["server.bind"]
         for named_port, host in itertools.product(ports, hosts):
@@ -12807,7 +12830,7 @@ class MasterServer:
 
     @staticmethod
     def bind_problem(entry, host, port, error):
-        """Return a text that says what cannot be bound, why, and which settings to change."""
+        """Return a message that says what cannot be bound, why, and which settings to change."""
         section, key = (entry.setting or "server.bind").split(".")
         return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
             entry.name, entry.transport.upper(), endpoint_text(host, port),
@@ -12848,8 +12871,8 @@ class MasterServer:
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
             return
-        # The stamps are of the old text files. If the ini names another one now, the next tick
-        # sees a difference and reads again; so does a change from now on
+        # The stamps were taken from the old text files. If the ini names another one now, the next
+        # tick sees a difference and reads again; so does a change from now on
         changed = adopt_settings(self.settings, new_settings)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
@@ -13094,7 +13117,8 @@ class AioAnnouncer(Announcer):
     """Keeps a connection in AIO's text dialect.
 
     This dialect has no message for a refusal. A refusal may end later, so each keepalive is
-    followed by the publication. The name carries the players, as the game has it."""
+    followed by the publication. The player count is put into the name, as the game's own servers do
+    it."""
 
     transport = "tcp"
     master_port = 27011
@@ -13213,7 +13237,7 @@ class HttpAnnouncer(Announcer):
         to be tried again."""
         response, lifetime_s = self.read_response(body)
         if response.get("listed") is True:
-            # max() comes first because a lifetime that is no number (NaN) then becomes TTL_MIN_S
+            # max() comes first, so that a lifetime that is not a number (NaN) becomes TTL_MIN_S
             lifetime_s = min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
             self.due = now + lifetime_s / 2
             self.on_accepted("listed")
@@ -13473,7 +13497,7 @@ class Announcement:
 
     @staticmethod
     def send_and_receive(announcer, sock):
-        """Send an announcement if one is due, wait for data from the master, and answer them.
+        """Send an announcement if one is due, then wait for data from the master and reply to them.
         Raise socket.timeout if none have come within STEP_S."""
         now = time.monotonic()
         if now >= announcer.due:
@@ -13558,7 +13582,7 @@ PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
-    """Return the fields that a line gives: `5`, `5/16` or `5/16 map name` has the players, their
+    """Return the fields in a line: `5`, `5/16` or `5/16 map name` gives the number of players, the
     maximum and the map. Raise ValueError for anything else."""
     match = PLAYERS_LINE.fullmatch(line.strip())
     if not match:
@@ -13636,8 +13660,8 @@ def udp_socket(host, port):
 def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
     """Send a question, several times if needed, until an answer comes.
 
-    `read_answer(data)` is given each datagram and raises Malformed if it is no answer. Return its
-    result, and the round trip in milliseconds. Raise TimeoutError if no answer has come."""
+    `read_answer(data)` is given each datagram and raises Malformed if it is not an answer. Return
+    its result, and the round trip in milliseconds. Raise TimeoutError if no answer has come."""
     trouble = ""
     sock.settimeout(ASK_WAIT_S)
     for _ in range(tries):
@@ -14062,7 +14086,7 @@ def read_place(text):
 
 
 def argument(read):
-    """Return a type for argparse that reads a text by `read` and keeps its error's words."""
+    """Return a type for argparse that calls `read` and shows the message of its ValueError."""
     def read_argument(text):
         try:
             return read(text)
@@ -14463,8 +14487,8 @@ def query_servers(entries):
 
 
 def queried_server(entry, deadline):
-    """Return the server of a list's entry with what it answers. It is not responding if it does
-    not answer, or if the deadline is over."""
+    """Query a server, given by its entry in a list, and return it as a Server with the values that
+    it answers. It is marked as not responding if it does not answer, or if the deadline is over."""
     address, port = entry["address"], entry["port"]
     fields: Dict[str, Any] = {"responding": False}
     if time.monotonic() < deadline:
