@@ -118,7 +118,7 @@ SEND_BUFFER_BYTES = 1 << 18
 # Then we close the connection.
 LINGER_S = 5.0
 LINGER_BYTES = 65536
-OUTPUT_TOTAL_S = 120.0              # a client that takes longer for one answer does not read it
+OUTPUT_TOTAL_S = 120.0              # a client that takes longer over one answer is not reading it
 OUTPUT_BYTES = 64 << 20             # that wait for all readers together: three lists of 50,000
 WORKER_JOBS = 64                    # that wait for one thread; further ones are refused
 # Host names from strangers that wait to be looked up. With a slow name server each takes half a
@@ -195,7 +195,7 @@ class SettingsError(Exception):
     """A setting that cannot be used. The text names file, key and the nearest right name."""
 
 
-# The host in a URL, which stands behind "://" and is no secret.
+# The host in a URL, which stands behind "://" and is not secret.
 URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
 
 
@@ -226,8 +226,8 @@ read_text = str.strip
 
 
 def read_line(text):
-    """Return a text of one line. A further line would be a setting that is indented by mistake, and
-    would be lost without a word."""
+    """Return the text, which must be a single line. A further line would be a setting that is
+    indented by mistake, and would be lost silently."""
     if "\n" in text.strip():
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
@@ -385,7 +385,7 @@ def read_pattern(text):
 
 
 def pattern_reader(pattern, expected):
-    """Return a reader for a text that matches a pattern. `expected` describes it in words."""
+    """Return a reader for texts that match a pattern. `expected` describes them for errors."""
     def read(text):
         if not re.fullmatch(pattern, text.strip()):
             raise ValueError("expected " + expected)
@@ -395,14 +395,14 @@ def pattern_reader(pattern, expected):
 
 
 read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-# It may have no user and no password, because everybody sees it.
+# The URL must not contain a user or a password, because everybody can see it.
 read_page_url = pattern_reader(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
                                "https://HOST, with no / at its end and no @")
 # A name that can stand in keys, metrics and JSON as it is.
 PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
 read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
                                  "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-# It may have no user and no password: urllib would take them for the host.
+# The URL must not contain a user or a password: urllib would take them for the host.
 read_webhook = pattern_reader(
     r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
     "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
@@ -535,7 +535,7 @@ class Setting(NamedTuple):
     name: str                       # section.key, or the section whose keys are data
     default: str                    # an example for a section of data
     read: Callable[[str], Any]
-    help: str                       # one line of the ini
+    help: str                       # a one-line comment for the ini
     live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text
 
@@ -752,14 +752,15 @@ class Settings:
         try:
             self.read_value(setting, key, text)
         except ValueError as error:
-            # If there is a URL in the key, the value is the rest of it: a URL may have "=" in it
+            # A URL in the key means that the line was split at a "=" inside that URL. Then the
+            # value is the rest of the URL, and may be secret
             is_secret = section in SECRET_SECTIONS or "://" in key
             shown_value = "…" if is_secret else without_secrets(" ".join(text.split()))
             raise SettingsError("%s = %s: %s" % (shown_name, shown_value, error)) from None
 
     def read_value(self, setting, key, text):
         """Set the value of a setting, or of a key in a section of data. Raise ValueError."""
-        (key + text).encode()           # raises it for bytes of the command line that are no text
+        (key + text).encode()           # raises it for bytes of the command line that are not text
         if "\0" in text:                # no file can be named so
             raise ValueError("a NUL is no text")
         if setting.key:
@@ -779,7 +780,7 @@ class Settings:
 
 
 def unknown_setting(section, key):
-    """Return a text that says that there is no such setting, with the nearest right name."""
+    """Return an error message for an unknown setting, with the nearest right name."""
     keys = [setting.key for setting in SETTINGS if setting.section == section]
     if not keys:
         return "is no section" + nearest_name(section, SECTIONS)
@@ -840,8 +841,8 @@ def read_ini(path, missing_ok):
 
 
 def ini_error_text(error):
-    """Return a text that says where an ini cannot be read. It never has the line, because that may
-    be a secret."""
+    """Return a message that says where an ini cannot be read. The message never includes the line
+    itself, because the line may hold a secret."""
     if isinstance(error, UnicodeDecodeError):
         return "byte %d is no text" % (error.start + 1)
     if isinstance(error, configparser.MissingSectionHeaderError):
@@ -904,6 +905,7 @@ class Tally:
     """The counters of one protocol for /metrics. METRICS (section 9) explains each of them."""
 
     def __init__(self):
+        """Begin with all counters at 0."""
         self.received = 0
         self.sent = 0
         self.bytes_in = 0
@@ -924,8 +926,8 @@ STRING_END = "(?:\x07|\x1b\\\\|\x9c)"
 OTHER_ESCAPE = "\x1b[ -/]*[0-~]?"
 ESCAPE_SEQUENCE = re.compile("|".join(
     (CONTROL_SEQUENCE, STRING_START + STRING_TEXT + STRING_END, OTHER_ESCAPE)))
-# Characters that look like spaces. They become one space, so that nobody takes a name that only
-# looks like another one.
+# Characters that look like spaces. Each run of them becomes one space, so that nobody can imitate
+# another name with look-alike spaces.
 BLANKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
 INVISIBLE_RANGES = (
     "\0-\x1f\x7f-\x9f",                             # control characters
@@ -945,7 +947,7 @@ ACCENT_RANGES = (
     "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e",      # Cyrillic, Hebrew, Thai
 )
 ACCENT = "[%s]" % "".join(ACCENT_RANGES)
-# The accents behind the third on one letter: more than three are no writing
+# The accents after the third on one letter, because no script uses more than three
 EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
 
@@ -974,7 +976,7 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops at a character that is cut off
     except UnicodeDecodeError:
         text, decoded_bytes = "", 0
-    # If everything else is ASCII, what seems cut off is a letter of Windows-1252
+    # If everything else is ASCII, the character that seems cut off is a letter of Windows-1252
     if decoded_bytes < len(raw) and text.isascii():
         text = raw.decode("cp1252", "replace")
     return clean(text, max_characters)
@@ -1195,9 +1197,10 @@ class Cookie:
         return mac == older.digest()
 
 
-# Two verdicts about an address. They stand in a limiter's table in place of the time at which a
-# bucket is full, so that no second look-up is needed
+# The verdicts about an address. The first two stand in a limiter's table in place of the time at
+# which a bucket is full, so that no second look-up is needed: BLOCKED is never full, EXEMPT always.
 EXEMPT, BLOCKED = -math.inf, math.inf
+NO_VERDICT = 0.0
 
 
 class Limiter:
@@ -1207,18 +1210,23 @@ class Limiter:
     algorithm"). An unknown source has a full bucket. So a full table refuses nobody: it forgets
     the source that was used longest ago."""
 
-    def __init__(self, rate, verdict=lambda address: 0.0):
-        """`rate`: (tokens a second, tokens at once); `verdict(address)` returns EXEMPT, BLOCKED or
-        0. It is called when an address is first seen."""
-        self.verdict = verdict
+    def __init__(self, rate, verdict=None):
+        """`rate`: (tokens a second, tokens at once). `verdict(address)` returns EXEMPT, BLOCKED or
+        NO_VERDICT; it is called when an address is first seen. None: there are no verdicts."""
+        self.verdict = verdict or self.no_verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
+
+    @staticmethod
+    def no_verdict(address):
+        """Return that there is no verdict about any address."""
+        return NO_VERDICT
 
     def set_rate(self, rate):
         """Change the rate. Every bucket is full again, and all verdicts are forgotten."""
         per_second, at_once = rate
         self.cost_s = 1.0 / per_second
-        # A bit more than the tokens take, so that rounding refuses none of them
+        # The time in which an empty bucket fills; a bit more, so that rounding refuses no token
         self.depth_s = (at_once + 0.001) / per_second
         self.table.clear()
 
@@ -1240,17 +1248,21 @@ class Limiter:
         return True
 
     def insert(self, address):
-        """Put an address with its verdict into the table, or else its source with a full bucket.
-        Return the key there. Verdicts are about addresses, because they may be about less than an
-        IPv6 /64; buckets are about sources."""
-        key, full_at = address, self.verdict(address)
-        if not full_at and ":" in address:
+        """Put an address with its verdict into the table or, if there is no verdict about it, its
+        source with a full bucket. Return the key in the table.
+
+        A verdict holds for one address, because a blocked network may be smaller than a source,
+        which is an IPv6 /64."""
+        verdict = self.verdict(address)
+        key = address
+        if verdict == NO_VERDICT:
             key = source_key(address)
             if key in self.table:
                 return key
         if len(self.table) >= LIMITER_SOURCES:
             self.table.popitem(last=False)
-        self.table[key] = full_at
+        # Without a verdict the bucket has been full since the time 0
+        self.table[key] = verdict
         return key
 
     def is_nearly_empty(self, address, now):
@@ -1264,7 +1276,7 @@ class Limiter:
 #
 # The listed servers of all games, the rules that the operator has set for them, and what became of
 # the last packets from each source. It knows nothing of protocols, sockets or disks. All times are
-# those of the monotonic clock that is handed in.
+# readings of the monotonic clock, passed in by the caller.
 # ================================================================================================
 
 class Refused(Exception):
@@ -1292,6 +1304,7 @@ class Rules:
     surplus_limiter         bytes that unproven sources get beyond what they sent, by use"""
 
     def __init__(self, settings):
+        """Create the limiters, and read the settings, a Settings object."""
         self.datagram_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.message_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.connection_limiter = Limiter(ANSWERS_RATE, self.verdict)
@@ -1342,13 +1355,13 @@ class Rules:
         return not is_loopback(canonical_address(claimed))
 
     def verdict(self, address):
-        """Return BLOCKED, EXEMPT or 0 (neither) for the limiters."""
+        """Return BLOCKED, EXEMPT or NO_VERDICT for the limiters."""
         number = address_number(address)
         if self.blocked.find(number) is not None:
             return BLOCKED
         if self.exempt.find(number) is not None:
             return EXEMPT
-        return 0.0
+        return NO_VERDICT
 
     def exempts(self, address):
         """Is this address free of all limits by source?"""
@@ -1437,16 +1450,19 @@ class Server:
     """
 
     __slots__ = (
-        "game", "address", "port", "source", "first_seen", "last_seen", "lifetime", "name", "mode",
-        "map", "version", "players", "max_players", "verified", "description", "playing", "flavor",
-        "responding", "ping_ms", "details", "aio_published_name", "luanti_announcement",
-        "zone_owner", "fingerprint", "sender", "master", "official", "priority", "confirmed",
-        "pinned", "rank", "entry_cache")
+        "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
+        "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
+        "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
+        "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
+        "zone_owner", "fingerprint", "sender", "master")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
                  aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS):
+        """Describe a server that was just heard. `now`: the time, for first_seen and last_seen. The
+        class lists the other parameters, which are attributes of the same names; those without a
+        parameter get the values that a new server has."""
         self.game = game
         self.address = address
         self.port = port
@@ -1537,6 +1553,7 @@ class PacketOutcomes:
     most."""
 
     def __init__(self):
+        """Begin without any outcomes."""
         # By source_key(), and then by (source, protocol, port); the latest ones stand at the end
         self.by_source = collections.OrderedDict()
         self.total = 0
@@ -1604,17 +1621,19 @@ class Registry:
     master = ""                         # this master's name among several
 
     def __init__(self, rules):
+        """Begin with an empty list. `rules`: a Rules object."""
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
         # The titles of games that only their servers name, and the source of the server that has
         # brought the game. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
-        self.sources = collections.defaultdict(int)         # counts of own servers by source_keys()
+        # How many servers this master has heard from each of the source_keys()
+        self.sources = collections.defaultdict(int)
         self.total = 0
         self.generation = 0
         self.subscriptions = []
-        self.altered = set()                # keys of own servers that the disk has to be told about
+        self.altered = set()                # keys of this master's servers that are to be saved
         # Before this time nothing could be received, so a server's silence before it is not held
         # against the server
         self.silence_counts_from = -math.inf
@@ -1662,7 +1681,7 @@ class Registry:
         if server is None or server.master:
             self.check_admission(key, source, fields.get("name"), pinned)
             if server is not None:
-                # Another master's server becomes an own one; for subscribers it never left
+                # Another master's server becomes ours; for subscribers it never left
                 self.detach(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
@@ -1774,7 +1793,8 @@ class Registry:
         self.forget_fingerprint(server)
 
     def count_source(self, server, difference):
-        """Count an own server for its source: 1 for one more, -1 for one fewer."""
+        """Add `difference` (1 or -1) to the number of servers that this master has heard from the
+        server's source."""
         if server.master:
             return
         for key in source_keys(server.source):
@@ -1861,7 +1881,8 @@ class Registry:
         return False
 
     def expire(self, now):
-        """Remove every own server that was silent for its lifetime. Called once a second."""
+        """Remove every server of this master that was silent for its lifetime. This is called once
+        a second."""
         # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
         expired = []
         for table in self.games.values():
@@ -1919,6 +1940,8 @@ class RenderedList:
     list, so that rendering takes a tenth of the time at most."""
 
     def __init__(self, registry, game, render):
+        """`registry`: where the servers are; `game`: an id, or "" for all games; `render(servers)`:
+        returns the rendered list. Nothing is rendered before get() is called."""
         self.registry = registry
         self.game = game
         self.render = render
@@ -2053,7 +2076,8 @@ AHEAD_S = MONTH
 #
 # AUTOINCREMENT gives no id twice, so the blocks of a forgotten server belong to nobody else. Blocks
 # are sorted by time first: one sample of all servers lies together, and so does what has become too
-# old. There is no NOT NULL: no row from outside breaks a constraint, so a broken one means damage.
+# old. No column is declared NOT NULL, so no row from outside can violate a
+# constraint; if a constraint fails, the file is damaged.
 # PRAGMA user_version = 1 is the version of the tables and of the bytes in a block.
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
@@ -2134,12 +2158,12 @@ def series_end(step, wall):
 
 
 def means(samples, times):
-    """Return the means of Samples at these times, None for a gap. `samples`: by time."""
+    """Return the means of Samples at these times, None for a gap. `samples` has them by time."""
     return [samples[at].mean if at in samples else None for at in times]
 
 
 def peaks(samples, times):
-    """Return the peaks of Samples at these times, None for a gap. `samples`: by time."""
+    """Return the peaks of Samples at these times, None for a gap. `samples` has them by time."""
     return [samples[at].peak if at in samples else None for at in times]
 
 
@@ -2165,6 +2189,7 @@ class Database:
     `set_aside`: the name that the last damaged file has got, "" if there was none."""
 
     def __init__(self, path):
+        """`path`: of the SQLite file. The file is opened when it is needed first."""
         # SQLite's logs stand beside the file that a link leads to, and a damaged file is renamed
         # there. A program that embeds this one may change its folder later
         self.path = os.path.realpath(path)
@@ -2182,12 +2207,14 @@ class Database:
     # The list
 
     def load(self, wall):
-        """Return a ListedRow for each listed server, as save() has got it, but with the time when
-        the server was seen first ever."""
+        """Return a ListedRow for each listed server, as it was passed to save(), except that
+        first_seen is the time when the server was first ever seen."""
         self._wall = wall
         return self._run(self._load)
 
     def _load(self, db):
+        """Return the ListedRows of load(). Raise TypeError or JSONDecodeError, which mean damage,
+        if a row is not what save() has written."""
         rows = []
         for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
@@ -2379,7 +2406,8 @@ class Database:
         return block
 
     def _write_samples(self, db, form, at, server_id, samples):
-        """Write stored samples from the time `at` on; they belong to one block."""
+        """Write stored samples, which begin at the time `at` and belong to one block of this
+        BlockForm."""
         start = form.block_start(at)
         offset = form.offset(at)
         end = offset + len(samples)
@@ -2519,7 +2547,7 @@ class Database:
         return db
 
     def _rename_damaged(self):
-        """Rename the file and SQLite's logs after the time of the last call."""
+        """Rename the file and SQLite's log files: add the time of the last call to their names."""
         at = datetime.fromtimestamp(self._wall, timezone.utc)
         new_path = self.path + at.strftime(".damaged-%Y%m%d-%H%M%S")
         # The file itself is the last: if the program ends before that, no new file reads an old log
@@ -2594,8 +2622,8 @@ def encoded_row(record):
 
 
 def restored_server(row, now, wall, clean_luanti):
-    """Return the server of a ListedRow, unconfirmed; None if the row cannot be understood. Raise
-    Refused.
+    """Return the server that a ListedRow describes, marked as unconfirmed, or None if the row
+    cannot be understood. Raise Refused.
 
     `clean_luanti(announcement)` checks and cleans a Luanti server's announcement."""
     fields = restored_fields(row.fields, clean_luanti)
@@ -2728,7 +2756,7 @@ class SavedList:
         return samples
 
     def save_all_times(self):
-        """Have the next batch save all own servers, because the times of all have moved."""
+        """Have the next batch save all servers of this master, because their times have changed."""
         for servers in self.registry.games.values():
             for server in servers.values():
                 if not server.master:
@@ -2824,7 +2852,7 @@ class UdpProtocol:
         return []
 
     def read(self, settings: Settings) -> None:
-        """Take over the settings, at the start and after a reload."""
+        """Read the settings, at the start and after a reload."""
 
 
 class Session:
@@ -2901,7 +2929,7 @@ class TcpProtocol:
         """Do the work of each second."""
 
     def read(self, settings: Settings) -> None:
-        """Take over the settings, at the start and after a reload."""
+        """Read the settings, at the start and after a reload."""
 
 
 class Core(NamedTuple):
@@ -2982,7 +3010,7 @@ class Target:
     missed_polls = 0
     # The time from the query to its answer, in milliseconds
     ping_ms = 0.0
-    # The reason why a datagram that came in this poll is no answer, or ""
+    # The reason why a datagram that came in this poll is not an answer, or ""
     answer_error = ""
     # For the querier alone: whatever it has to remember during a poll
     querier_data: Any = None
@@ -3031,7 +3059,7 @@ class Querier:
         Otherwise the poll is complete, and the bytes that this returns go to the server as a
         goodbye (b"": nothing is sent).
 
-        Raise Malformed if the bytes are no answer to this query. If this raises Refused, the
+        Raise Malformed if the bytes are not an answer to this query. If this raises Refused, the
         poller also behaves as if no answer had come."""
         raise NotImplementedError
 
@@ -3075,6 +3103,7 @@ class Poller(UdpProtocol):
     datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings):
+        """Begin without targets. `settings`: a Settings object."""
         # Every querier that has added a target
         self.queriers = set()
         # The targets by game, address and the server's own port
@@ -3088,7 +3117,7 @@ class Poller(UdpProtocol):
         self.read(settings)
 
     def read(self, settings):
-        """Take over the interval and the rate, and move waiting polls into the new interval."""
+        """Read the interval and the rate, and move waiting polls into the new interval."""
         self.interval = settings["poll.interval"]
         self.rate = settings["poll.rate"]
         now = self.ticked_at
@@ -3352,6 +3381,8 @@ class PolledGame(Querier):
     """
 
     def __init__(self, core):
+        """`core`: the Core of this program. Servers of this game can then be announced by HTTP,
+        too."""
         self.core = core
         self.registry = core.registry
         self.poller = core.poller
@@ -3470,7 +3501,7 @@ class PolledGame(Querier):
     # Servers that the ini names
 
     def set_pinned(self, pinned_by_host):
-        """Take over the servers that the ini names: a dict by (host, port)."""
+        """Set the servers that the ini names: a dict by (host, port)."""
         self.pinned_by_host = pinned_by_host
         self.resolve_at = -math.inf
 
@@ -3667,7 +3698,7 @@ ICEBALL_REJECTIONS = 1 / 8, 5
 
 @functools.lru_cache(maxsize=256)
 def iceball_version_text(number):
-    """Return a version as a text: 8421413 is "0.2.1-37". The reverse of read_iceball_version().
+    """Return a version as text: 8421413 is "0.2.1-37". The reverse of read_iceball_version().
 
     The texts are cached, so that all servers of one version share one text."""
     major = number >> 27
@@ -3736,6 +3767,7 @@ class Iceball(UdpProtocol):
     game = "iceball"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         settings = core.settings
         self.registry = core.registry
         self.cookie = Cookie(os.urandom(16))
@@ -3750,7 +3782,7 @@ class Iceball(UdpProtocol):
         self.read(settings)
 
     def read(self, settings):
-        """Take over the version that players should have, and the versions to list."""
+        """Read from the settings the version that players should have, and the versions to list."""
         self.version = settings["iceball.version"]
         self.accepted_versions = set(settings["iceball.accept_versions"])
 
@@ -3992,9 +4024,9 @@ DRAFT_IDENTITY = slice(1, 5)
 DRAFT_FIELD_NUMBER = slice(5, 6)
 DRAFT_FIELD_VALUE = slice(6, None)
 DRAFT_HBVERSION = b"\1\0"
-# Kind, hbversion, port. The address follows as a text
+# Kind, hbversion, port. The address follows as text
 DRAFT_REQUEST_HEAD = struct.Struct("<c2sH")
-# Kind, id, port. The address follows as a text
+# Kind, id, port. The address follows as text
 DRAFT_ID_HEAD = struct.Struct("<c4sH")
 # The attribute of Server by the kind of the packet and the number of the field
 DRAFT_FIELDS = {
@@ -4039,6 +4071,7 @@ class IceballDraft:
     """
 
     def __init__(self, iceball):
+        """`iceball`: the Iceball object that receives the datagrams of both protocols."""
         self.iceball = iceball
         self.registry = iceball.registry
         # The sessions whose id has not come back yet, by peer. They are apart from the others,
@@ -4178,7 +4211,8 @@ def read_draft_text(raw):
 
 
 def read_draft_number(raw):
-    """Return a number, at least 0 and at most PLAYERS_MAX. Raise Malformed if it is no number."""
+    """Return a number, at least 0 and at most PLAYERS_MAX. Raise Malformed if it is not a
+    number."""
     if len(raw) != DRAFT_VALUE.size:
         raise Malformed("number: expected 4 bytes")
     number, = DRAFT_VALUE.unpack(raw)
@@ -4240,6 +4274,7 @@ class Hyperbol(TcpProtocol, PolledGame):
     game = "hyperbol"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         registry = core.registry
         self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
@@ -4248,14 +4283,15 @@ class Hyperbol(TcpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Take over the servers that the settings name, each with its flavor."""
+        """Read from the settings the servers that they name, each with its flavor."""
         flavors = {}
         for host, port, flavor in settings["hyperbol.servers"]:
             flavors[host, port] = flavor
         self.set_pinned(flavors)
 
     def tick(self, now):
-        """Look up the host names of the ini and give each own server the flavor it has there.
+        """Look up the host names of the ini and give each server of this master the flavor from the
+        ini.
 
         This is called once a second."""
         self.resolve_pinned(now)
@@ -4311,6 +4347,8 @@ class HyperbolSession(Session):
     """Serve one player, whose connection asks for the list."""
 
     def __init__(self, hyperbol, address, now):
+        """`hyperbol`: the protocol; `address`: the client's; `now`: the time at which it
+        connected."""
         self.hyperbol = hyperbol
         self.address = address
         self.deadline = now + HYPERBOL_REQUEST_S
@@ -4427,7 +4465,7 @@ def parse_hyperbol_answer(data, timestamp):
 def parse_hyperbol_greeting(data):
     """Return the key and the number of players from the 12 bytes of a master's greeting.
 
-    Raises Malformed if this is no greeting."""
+    Raises Malformed if this is not a greeting."""
     is_complete = len(data) >= HYPERBOL_GREETING.size
     if not is_complete or not data.startswith(HYPERBOL_MAGIC):
         raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
@@ -4437,7 +4475,7 @@ def parse_hyperbol_greeting(data):
 
 
 def parse_hyperbol_list(data):
-    """Return [(address, port, flavor), ...] of the servers in a list, the address as a text.
+    """Return [(address, port, flavor), ...] of the servers in a list, the address as text.
 
     Fewer than 12 bytes at the end are an entry that is cut off; they are ignored."""
     entry_count = len(data) // HYPERBOL_ENTRY.size
@@ -4535,6 +4573,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     nonce = staticmethod(ping_nonce)
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         self.cookie = Cookie(os.urandom(16), PING_TIMESTAMP_BYTES)
         self.waiting = WaitingAnnouncements()
@@ -4544,7 +4583,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Take over the zones that the settings name."""
+        """Read from the settings the zones that they name."""
         zones = settings["subspace.zones"]
         self.set_pinned(dict.fromkeys(zones))      # the ini gives a zone nothing but its endpoint
 
@@ -5005,6 +5044,7 @@ class WaitingAnnouncements:
     address counts for itself."""
 
     def __init__(self):
+        """Begin without announcements."""
         # Maps a source to its announcements, and a port to the announcement. The source and the
         # announcement that were added last come last.
         self.by_source = collections.OrderedDict()
@@ -5085,6 +5125,7 @@ class ZonePoll:
     """
 
     def __init__(self):
+        """Begin a poll of one zone, with the first question."""
         # The number of questions that are answered, and so the index of the question to ask
         self.step = 0
         self.players = 0
@@ -5200,6 +5241,7 @@ class SubSpaceLink:
     """
 
     def __init__(self, now, payloads=()):
+        """Begin a link at the time `now`. `payloads` are sent reliably, in this order."""
         self.payloads = iter(payloads)
         self.in_flight = {}             # (packet, time when it was sent last) by sequence number
         self.sequence = 0               # the number of our next reliable packet
@@ -5370,6 +5412,7 @@ class SubSpaceList(UdpProtocol):
     datagram_bytes = LINK_PACKET_BYTES
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         registry = core.registry
         self.rules = registry.rules
         self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
@@ -5449,6 +5492,8 @@ class ListLink(SubSpaceLink):
     """Run the master's end of a list exchange: serve list requests, `01 minplayers[4]`."""
 
     def __init__(self, protocol, address, key, now):
+        """Begin the link of one client. `protocol`: the SubSpaceList; `key`: the client's
+        connection key."""
         super().__init__(now)
         self.protocol = protocol
         self.address = address
@@ -5944,6 +5989,8 @@ class AioSession(Session):
     """A connection of one peer, a game server or a client, in any dialect."""
 
     def __init__(self, aio, address, number, now):
+        """`aio`: the protocol; `address`: of the peer; `number`: the id in the greeting; `now`: the
+        time at which the peer connected."""
         self.aio = aio
         self.registry = aio.registry
         self.rules = aio.rules
@@ -5963,6 +6010,8 @@ class AioSession(Session):
         return AIO_CONNECTED
 
     def receive(self, data, now):
+        """Return the answer to the first message that has one, b"" if none has. Raise Malformed,
+        which is recorded for /check."""
         if data and not self.buffer:
             self.message_began = now
         self.buffer += data
@@ -5995,6 +6044,8 @@ class AioSession(Session):
         return self.receive(b"", now)
 
     def tick(self, now):
+        """Greet a silent peer; note that a connected server is there; end a connection that was
+        silent for too long."""
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
@@ -6128,6 +6179,7 @@ class Aio(TcpProtocol, Querier):
     game = "aio"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         self.registry = core.registry
         self.poller = core.poller
         self.rules = core.registry.rules
@@ -6140,6 +6192,7 @@ class Aio(TcpProtocol, Querier):
         self.read(core.settings)
 
     def read(self, settings):
+        """Take the number of connections and the news from the settings."""
         self.max_servers = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
         text = settings.texts.get("aio.news_file") or settings["aio.news"]
         text = text.strip()[:AIO_NEWS_CHARACTERS]
@@ -6172,6 +6225,8 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target, data, now):
+        """Update the server with its answer to a query. Raise Malformed, and Refused for a refused
+        name."""
         info = aio_info(data)
         self.registry.check_name(info.name)
         server = target.querier_data
@@ -6390,7 +6445,7 @@ def parse_quake3_question(pieces):
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
     first, *following = arguments or [b""]
-    # A gamename may begin with a digit, but it is no number
+    # A gamename may begin with a digit, but it is not a number
     has_gamename = is_extended or not QUAKE3_NUMBER.fullmatch(first)
     if has_gamename:
         gamename = first
@@ -6528,6 +6583,7 @@ class Quake3(UdpProtocol, PolledGame):
     attempts = 3
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         # Servers of this protocol are announced by heartbeats alone, not by HTTP
         del core.http_announcers[self.game]
@@ -6540,7 +6596,7 @@ class Quake3(UdpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Take over the settings, at the start and after a reload."""
+        """Read the settings, at the start and after a reload."""
         secret_key = os.urandom(16)
         self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
         self.settings = settings
@@ -6606,7 +6662,7 @@ class Quake3(UdpProtocol, PolledGame):
     def answer_question(self, pieces, source, now):
         """Return the packets that answer a question. `pieces` are its bytes, split at white space.
 
-        Raise Malformed if it is no question, and Limited if a limit forbids an answer."""
+        Raise Malformed if it is not a question, and Limited if a limit forbids an answer."""
         question = parse_quake3_question(pieces)
         # If forged questions have used up the limit for answers, none is even rendered
         if self.rules.surplus_is_spent("quake3", source, now):
@@ -6716,8 +6772,8 @@ class Quake3(UdpProtocol, PolledGame):
     def verify_challenge(self, challenge, endpoint, now):
         """Return the `tag_gamename` for which make_challenge() has made this challenge.
 
-        Raise Malformed if it is no challenge of this master for this (address, port), or too old.
-        """
+        Raise Malformed if it is not a challenge of this master for this (address, port), or too
+        old. """
         if QUAKE3_CHALLENGE.fullmatch(challenge):
             mac = base64.urlsafe_b64decode(challenge)
             for tag_gamename in self.tag_gamenames:
@@ -6838,7 +6894,7 @@ class Quake3(UdpProtocol, PolledGame):
     def answer(self, target, data, now):
         """Accept the infoResponse that answers a poll, and return b"", because nothing is sent.
 
-        Raise Malformed if it is no infoResponse, or has the wrong challenge."""
+        Raise Malformed if it is not an infoResponse, or has the wrong challenge."""
         if not data.startswith(QUAKE3_INFO):
             raise Malformed("no infoResponse")
         endpoint = target.address, target.server_port
@@ -6983,6 +7039,7 @@ class Luanti(TcpProtocol, PolledGame):
     game = "luanti"
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
             del core.http_announcers[self.game]
@@ -7081,6 +7138,9 @@ class Luanti(TcpProtocol, PolledGame):
         return LUANTI_PROBE
 
     def answer(self, target, data, now):
+        """List the server with its announcement, if one waits for this answer, or note that a
+        listed server is there. Return the packet that ends the exchange. Raise Malformed and
+        Refused."""
         goodbye = luanti_goodbye(data)
         announcement = target.querier_data
         target.querier_data = None
@@ -8201,7 +8261,7 @@ class PageContext(NamedTuple):
 def check_list_template(text):
     """Raise ValueError if this text cannot be a list page.
 
-    Either it is no string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
+    Either it is not a string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
     try:
         string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
     except KeyError as error:
@@ -8996,9 +9056,9 @@ def render_latest(x, y, text):
 #
 # The page and the lists over HTTP. http.server parses a request and formats its response, over
 # bytes in memory. One function for each route makes the response. Every response carries `Length`
-# beside `Content-Length`, because the Iceball client exits without it. Lists, and whole responses
-# by the bytes of their requests, are kept until the next tick, so the usual request costs one
-# look-up.
+# beside `Content-Length`, because the Iceball client exits without it. Lists are kept until the
+# next tick, and so are whole responses, keyed by the bytes of the request. So the usual request
+# costs one look-up.
 # ================================================================================================
 
 GAME_TITLES = {
@@ -9047,6 +9107,7 @@ class HttpError(Exception):
     fields of the response."""
 
     def __init__(self, status, hint, fields=NO_FIELDS):
+        """`status`: the HTTP status; `hint`: the text for the client; `fields`: header fields."""
         super().__init__(hint)
         self.status = status
         self.fields = fields
@@ -9065,6 +9126,7 @@ class HttpResponse:
     """The result of a route: the body, its media type, the status and further header fields."""
 
     def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
+        """`body`: bytes; `type`: the media type; `fields`: header fields beside the usual ones."""
         self.body = body
         self.status = status
         self.fields = {"Content-Type": type, "Cache-Control": "no-store", **fields}
@@ -9095,7 +9157,7 @@ HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
 
 def head_end(data):
     """Return where the body of a request begins, or 0 if the head is not complete yet. Raise
-    HttpError for data that can be no request."""
+    HttpError for data that cannot be a request."""
     line, _, _ = data.partition(b"\n")
     if not line[:1].isalpha():
         raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
@@ -9192,8 +9254,9 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     @functools.cached_property
     def luanti_json(self):
-        """The field json of a Luanti game server's form; b"" if the body is no such form. The form
-        is urlencoded or multipart/form-data (RFC 7578). Use it only with the whole body."""
+        """The field json of the form that a Luanti game server posts; b"" if the body is not such a
+        form. The form is urlencoded or multipart/form-data (RFC 7578). Use it only with the whole
+        body."""
         urlencoded_start, multipart_start = b"json=", b'name="json"'
         if self.body.startswith(urlencoded_start):
             value = self.body[len(urlencoded_start):]
@@ -9255,6 +9318,8 @@ class HttpSession(Session):
     """A connection that speaks HTTP/1.0 or 1.1: keep-alive, one request after another."""
 
     def __init__(self, web, address, now):
+        """`web`: the Web that all connections share; `address`: of the peer, which may be a
+        proxy."""
         self.web, self.address = web, address
         # The requests of a proxy are not answered from the cache, because each is paid for by the
         # client that the proxy names
@@ -9264,6 +9329,8 @@ class HttpSession(Session):
         self.deadline = now + HTTP_REQUEST_S
 
     def receive(self, data, now):
+        """Return the response to the next request, b"" if it is not complete or waits for the disk.
+        A request whose bytes are in the cache is answered without being read."""
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
@@ -9349,11 +9416,13 @@ class HttpSession(Session):
         return self.respond(self.web.error_response(self.request, error), now)
 
     def resume(self, result, now):
+        """Answer the request with the result of the disk thread's job."""
         self.job = None
         self.request.disk_result = result
         return self.receive(b"", now)
 
     def tick(self, now):
+        """Answer 503 or 408 when the deadline is over, and end the connection."""
         if now < self.deadline or self.done:
             return b""
         self.done = True
@@ -9381,6 +9450,7 @@ class Web(TcpProtocol):
     speaks_first = False
 
     def __init__(self, core):
+        """`core`: the Core of this program."""
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
@@ -9401,11 +9471,13 @@ class Web(TcpProtocol):
         return RefusedConnection(self, address, now)
 
     def serves(self, server):
-        """Is the server of one of the operator's own games? The others belong to their
-        protocols."""
+        """Does the server belong to one of the operator's own games? Servers of other games belong
+        to their protocols."""
         return server.game in self.settings["games"]
 
     def read(self, settings):
+        """Take the trusted proxies and the look of the pages from the settings. What was rendered
+        before is forgotten."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
         titles = collections.ChainMap(
             self.registry.titles, {**GAME_TITLES, **settings["games"]})
@@ -9525,7 +9597,7 @@ class Web(TcpProtocol):
 # --- The query of a request ----------------------------------------------------------------------
 
 def query_number(request, name, low, high):
-    """Return a number in the query, 0 if it is missing. Raise HttpError if it is no number from
+    """Return a number in the query, 0 if it is missing. Raise HttpError if it is not a number from
     `low` to `high`."""
     text = request.query.get(name, "").strip()
     if not text:
@@ -9814,7 +9886,7 @@ class Contact(NamedTuple):
     line: str                           # a %-template with host, port, game and page
 
 
-# The line is for the settings of a game server, or a command to run beside it
+# A contact's line goes into a game server's settings, or is a command to run beside it.
 ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
 CONTACTS = {
     "iceball": Contact("Iceball servers, in svsave/pub/server.json",
@@ -10467,8 +10539,8 @@ def allowed_methods(route):
 
 
 def text_route(text, type, setting=""):
-    """Return the function of a route to a text, or to the text of the file that a setting
-    names."""
+    """Return the function of a route that serves `text`, or else the text of the file that a
+    setting names."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
         return public_response((file_text or text).encode(), type)
@@ -10711,8 +10783,8 @@ class MessageVector:
         return headers, iovecs, sockaddrs
 
     def length_column(self, headers):
-        """Return a view of the datagrams' lengths: in each header the last 32-bit number but for
-        the padding."""
+        """Return a view of the datagrams' lengths. In each header the length is the last 32-bit
+        number before the padding."""
         numbers = memoryview(headers).cast("B").cast("I")
         numbers_each = self.MMSGHDR.size // 4
         return numbers[numbers_each - 2::numbers_each]
@@ -10877,6 +10949,7 @@ class TcpConnection:
     the peer still sends, because closing a socket with unread input sends a reset."""
 
     def __init__(self, listener, sock, address, session):
+        """Begin to read from an accepted, non-blocking socket. `address`: of the peer."""
         self.listener = listener
         self.master_server = listener.master_server
         self.tally = listener.tally
@@ -10923,7 +10996,7 @@ class TcpConnection:
             self.answer(now, self.session.receive, data)
         else:
             self.answer(now, self.session.ended)
-            if not self.unsent:             # otherwise this end is read again after the output
+            if not self.unsent:             # otherwise we close after the output has been written
                 self.close(now)
 
     def answer(self, now, method, *arguments):
@@ -11022,8 +11095,8 @@ class TcpConnection:
 
 
 def bound_output(connections, now):
-    """Bound the output that waits for slow readers, in sum, by OUTPUT_BYTES: close the connections
-    that have waited for longest."""
+    """Limit the output that waits for slow readers to OUTPUT_BYTES in total, by closing the
+    connections that have waited longest."""
     waiting = [connection for connection in connections if connection.unsent]
     waiting.sort(key=lambda connection: -connection.deadline)
     total_bytes = 0
@@ -11201,6 +11274,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
     """The log file. After it was closed, the next line opens it again, as logrotate expects."""
 
     def rotate(self, source, dest):
+        """Rename the log file. If the folder is not writable, or another program has the file open
+        on Windows, the file just grows."""
         # If the folder cannot be written, or Windows has the file open, the file just grows
         with contextlib.suppress(OSError):
             super().rotate(source, dest)
@@ -11424,7 +11499,7 @@ class Webhook(WorkerThread):
 
     def deliver(self, until, type, body):
         """Send one message, with several attempts, until it is accepted or the time `until` is
-        over. A 429 counts as no attempt."""
+        over. A 429 does not count as an attempt."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, type, body)
@@ -11467,6 +11542,7 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
+        """`gauges`: figures for /metrics, where the number of dropped messages is kept."""
         self.gauges = gauges
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
@@ -11515,7 +11591,7 @@ class News:
             if key in self.below_threshold:
                 self.departed.append(key)
         elif not server.confirmed or not server.responding:
-            # The players that it has when it is heard again are no news
+            # The players that it has when it is heard again are not news
             self.below_threshold.discard(key)
         elif not self.knows_players(server):
             return
@@ -11598,7 +11674,7 @@ class News:
 # --- What is asked of the system -----------------------------------------------------------------
 
 def file_stamps(settings):
-    """Return a value that changes when the ini changes or a text file that it names."""
+    """Return a value that changes whenever the ini, or a text file that it names, changes."""
     stamps = []
     for path in (settings.path, *map(settings.file, TEXT_FILES)):
         with contextlib.suppress(OSError):
@@ -11759,7 +11835,7 @@ def set_options(sock, options):
 REPLY_BYTES = 64 << 20
 REPLY_PART_BYTES = 50       # Python needs these for each part of a reply beside its bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
-# One exchange reads 60,000 servers of a log at most. The event loop needs 15 ms for each 1,000.
+# One exchange reads at most 60,000 servers from a log. The event loop needs 15 ms for each 1,000.
 CLUSTER_BATCHES = 60
 CLUSTER_MASTERS = 16        # operators run two or three masters
 CLUSTER_RETRY_S = 1.0       # before each connection; so the whole list is sent again within 5 s
@@ -11792,20 +11868,21 @@ class EngineLink:
     file: Any = None
 
     def __init__(self, engine: EngineAddress):
-        """Connect, log in and select the database."""
+        """Connect, log in and select the database. If that fails, nothing stays open."""
         self.password = engine.password
         if engine.path:
-            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock = socket.socket(socket.AF_UNIX)       # log_in() connects it
         else:
             self.sock = socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
         try:
-            self.open(engine)
+            self.log_in(engine)
         except BaseException:
             self.close()
             raise
 
-    def open(self, engine):
-        """Finish the connection whose socket has just been created."""
+    def log_in(self, engine):
+        """Finish the connection: connect a Unix socket, begin TLS, log in and select the
+        database."""
         self.sock.settimeout(ENGINE_ANSWER_S)
         if engine.path:
             self.sock.connect(engine.path)
@@ -11902,10 +11979,11 @@ class MasterLogs:
     """The leases and the logs that masters keep in Redis or Valkey, as one of the masters uses
     them.
 
-    Each master writes the servers that it has heard itself to a log of its own: a list of JSON
-    records, first of all its servers, then of those that have changed. A record without fields
-    says that the server has left. The master's lease is a key that expires. The lease names the
-    log and says whether this master has webhooks. The log expires as well. One exchange:
+    Each master writes the servers that it has heard itself to a log of its own. The log is a list
+    of JSON records: first one for each of its servers, then one for every server that changes. A
+    record without fields says that the server has left. The master's lease is a key that expires.
+    The lease names the log and says whether this master has webhooks. The log expires as well. One
+    exchange:
 
         > GET masterserver:a                            5e1f…-1 news: it is our own lease
         > RPUSH masterserver:5e1f…-1 ["iceball","203.0.113.7",20737,…]
@@ -11949,7 +12027,9 @@ class MasterLogs:
         return self.prefix + b":" + name
 
     def connect(self):
-        """Connect to the engine, and raise NameTaken if another process holds our name."""
+        """Connect to the engine, and raise NameTaken if another process holds our name.
+
+        The pause before it bounds how often an engine that is down is tried."""
         time.sleep(CLUSTER_RETRY_S)
         self.link = EngineLink(self.engine)
         self.renewed_at = None
@@ -12116,7 +12196,7 @@ class Cluster:
     the event loop. Without a link each master serves what it knows. `pending` has what this master
     has still to send: one entry for each server that has changed."""
 
-    # The attributes that an own server takes over from another master that has heard it later. The
+    # The attributes that a server of ours gets from another master that has heard it later. The
     # other attributes say how this master knows the server, who may change it, and whether the ini
     # names it; that is for each master to know.
     TAKEN_OVER = STORED_FIELDS.keys() - {"source", "zone_owner", "pinned"}
@@ -12126,6 +12206,7 @@ class Cluster:
     name_taken_since: Optional[float] = None
 
     def __init__(self, master_server):
+        """Join the masters that the settings name; the thread connects at once."""
         settings = master_server.settings
         self.master_server = master_server
         self.registry = master_server.registry
@@ -12134,7 +12215,7 @@ class Cluster:
         self.tally = master_server.tallies.setdefault("cluster", Tally())
         self.logs = MasterLogs(settings["cluster.redis"], settings["cluster.prefix"], self.name,
                                self.tally)
-        self.pending = {}                       # own servers by key; None if the server has left
+        self.pending = {}                       # our servers by key; None if the server has left
         self.exchanged_at = time.monotonic()    # when the last exchange ended, or the start
         self.masters_with_lease = {}            # has_webhooks of each other master, by name
         self.remote_servers = collections.defaultdict(dict)     # by master, and then by key
@@ -12278,7 +12359,7 @@ class Cluster:
         if latest is None:
             return None
         try:
-            # "pinned" because publish_entry() looks at the limit on all servers itself
+            # "pinned", because publish_entry() itself checks the limit on the number of servers
             self.registry.check_admission(key, latest.source, latest.name, pinned=True)
         except Refused:
             return None
@@ -12434,6 +12515,8 @@ class MasterServer:
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
+        """Read the text files that the settings name, and create what does not need a socket. Raise
+        SettingsError."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
         self.read_settings: Any = reload
@@ -12727,8 +12810,8 @@ class MasterServer:
         return self.saved_list.hourly_players
 
     def open_sockets(self, entry, protocol, ports):
-        """Bind a protocol's sockets at each of our addresses. Return a text for each that cannot
-        be bound."""
+        """Bind a protocol's sockets at each of our addresses. Return an error message for each one
+        that cannot be bound."""
         problems = []
         hosts = self.settings["server.bind"]
         for named_port, host in itertools.product(ports, hosts):
@@ -12747,7 +12830,7 @@ class MasterServer:
 
     @staticmethod
     def bind_problem(entry, host, port, error):
-        """Return a text that says what cannot be bound, why, and which settings to change."""
+        """Return a message that says what cannot be bound, why, and which settings to change."""
         section, key = (entry.setting or "server.bind").split(".")
         return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
             entry.name, entry.transport.upper(), endpoint_text(host, port),
@@ -12788,8 +12871,8 @@ class MasterServer:
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
             return
-        # The stamps are of the old text files. If the ini names another one now, the next tick
-        # sees a difference and reads again; so does a change from now on
+        # The stamps were taken from the old text files. If the ini names another one now, the next
+        # tick sees a difference and reads again; so does a change from now on
         changed = adopt_settings(self.settings, new_settings)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
@@ -12899,6 +12982,7 @@ class Announcer:
     was_accepted: Optional[bool] = None
 
     def __init__(self, server, host, port):
+        """`server`: a Server with the values to announce; `host`, `port`: of the master."""
         self.server = server
         self.host = host
         self.port = port
@@ -12956,6 +13040,8 @@ class IceballAnnouncer(Announcer):
     is_answered = False             # the master has answered since the end of the last burst
 
     def announce(self, now):
+        """Return the announcement of 86 bytes, and set `due` for the next one of the burst or of
+        the next burst."""
         self.due = now + ICEBALL_GAPS_S[self.sent_in_burst]
         self.sent_in_burst += 1
         if self.sent_in_burst == len(ICEBALL_GAPS_S):
@@ -12977,6 +13063,8 @@ class IceballAnnouncer(Announcer):
         self.is_answered = False
 
     def receive(self, data, now):
+        """Return the HSHK for the master's MSOK, b"" for other packets. Raise MasterRefused for
+        BADF and BADV."""
         kind, content = data[:4], data[4:]
         if kind == b"MSOK":
             self.is_answered = True
@@ -13002,6 +13090,7 @@ class SubSpaceAnnouncer(Announcer):
     port_offset = query_offset = 1
 
     def announce(self, now):
+        """Return the announcement, and set `due` for the next one."""
         self.due = now + SUBSPACE_PERIOD_S
         self.on_accepted("announced; masters of this game do not answer but ping the next UDP port")
         server = self.server
@@ -13013,6 +13102,8 @@ class SubSpaceAnnouncer(Announcer):
         return head + description + b"\0"
 
     def answer(self, data):
+        """Return the answer to a ping: the players, and the arena where all of them are. Raise
+        Malformed if it is not a ping."""
         if len(data) not in (4, 8):
             raise Malformed("a ping has 4 or 8 bytes")
         total, playing = self.server.players, self.server.playing
@@ -13026,13 +13117,15 @@ class AioAnnouncer(Announcer):
     """Keeps a connection in AIO's text dialect.
 
     This dialect has no message for a refusal. A refusal may end later, so each keepalive is
-    followed by the publication. The name carries the players, as the game has it."""
+    followed by the publication. The player count is put into the name, as the game's own servers do
+    it."""
 
     transport = "tcp"
     master_port = 27011
     keepalive = b"KEEPALIVE#%\n"
 
     def opened(self, now):
+        """Publish the server on a new connection."""
         self.buffer = b""
         self.is_heard = False               # the master has sent anything since the last keepalive
         self.is_confirmed = False           # it has confirmed the publication since then
@@ -13040,6 +13133,8 @@ class AioAnnouncer(Announcer):
         return self.publication()
 
     def announce(self, now):
+        """Return a keepalive and the publication. Raise ConnectionError if nothing has come from
+        the master since the last ones."""
         if not self.is_heard:
             raise ConnectionError("the master has fallen silent")
         if not self.is_confirmed:
@@ -13066,6 +13161,7 @@ class AioAnnouncer(Announcer):
         return text.replace("#", "<num>").lstrip("%")
 
     def receive(self, data, now):
+        """Look for the master's confirmation; nothing is answered."""
         self.is_heard = True
         received = self.buffer + data
         # The confirmation may come in pieces: keep one byte less than it has
@@ -13087,6 +13183,7 @@ class FramedAioAnnouncer(AioAnnouncer):
         return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
 
     def receive(self, data, now):
+        """Take all complete frames; nothing is answered. Raise MasterRefused and Malformed."""
         self.is_heard = True
         self.buffer += data
         while True:
@@ -13107,6 +13204,8 @@ class FramedAioAnnouncer(AioAnnouncer):
             raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
 
     def answer(self, data):
+        """Return the answer to the query that consists of one byte 00. Raise Malformed for anything
+        else."""
         if data != AIO_FRAMED_QUERY:
             raise Malformed("a query is the one byte 00")
         server = self.server
@@ -13138,7 +13237,7 @@ class HttpAnnouncer(Announcer):
         to be tried again."""
         response, lifetime_s = self.read_response(body)
         if response.get("listed") is True:
-            # max() comes first because a lifetime that is no number (NaN) then becomes TTL_MIN_S
+            # max() comes first, so that a lifetime that is not a number (NaN) becomes TTL_MIN_S
             lifetime_s = min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
             self.due = now + lifetime_s / 2
             self.on_accepted("listed")
@@ -13167,6 +13266,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
     query_offset = 0
 
     def answer(self, data):
+        """Return the answer to the master's query. Raise Malformed if it is not a query."""
         if len(data) != HYPERBOL_MESSAGE_HEAD.size:
             raise Malformed("a query is 02 and a timestamp")
         message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
@@ -13254,6 +13354,7 @@ class Announcement:
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
                  dialect: str = "", players_from: str = "", give_up: bool = False,
                  **fields: Any) -> None:
+        """Check the arguments; start() or run() begins to announce."""
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
@@ -13396,7 +13497,7 @@ class Announcement:
 
     @staticmethod
     def send_and_receive(announcer, sock):
-        """Send an announcement if one is due, wait for data from the master, and answer them.
+        """Send an announcement if one is due, then wait for data from the master and reply to them.
         Raise socket.timeout if none have come within STEP_S."""
         now = time.monotonic()
         if now >= announcer.due:
@@ -13481,7 +13582,7 @@ PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
-    """Return the fields that a line gives: `5`, `5/16` or `5/16 map name` has the players, their
+    """Return the fields in a line: `5`, `5/16` or `5/16 map name` gives the number of players, the
     maximum and the map. Raise ValueError for anything else."""
     match = PLAYERS_LINE.fullmatch(line.strip())
     if not match:
@@ -13559,8 +13660,8 @@ def udp_socket(host, port):
 def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
     """Send a question, several times if needed, until an answer comes.
 
-    `read_answer(data)` is given each datagram and raises Malformed if it is no answer. Return its
-    result, and the round trip in milliseconds. Raise TimeoutError if no answer has come."""
+    `read_answer(data)` is given each datagram and raises Malformed if it is not an answer. Return
+    its result, and the round trip in milliseconds. Raise TimeoutError if no answer has come."""
     trouble = ""
     sock.settimeout(ASK_WAIT_S)
     for _ in range(tries):
@@ -13705,6 +13806,7 @@ class ZoneListLink(SubSpaceLink):
     total = FETCH_BYTES
 
     def on_packet(self, packet, now):
+        """Take a piece of the list."""
         if packet[:2] == LINK_LIST_PIECE:
             size, chunk = packet[2:6], packet[6:]
             self.total = min(self.total, int.from_bytes(size, "little"))
@@ -13984,7 +14086,7 @@ def read_place(text):
 
 
 def argument(read):
-    """Return a type for argparse that reads a text by `read` and keeps its error's words."""
+    """Return a type for argparse that calls `read` and shows the message of its ValueError."""
     def read_argument(text):
         try:
             return read(text)
@@ -14385,8 +14487,8 @@ def query_servers(entries):
 
 
 def queried_server(entry, deadline):
-    """Return the server of a list's entry with what it answers. It is not responding if it does
-    not answer, or if the deadline is over."""
+    """Query a server, given by its entry in a list, and return it as a Server with the values that
+    it answers. It is marked as not responding if it does not answer, or if the deadline is over."""
     address, port = entry["address"], entry["port"]
     fields: Dict[str, Any] = {"responding": False}
     if time.monotonic() < deadline:
