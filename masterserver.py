@@ -552,7 +552,7 @@ class Setting(NamedTuple):
 
 SETTINGS = (
     Setting("server.bind", "0.0.0.0, ::", read_addresses,
-            "Addresses to listen on. Games whose lists carry IPv4 alone use only the IPv4 ones.",
+            "Addresses to listen on. Games whose lists have only IPv4 use only the IPv4 ones.",
             live=False),
     Setting("server.public_address", "", read_public,
             "The address by which players reach game servers on this machine; not 127.0.0.1."),
@@ -594,22 +594,22 @@ SETTINGS = (
             "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
     Setting("aio.port", "27011", read_port,
             "TCP port for servers and clients of every generation.", live=False),
-    Setting("aio.news", "", read_text, "What players read under News."),
+    Setting("aio.news", "", read_text, "The text that players read under News."),
     Setting("aio.news_file", "", read_without_url,
             "A text file to read the news from instead; read again when it changes."),
     Setting("quake3.port", "27950", read_port,
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
     Setting("quake3.games", "", read_game_filter,
-            "Games to list, such as xonotic, openarena; or !nexuiz: all but this; empty: all."),
+            "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
     Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
     Setting("quake3.timeout", "900", read_number(1, 86400, float),
-            "Seconds without an answer after which one is removed; missed polls do so sooner."),
+            "Seconds without an answer after which a server is removed, or after missed polls."),
     Setting("luanti.enabled", "yes", read_flag,
             "List the Luanti servers that announce themselves on the ports of [http].",
             live=False),
     Setting("luanti.timeout", "330", read_number(1, 86400),
-            "Seconds without an announcement after which one is removed; they come every 300."),
+            "Seconds after its last announcement until a server is removed; one comes every 300."),
     Setting("games", "mygame = My Game", read_without_url,
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
     Setting("cluster.redis", "", read_engine,
@@ -618,22 +618,22 @@ SETTINGS = (
     Setting("cluster.name", "", read_plain_name,
             "This master's name among others; empty: the host's and a random part.", live=False),
     Setting("cluster.prefix", "masterserver", read_plain_name,
-            "What the keys there begin with; masters with another one are not seen.", live=False),
+            "What all keys in Redis begin with; masters with another one are not seen.", live=False),
     Setting("poll.interval", "30", read_number(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", read_number(1, 100000),
             "Queries per second at most, to all servers together; to listed ones first."),
     Setting("notify.players", "2", read_number(1, PLAYERS_MAX),
-            "A server is news when it comes to have so many players, after it had fewer."),
+            "A server is news when it has this many players, after it had fewer."),
     Setting("notify.again_after", "10800", read_number(0, 86400),
             "Seconds for which the same server is not news again."),
-    Setting("notify.official_only", "no", read_flag, "News of official servers alone."),
+    Setting("notify.official_only", "no", read_flag, "Send news of official servers only."),
     Setting("notify.games", "", list_reader(read_game_id),
-            "News of these games alone, by their ids such as iceball; empty: of all."),
+            "Send news of these games only, by their ids such as iceball; empty: all games."),
     Setting("notify.text", "$players of $max_players are playing on $name ($game, map $map) $url",
-            read_text, "What is told; there are no other placeholders than these."),
+            read_text, "The text of a message; there are no other placeholders than these."),
     Setting("webhooks", "ours = discord https://discord.com/api/webhooks/ID/TOKEN", read_webhook,
-            "Who is told: NAME = FORMAT URL. FORMAT is discord, slack, text or json.",
+            "Receivers of news: NAME = FORMAT URL. FORMAT is discord, slack, text or json.",
             read_key=read_game_id),
     Setting("official", "203.0.113.7:20737 = yes", read_flag,
             "Servers marked as official.", read_key=read_numeric_endpoint),
@@ -1255,7 +1255,8 @@ class Limiter:
         which is an IPv6 /64."""
         verdict = self.verdict(address)
         key = address
-        if verdict == NO_VERDICT:
+        is_ipv6 = ":" in address
+        if is_ipv6 and verdict == NO_VERDICT:
             key = source_key(address)
             if key in self.table:
                 return key
