@@ -119,14 +119,14 @@ SEND_BUFFER_BYTES = 1 << 18
 LINGER_S = 5.0
 LINGER_BYTES = 65536
 OUTPUT_TOTAL_S = 120.0              # a client that takes longer over one answer is not reading it
-OUTPUT_BYTES = 64 << 20             # that wait for all readers together: three lists of 50,000
-WORKER_JOBS = 64                    # that wait for one thread; further ones are refused
+OUTPUT_BYTES = 64 << 20             # waiting for all readers together: three lists of 50,000
+WORKER_JOBS = 64                    # waiting for one thread; further jobs are refused
 # Host names from strangers that wait to be looked up. With a slow name server each takes half a
 # minute.
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
 LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, which anybody can have
-LOOKUP_TURNS = 1024                 # sources that are remembered: 16 times as many as can wait
+LOOKUP_TURNS = 1024                 # remembered sources: 16 times as many as can wait
 # Game servers of one source that wait for the same look-up. If each is a Luanti server with the
 # longest announcement, those of all strangers take 80 MB.
 LOOKUP_WAITERS = 16
@@ -144,7 +144,7 @@ COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six million years
 # Anybody can have an IPv6 /48, so it may have as much as 16 single sources.
 SITE_SOURCES = 16
-LIMITER_SOURCES = 16384             # that one limiter remembers, in about 3 MB
+LIMITER_SOURCES = 16384             # remembered by one limiter, in about 3 MB
 # All unproven sources together get this many bytes more than they sent, a second / at once. Each
 # use of allow_surplus() has as much: 200 lists a second, or 0.8 Mbit/s for an attacker who forges
 # addresses.
@@ -154,7 +154,7 @@ ANSWERS_RATE = 1e6, 1e6
 # While a flood with its address keeps a server's own packets out, silence proves nothing before so
 # many lifetimes.
 FLOODED_LIFETIMES = 3
-ALTERED_SERVERS = 100_000           # that wait for the disk: a full list, and as many that left
+ALTERED_SERVERS = 100_000           # waiting for the disk: a full list, and as many that left
 KNOWN_SERVERS = 60_000              # servers that have left and are remembered on disk
 KNOWN_GAMES = 1000                  # games with a history; the page shows some 80 at a time
 OUTCOMES_KEPT = 4096                # packets that /check explains: 3 MB with the longest details
@@ -179,8 +179,8 @@ GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; lev
 RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
 RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: this long for each server
 CACHE_S = 5                         # for which a cache in front may keep an answer, like the page
-PAGE_ROWS = 2000                    # on one page; a search finds the others
-CHECK_FINDINGS = 100                # on one page of /check, the latest
+PAGE_ROWS = 2000                    # servers on one page; a search finds the others
+CHECK_FINDINGS = 100                # the latest findings, on one page of /check
 
 # ================================================================================================
 # 3  Settings
@@ -2111,7 +2111,7 @@ class ListedRow(NamedTuple):
         return tuple(map(type, self)) == (str, str, int, float, float, float, str)
 
 
-Counts = List[Optional[int]]        # of players; None where the server or the master was away
+Counts = List[Optional[int]]        # player counts; None while the server or the master was away
 DISK_ERRORS = sqlite3.Error, OSError        # any method of Database may raise these
 
 
@@ -2602,7 +2602,7 @@ class ServerRecord(NamedTuple):
     expires: float
     first_seen: float
     last_seen: float
-    values: List[Any]                   # in the order of STORED_FIELDS
+    values: List[Any]                   # the values of STORED_FIELDS, in their order
 
 
 def server_record(server, epoch):
@@ -4281,7 +4281,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         registry = core.registry
         self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
         self.official_list = RenderedList(registry, self.game, render_official_hyperbol_list)
-        self.flavors = {}                       # by listed address and port
+        self.flavors = {}                       # flavors by listed address and port
         self.read(core.settings)
 
     def read(self, settings):
@@ -5333,7 +5333,7 @@ class SubSpaceLink:
     def on_acknowledgement(self, packet, now):
         """Take the packet that the peer acknowledges out of `in_flight`."""
         number = int.from_bytes(packet[2:6], "little")
-        if number in self.in_flight:            # not if the acknowledgement came twice
+        if number in self.in_flight:            # otherwise the acknowledgement came twice
             del self.in_flight[number]
             self.active_at = now
 
@@ -5419,7 +5419,7 @@ class SubSpaceList(UdpProtocol):
         self.rules = registry.rules
         self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
         self.total_limiter = Limiter(LIST_RATE_IN_TOTAL)
-        self.links = collections.OrderedDict()          # by peer
+        self.links = collections.OrderedDict()          # ListLinks by peer
         self.zones = RenderedList(registry, SubSpacePing.game, render_zone_list)
 
     def datagram(self, data, peer, now):
@@ -6051,7 +6051,7 @@ class AioSession(Session):
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
-        if self.server:                         # it is there, because it is connected
+        if self.server:                         # the open connection shows that it is there
             self.registry.confirm(self.server, now)
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
@@ -6344,7 +6344,7 @@ class Quake3Info(NamedTuple):
     gamename: Optional[str]             # None if the infoResponse has no such key
     protocol: str                       # a number
     gametype: str                       # a number or a name
-    hostname: str                       # without colours
+    hostname: str                       # the name without its colours
     mapname: str
     clients: int                        # all players, bots included
     max_clients: int
@@ -6912,7 +6912,7 @@ LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
 LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
 LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
 LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough; int() is slow with 10,000
-LUANTI_NAMES = 500                  # that are kept of a list of names; few servers have 500 mods
+LUANTI_NAMES = 500                  # kept of each list of names; few servers have 500 mods
 LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
 # How much of each list of names is kept, in bytes of JSON: it stands in the list that every client
 # fetches. There is room for 180 players with the longest names, and for 500 mods with usual ones.
@@ -6972,7 +6972,7 @@ class LuantiField(NamedTuple):
 
     name: str
     read: Callable[[Any], Any]
-    expected: str                       # in words, for the answer to a wrong value
+    expected: str                       # describes a right value, for error messages
     is_required: bool = False
 
 
@@ -8394,7 +8394,7 @@ class ListPage(NamedTuple):
     list_filter: ListFilter
     servers: Sequence[Server]       # all that match the filter
     rows: Html                      # render_rows() of the first of them
-    counts: Mapping[str, int]       # by game that has servers: their number
+    counts: Mapping[str, int]       # the number of servers of each game that has any
     # (game, reader, line) of contact_lines(), which are shown if no server is listed
     contacts: Sequence[Tuple[str, str, str]]
     spark: Html                     # the sparkline of all players together
@@ -8621,7 +8621,7 @@ DESCRIPTION = "Description"
 class ServerPage(NamedTuple):
     """The contents of the page of one server."""
 
-    server: Server                  # with times of the wall clock
+    server: Server                  # its times are those of the wall clock
     is_listed: bool                 # False: only its name and its times are known
     series: Optional[Series]        # its player counts; None if no history is kept
     span: str                       # the span of the series, a key of SPANS
@@ -10657,7 +10657,7 @@ class ProtocolEntry(NamedTuple):
     name: str
     transport: str                  # "udp" or "tcp"; "" for a protocol without a socket of its own
     setting: str                    # its port, or ports; "" for any free port
-    offset: int                     # from the port in the setting to the one to listen on
+    offset: int                     # is added to the port in the setting
     make: Callable[[Core], Any]     # creates the UdpProtocol or the TcpProtocol
 
 
@@ -11123,7 +11123,7 @@ class TcpListener:
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
-        self.is_paused = False          # until the next tick, as there are no descriptors
+        self.is_paused = False          # True until the next tick if there are no descriptors
 
     def on_readable(self, now):
         """Accept the connections that wait, up to a bound."""
@@ -11268,7 +11268,7 @@ class WorkerThread:
 
 LOG_FILE_BYTES = 10 << 20           # the size at which a log file is rotated
 LOG_FILES = 3                       # older files that are kept: 40 MB in all
-LOG_LINES = 1000                    # that may wait for the thread that writes them
+LOG_LINES = 1000                    # waiting for the thread that writes them
 LOG_END_S = 1.0                     # for the lines that wait when the program ends
 
 
@@ -11358,8 +11358,9 @@ class HostNames:
     def __init__(self, post):
         """`post`: as in WorkerThread."""
         self.worker = WorkerThread("names", post)
-        self.ini_lookups = collections.deque()          # that wait, of names in the ini
-        self.stranger_lookups = collections.deque()     # that wait, of names that a source has sent
+        # The waiting look-ups: of names in the ini, and of names that strangers have sent
+        self.ini_lookups = collections.deque()
+        self.stranger_lookups = collections.deque()
         self.is_busy = False                            # a look-up is under way
         # How many look-ups of strangers wait or are under way, by source_keys()
         self.counts = collections.defaultdict(int)
@@ -12220,7 +12221,8 @@ class Cluster:
         self.pending = {}                       # our servers by key; None if the server has left
         self.exchanged_at = time.monotonic()    # when the last exchange ended, or the start
         self.masters_with_lease = {}            # has_webhooks of each other master, by name
-        self.remote_servers = collections.defaultdict(dict)     # by master, and then by key
+        # The servers of each other master, by master and then by key
+        self.remote_servers = collections.defaultdict(dict)
         self.heard_at = {}                      # when each other master was heard last
         self.without_room = {}                  # keys of remote servers for which there was no room
         self.thread = WorkerThread("cluster", master_server.post)
@@ -12976,7 +12978,8 @@ class Announcer:
     transport = "udp"
     refused_s = REFUSED_S
     master_port = 27790             # the port of this game's masters, if the user names none
-    port_offset = 0                 # from the master's named port to the one for announcements
+    # The difference between the master's named port and the one for announcements
+    port_offset = 0
     # From the game server's port to the UDP port that masters query; None if they query none
     query_offset: Optional[int] = None
     address = state = ""
@@ -12989,7 +12992,7 @@ class Announcer:
         self.host = host
         self.port = port
         self.master = endpoint_text(host, port)
-        self.pause_s = RETRY_S          # after the next failure
+        self.pause_s = RETRY_S          # the pause after the next failure
 
     def announce(self, now: float) -> bytes:
         """Return the announcement to send now, and set `due` for the next one. Raise OSError if
@@ -13202,7 +13205,7 @@ class FramedAioAnnouncer(AioAnnouncer):
             self.is_confirmed = True
             self.on_accepted("announced")
         elif kind == AIO_FRAMED_REFUSAL:
-            reason = payload[len(AIO_FRAMED_REFUSAL) + 2:]      # behind the length of the text
+            reason = payload[len(AIO_FRAMED_REFUSAL) + 2:]      # after the length of the text
             raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
 
     def answer(self, data):
