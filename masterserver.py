@@ -119,14 +119,14 @@ SEND_BUFFER_BYTES = 1 << 18
 LINGER_S = 5.0
 LINGER_BYTES = 65536
 OUTPUT_TOTAL_S = 120.0              # a client that takes longer over one answer is not reading it
-OUTPUT_BYTES = 64 << 20             # that wait for all readers together: three lists of 50,000
-WORKER_JOBS = 64                    # that wait for one thread; further ones are refused
+OUTPUT_BYTES = 64 << 20             # waiting for all readers together: three lists of 50,000
+WORKER_JOBS = 64                    # waiting for one thread; further jobs are refused
 # Host names from strangers that wait to be looked up. With a slow name server each takes half a
 # minute.
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
 LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, which anybody can have
-LOOKUP_TURNS = 1024                 # sources that are remembered: 16 times as many as can wait
+LOOKUP_TURNS = 1024                 # remembered sources: 16 times as many as can wait
 # Game servers of one source that wait for the same look-up. If each is a Luanti server with the
 # longest announcement, those of all strangers take 80 MB.
 LOOKUP_WAITERS = 16
@@ -144,7 +144,7 @@ COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers
 COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six million years
 # Anybody can have an IPv6 /48, so it may have as much as 16 single sources.
 SITE_SOURCES = 16
-LIMITER_SOURCES = 16384             # that one limiter remembers, in about 3 MB
+LIMITER_SOURCES = 16384             # remembered by one limiter, in about 3 MB
 # All unproven sources together get this many bytes more than they sent, a second / at once. Each
 # use of allow_surplus() has as much: 200 lists a second, or 0.8 Mbit/s for an attacker who forges
 # addresses.
@@ -154,7 +154,7 @@ ANSWERS_RATE = 1e6, 1e6
 # While a flood with its address keeps a server's own packets out, silence proves nothing before so
 # many lifetimes.
 FLOODED_LIFETIMES = 3
-ALTERED_SERVERS = 100_000           # that wait for the disk: a full list, and as many that left
+ALTERED_SERVERS = 100_000           # waiting for the disk: a full list, and as many that left
 KNOWN_SERVERS = 60_000              # servers that have left and are remembered on disk
 KNOWN_GAMES = 1000                  # games with a history; the page shows some 80 at a time
 OUTCOMES_KEPT = 4096                # packets that /check explains: 3 MB with the longest details
@@ -179,8 +179,8 @@ GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; lev
 RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
 RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: this long for each server
 CACHE_S = 5                         # for which a cache in front may keep an answer, like the page
-PAGE_ROWS = 2000                    # on one page; a search finds the others
-CHECK_FINDINGS = 100                # on one page of /check, the latest
+PAGE_ROWS = 2000                    # servers on one page; a search finds the others
+CHECK_FINDINGS = 100                # the latest findings, on one page of /check
 
 # ================================================================================================
 # 3  Settings
@@ -440,7 +440,8 @@ def read_engine(text):
 
 
 def engine_address(url):
-    """Return the EngineAddress of a URL as ENGINE_FORM describes it. Raise ValueError."""
+    """Return the EngineAddress of a URL as ENGINE_FORM describes it. Raise ValueError if it has
+    another form."""
     if "\n" in url:
         raise ValueError("more than one line")
     scheme, _, after_scheme = url.partition("://")
@@ -760,7 +761,8 @@ class Settings:
             raise SettingsError("%s = %s: %s" % (shown_name, shown_value, error)) from None
 
     def read_value(self, setting, key, text):
-        """Set the value of a setting, or of a key in a section of data. Raise ValueError."""
+        """Set the value of a setting, or of a key in a section of data. Raise ValueError if the
+        text is no such value."""
         (key + text).encode()           # raises it for bytes of the command line that are not text
         if "\0" in text:                # no file can be named so
             raise ValueError("a NUL is no text")
@@ -820,7 +822,8 @@ def check_line_below(line, shown_name):
 
 
 def read_ini(path, missing_ok):
-    """Return a ConfigParser with the contents of an ini. Raise SettingsError."""
+    """Return a ConfigParser with the contents of an ini. Raise SettingsError if the file cannot be
+    read or understood."""
     # It is not strict: people append lines, so a section may come twice, and of a key that is given
     # twice the last one counts
     parser = configparser.ConfigParser(
@@ -1675,15 +1678,17 @@ class Registry:
 
     def list_or_refresh(self, key: Key, source: str, now: float, lifetime: float,
                         fields: Mapping[str, Any], pinned: bool = False) -> Server:
-        """List a server, or refresh it, and return it. Raise Refused.
+        """List a server, or refresh it, and return it. Raise Refused if the rules or a limit forbid
+        it.
 
         `fields`: the attributes of Server that it has told."""
         game, address, port = key
         server = self.get(game, address, port)
-        if server is None or server.master:
+        is_new = server is None or server.master        # another master's server is new to us
+        if is_new:
             self.check_admission(key, source, fields.get("name"), pinned)
             if server is not None:
-                # Another master's server becomes ours; for subscribers it never left
+                # It becomes our own server; for subscribers it never left the list
                 self.detach(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
@@ -2111,7 +2116,7 @@ class ListedRow(NamedTuple):
         return tuple(map(type, self)) == (str, str, int, float, float, float, str)
 
 
-Counts = List[Optional[int]]        # of players; None where the server or the master was away
+Counts = List[Optional[int]]        # player counts; None while the server or the master was away
 DISK_ERRORS = sqlite3.Error, OSError        # any method of Database may raise these
 
 
@@ -2602,7 +2607,7 @@ class ServerRecord(NamedTuple):
     expires: float
     first_seen: float
     last_seen: float
-    values: List[Any]                   # in the order of STORED_FIELDS
+    values: List[Any]                   # the values of STORED_FIELDS, in their order
 
 
 def server_record(server, epoch):
@@ -2625,7 +2630,7 @@ def encoded_row(record):
 
 def restored_server(row, now, wall, clean_luanti):
     """Return the server that a ListedRow describes, marked as unconfirmed, or None if the row
-    cannot be understood. Raise Refused.
+    cannot be understood. Raise Refused for a wrong Luanti announcement.
 
     `clean_luanti(announcement)` checks and cleans a Luanti server's announcement."""
     fields = restored_fields(row.fields, clean_luanti)
@@ -2713,11 +2718,12 @@ class SavedList:
             registry.altered.add(row.key)           # a server that is not restored is deleted
             with contextlib.suppress(Refused):
                 self.restore_row(row, now, wall, protocols)
-        log.info("servers restored from before the restart, not confirmed until heard again: %d",
+        log.info("%d servers restored from before the restart, not confirmed until heard again",
                  registry.total)
 
     def restore_row(self, row, now, wall, protocols):
-        """List the server of a row, unless it was last seen too long ago. Raise Refused."""
+        """List the server of a row, unless it was last seen too long ago. Raise Refused if the
+        rules forbid it."""
         if wall - row.last_seen > RESTORE_WITHIN_S:
             return
         server = restored_server(row, now, wall, self.clean_luanti)
@@ -4281,7 +4287,7 @@ class Hyperbol(TcpProtocol, PolledGame):
         registry = core.registry
         self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
         self.official_list = RenderedList(registry, self.game, render_official_hyperbol_list)
-        self.flavors = {}                       # by listed address and port
+        self.flavors = {}                       # flavors by listed address and port
         self.read(core.settings)
 
     def read(self, settings):
@@ -4714,7 +4720,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def on_announcement(self, source, announcement, now):
         """Refresh a listed zone if the announcement only repeats it; otherwise ping the zone.
 
-        Returns the ping, [(datagram, peer)], or [] if there is nothing to send. Raises Refused."""
+        Returns the ping, [(datagram, peer)], or [] if there is nothing to send. Raises Refused if
+        the zone may not be announced so."""
         address = self.rules.listed_address(source)
         port = announcement.port
         announcer = announcement.owner
@@ -4740,7 +4747,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         """Handle an announcement that came by HTTP; the next tick pings the zone.
 
         `fields` are attributes of Server, of which the players are ignored, because the zone's
-        answers tell them. Raises Refused."""
+        answers tell them. Raises Refused if the rules or a limit forbid it."""
         if ":" in source or port == 65535:
             raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
                                         "this is %s" % endpoint_text(source, port))
@@ -5333,7 +5340,7 @@ class SubSpaceLink:
     def on_acknowledgement(self, packet, now):
         """Take the packet that the peer acknowledges out of `in_flight`."""
         number = int.from_bytes(packet[2:6], "little")
-        if number in self.in_flight:            # not if the acknowledgement came twice
+        if number in self.in_flight:            # otherwise the acknowledgement came twice
             del self.in_flight[number]
             self.active_at = now
 
@@ -5419,7 +5426,7 @@ class SubSpaceList(UdpProtocol):
         self.rules = registry.rules
         self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
         self.total_limiter = Limiter(LIST_RATE_IN_TOTAL)
-        self.links = collections.OrderedDict()          # by peer
+        self.links = collections.OrderedDict()          # ListLinks by peer
         self.zones = RenderedList(registry, SubSpacePing.game, render_zone_list)
 
     def datagram(self, data, peer, now):
@@ -5699,7 +5706,7 @@ class AioInfo(NamedTuple):
 
 
 def aio_info(data: bytes) -> AioInfo:
-    """Read a game server's answer to the query `00`. Raise Malformed.
+    """Read a game server's answer to the query `00`. Raise Malformed if it is damaged or cut off.
 
     It is zlib of `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`."""
     payload = inflate(data, AIO_ANSWER_BYTES)
@@ -6051,7 +6058,7 @@ class AioSession(Session):
         if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
-        if self.server:                         # it is there, because it is connected
+        if self.server:                         # the open connection shows that it is there
             self.registry.confirm(self.server, now)
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
@@ -6148,7 +6155,7 @@ class AioSession(Session):
         return endpoint_text(address, port)
 
     def own(self, server):
-        """Make this the connection that keeps the server listed; another one does so no longer."""
+        """Make this the connection that keeps the server listed, in place of an older one."""
         self.aio.disown("taken", server)
         self.aio.owners[server] = self
         self.server = server
@@ -6344,7 +6351,7 @@ class Quake3Info(NamedTuple):
     gamename: Optional[str]             # None if the infoResponse has no such key
     protocol: str                       # a number
     gametype: str                       # a number or a name
-    hostname: str                       # without colours
+    hostname: str                       # the name without its colours
     mapname: str
     clients: int                        # all players, bots included
     max_clients: int
@@ -6912,7 +6919,7 @@ LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
 LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
 LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
 LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough; int() is slow with 10,000
-LUANTI_NAMES = 500                  # that are kept of a list of names; few servers have 500 mods
+LUANTI_NAMES = 500                  # kept of each list of names; few servers have 500 mods
 LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
 # How much of each list of names is kept, in bytes of JSON: it stands in the list that every client
 # fetches. There is room for 180 players with the longest names, and for 500 mods with usual ones.
@@ -6927,7 +6934,7 @@ def read_luanti_text(text):
 
 def read_luanti_address(text):
     """Return the address that players connect to: "" for the one that the server announces from, an
-    IP address, or a name with a dot. Raise ValueError."""
+    IP address, or a name with a dot. Raise ValueError for anything else."""
     if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
         raise ValueError("no text of that length")
     if text == "":
@@ -6945,7 +6952,8 @@ def read_luanti_address(text):
 
 
 def read_luanti_names(names):
-    """Return a list of names, cleaned, each of them once. Raise TypeError and AttributeError."""
+    """Return a list of names, cleaned, each of them once. Raise TypeError or AttributeError if it
+    is not a list of texts."""
     if not isinstance(names, list):
         raise TypeError("no list")
     cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in names[:LUANTI_NAMES]]
@@ -6972,7 +6980,7 @@ class LuantiField(NamedTuple):
 
     name: str
     read: Callable[[Any], Any]
-    expected: str                       # in words, for the answer to a wrong value
+    expected: str                       # describes a right value, for error messages
     is_required: bool = False
 
 
@@ -7090,7 +7098,8 @@ class Luanti(TcpProtocol, PolledGame):
             target.querier_data = None          # this announcement is newer
 
     def look_up_address(self, source, port, announcement, now):
-        """Have the address for players looked up. Raise Refused."""
+        """Have the address for players looked up. Raise Refused if the server may not be listed, or
+        too many names are looked up."""
         self.check_newcomer(source, port, announcement["name"])
         done = functools.partial(self.on_address_found, source, port, announcement)
         listed_address = self.rules.listed_address(source)
@@ -7128,7 +7137,7 @@ class Luanti(TcpProtocol, PolledGame):
         return is_ipv6 != listed_is_ipv6
 
     def query_announced(self, source, port, announcement, now):
-        """Query a server that has announced itself. Raise Refused.
+        """Query a server that has announced itself. Raise Refused if a limit forbids it.
 
         The announcement counts once the server answers. Until then it is kept in the target, so
         that it is bounded and leaves as targets do."""
@@ -7169,7 +7178,8 @@ def luanti_goodbye(data):
 
 def completed_luanti_announcement(fields, old):
     """Return an announcement, checked and cleaned, with the fields that only `old`, the one before,
-    has, and with the fields that the master computes. Raise Refused."""
+    has, and with the fields that the master computes. Raise Refused if a field is wrong or
+    missing."""
     computed = {name: old.get(name, 0) for name in LUANTI_COMPUTED}
     announcement = luanti_fields({**old, **fields, **computed})
     clients = announcement["clients"]
@@ -7182,7 +7192,7 @@ def completed_luanti_announcement(fields, old):
 
 def luanti_fields(values):
     """Return the known fields of an announcement that was received or stored, checked and cleaned.
-    Raise Refused."""
+    Raise Refused if a field is wrong or missing."""
     fields = {}
     for field in LUANTI_FIELDS:
         if field.name in values or field.is_required:
@@ -7200,7 +7210,7 @@ def luanti_fields(values):
 
 
 def read_luanti_field(field, value):
-    """Return the value of a LuantiField, checked and cleaned. Raise Refused."""
+    """Return the value of a LuantiField, checked and cleaned. Raise Refused if it is wrong."""
     if isinstance(value, (int, float)):
         value = str(value)              # the readers take texts, as old servers send them
     try:
@@ -8394,7 +8404,7 @@ class ListPage(NamedTuple):
     list_filter: ListFilter
     servers: Sequence[Server]       # all that match the filter
     rows: Html                      # render_rows() of the first of them
-    counts: Mapping[str, int]       # by game that has servers: their number
+    counts: Mapping[str, int]       # the number of servers of each game that has any
     # (game, reader, line) of contact_lines(), which are shown if no server is listed
     contacts: Sequence[Tuple[str, str, str]]
     spark: Html                     # the sparkline of all players together
@@ -8621,7 +8631,7 @@ DESCRIPTION = "Description"
 class ServerPage(NamedTuple):
     """The contents of the page of one server."""
 
-    server: Server                  # with times of the wall clock
+    server: Server                  # its times are those of the wall clock
     is_listed: bool                 # False: only its name and its times are known
     series: Optional[Series]        # its player counts; None if no history is kept
     span: str                       # the span of the series, a key of SPANS
@@ -9200,7 +9210,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         self.wfile: Any = io.BytesIO()
 
     def parse(self):
-        """Read the head. Raise HttpError."""
+        """Read the head. Raise HttpError if it is malformed."""
         request_line, _, header_lines = self.head.partition(b"\n")
         self.check_header_lines(header_lines)
         # A shell sends the bytes of a search for Straße as they were typed
@@ -9358,7 +9368,7 @@ class HttpSession(Session):
 
     def has_whole_request(self, now):
         """Is the first request in the buffer complete, with its body? Read its head into `request`
-        as soon as that is complete. Raise HttpError."""
+        as soon as that is complete. Raise HttpError if the request is malformed."""
         if self.request is None and not self.read_head():
             return False
         request = self.request
@@ -9370,7 +9380,7 @@ class HttpSession(Session):
 
     def read_head(self):
         """Move a complete head from the buffer into `request`. Return False if it is not complete
-        yet. Raise HttpError."""
+        yet. Raise HttpError if it is malformed."""
         self.buffer = self.buffer.lstrip(b"\r\n")           # a blank line begins no request
         if not self.buffer:
             return False
@@ -9531,7 +9541,8 @@ class Web(TcpProtocol):
         return address
 
     def respond(self, request):
-        """Return the HttpResponse of the request's route. Raise HttpError and DiskNeeded."""
+        """Return the HttpResponse of the request's route. Raise HttpError if the request is
+        refused, and DiskNeeded if the disk has to be read first."""
         if request.disk_result is None:         # otherwise this request was paid for already
             self.charge(request, 1)
         route_function = ROUTES.get(request.route)
@@ -9629,7 +9640,7 @@ class ListFilter(NamedTuple):
 
 
 def query_filter(web, request, default_game=""):
-    """Return the ListFilter in the query. Raise HttpError."""
+    """Return the ListFilter in the query. Raise HttpError if a value is wrong."""
     query = request.query
     game = query.get("game", default_game)
     name = query.get("name", "")
@@ -9643,7 +9654,7 @@ def query_filter(web, request, default_game=""):
 
 def query_endpoint(request, default_address=""):
     """Return the address and the port in the query; the port is 0 if there is none. Both may stand
-    in address=, as in 203.0.113.7:20737. Raise HttpError."""
+    in address=, as in 203.0.113.7:20737. Raise HttpError if a value is wrong."""
     text = request.query.get("address", "").strip()[:100] or default_address
     port = query_number(request, "port", 0, 65535)
     has_port = re.search(r"\.[0-9]+:|\]:", text)
@@ -9670,7 +9681,7 @@ class HistoryQuery(NamedTuple):
 
 
 def query_history(request):
-    """Return the HistoryQuery in the query. Raise HttpError."""
+    """Return the HistoryQuery in the query. Raise HttpError if a value is wrong or missing."""
     game = request.query.get("game", "")
     span = request.query.get("span", "day")
     address, port = "", 0
@@ -10114,7 +10125,7 @@ def check_no_web_page(request):
 
 def announced_values(request):
     """Return the values of an announcement by name, as they were sent: those of a form or of a
-    JSON object. Raise HttpError and Refused."""
+    JSON object. Raise HttpError for another media type, and Refused for a malformed body."""
     if request.luanti_json:
         return json_values(request.luanti_json)
     content_type = request.header("Content-Type") or FORM_TYPE
@@ -10130,7 +10141,8 @@ def announced_values(request):
 
 
 def json_values(body):
-    """Return the members of a JSON object that are not null. Raise Refused."""
+    """Return the members of a JSON object that are not null. Raise Refused if the body is not such
+    an object."""
     numbers = body.translate(DIGITS_ALONE).split()
     if max(map(len, numbers), default=0) > NUMBER_DIGITS:
         raise Refused("bad packet", "a number of more than %d digits" % NUMBER_DIGITS)
@@ -10144,7 +10156,8 @@ def json_values(body):
 
 
 def form_values(body):
-    """Return the values of a form that an announcement can have, as texts. Raise Refused."""
+    """Return the values of a form that an announcement can have, as texts. Raise Refused if there
+    are too many."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
     check_field_count(len(pairs))
     raw_values = {}
@@ -10169,7 +10182,8 @@ def check_field_count(count):
 
 
 def announced_game(web, value):
-    """Return the game of an announcement, if it can be announced here. Raise Refused."""
+    """Return the game of an announcement, if it can be announced here. Raise Refused if it
+    cannot."""
     game = announced_text("game", value)
     games = [*web.core.http_announcers, *web.settings["games"]]
     if game in games:
@@ -10182,7 +10196,8 @@ def announced_game(web, value):
 
 
 def announced_fields(values):
-    """Return the attributes of Server that an announcement sets. Raise Refused."""
+    """Return the attributes of Server that an announcement sets. Raise Refused if a value is
+    wrong."""
     fields: Dict[str, Any] = {}
     for name in ANNOUNCED_TEXTS:
         if name in values:
@@ -10194,14 +10209,14 @@ def announced_fields(values):
 
 
 def announced_text(name, value):
-    """Return a field that is a text, cleaned. Raise Refused."""
+    """Return a field that is a text, cleaned. Raise Refused for a value of another type."""
     if isinstance(value, (bool, list, dict)):
         raise Refused("bad packet", "%s is not a text" % name)
     return clean(str(value), TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
 
 
 def announced_number(name, value):
-    """Return a field that is a number. Raise Refused."""
+    """Return a field that is a number. Raise Refused if it is not a number in its bounds."""
     text = "" if isinstance(value, (list, dict)) else str(value)
     match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
     low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
@@ -10213,7 +10228,7 @@ def announced_number(name, value):
 
 def announce_server(web, request, game, port, fields):
     """List a server, or have it queried if the master can query servers of its game. Return the
-    response. Raise Refused."""
+    response. Raise Refused if the rules or a limit forbid it."""
     registry, source, now = web.registry, request.address, request.now
     address = web.rules.listed_address(source)
     polled_game = web.core.http_announcers.get(game)
@@ -10260,7 +10275,7 @@ def announce_response(reason=""):
 
 def announce_luanti(web, request, port, values):
     """Take the announcement of a Luanti game server, which logs the sentence that it gets. Return
-    the response. Raise Refused."""
+    the response. Raise Refused if a field is wrong, or the rules or a limit forbid it."""
     if values.get("action") == "delete":
         stop_announced(web, request, "luanti", port)
         return HttpResponse(b"Removed from the list.\n")
@@ -10381,8 +10396,9 @@ def listed_from(web, address, port):
 
 
 def current_outcomes(web, request, address, listed):
-    """Return what holds for an address now, as (outcome, detail), each once: how its listed
-    servers stand, a ban, a flood."""
+    """Return what is true of an address now, as a list of (outcome, detail) without duplicates: the
+    state of each server that is listed there, whether the address is banned, and whether it floods
+    us."""
     rules = web.rules
     outcomes = [(listed_outcome(server), "") for server in listed if server.responding]
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
@@ -10657,7 +10673,7 @@ class ProtocolEntry(NamedTuple):
     name: str
     transport: str                  # "udp" or "tcp"; "" for a protocol without a socket of its own
     setting: str                    # its port, or ports; "" for any free port
-    offset: int                     # from the port in the setting to the one to listen on
+    offset: int                     # is added to the port in the setting
     make: Callable[[Core], Any]     # creates the UdpProtocol or the TcpProtocol
 
 
@@ -10800,6 +10816,7 @@ class MessageVector:
     def receive(self, sock):
         """Read up to DRAIN_DATAGRAMS datagrams. Return their data, their peers, and their peers
         as send() takes them."""
+        # The call fills the buffers to which `headers` points
         count = self.receive_call(sock.fileno(), self.headers, DRAIN_DATAGRAMS,
                                   socket.MSG_DONTWAIT, None)
         if count <= 0:
@@ -10941,6 +10958,9 @@ class UdpSocket:
 
 # --- Connections ---------------------------------------------------------------------------------
 
+NO_EVENTS = 0                       # beside the selector's EVENT_READ and EVENT_WRITE
+
+
 class TcpConnection:
     """A TCP connection and its session. Its memory and the time for which it may stall are bounded,
     and it is never ended by a reset.
@@ -10962,15 +10982,15 @@ class TcpConnection:
         # When a slow reader, or a peer that does not close its side, is disconnected
         self.deadline = math.inf
         self.linger_bytes = LINGER_BYTES    # bytes of further input that are still read away
-        self.events = 0                     # the selector waits for them; 0 during a job
+        self.events = NO_EVENTS             # what the selector waits for; NO_EVENTS during a job
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
-        """Have the selector wait for EVENT_READ, EVENT_WRITE or 0 (nothing) from now on."""
+        """Have the selector wait for EVENT_READ, EVENT_WRITE or NO_EVENTS from now on."""
         if events == self.events:
             return
         selector = self.master_server.selector
-        if self.events:
+        if self.events != NO_EVENTS:
             selector.unregister(self.sock)
         if events == selectors.EVENT_WRITE:
             selector.register(self.sock, events, self.on_writable)
@@ -11056,8 +11076,9 @@ class TcpConnection:
             self.wait_for(selectors.EVENT_WRITE)
         elif session.job is None or session.done:
             self.wait_for(selectors.EVENT_READ)
-        elif self.events:
-            self.wait_for(0)
+        elif self.events != NO_EVENTS:
+            # The session has just asked for a job; nothing is read or written meanwhile
+            self.wait_for(NO_EVENTS)
             self.master_server.disk.submit(session.job, self.resume)
         if session.done and not self.unsent:
             self.deadline = now + LINGER_S
@@ -11069,7 +11090,8 @@ class TcpConnection:
     def resume(self, result, now):
         """Give the session the result of its job. If the session has stopped waiting for it (and
         answered 503), do nothing."""
-        if not self.events and not self.is_closed():
+        still_waits = self.events == NO_EVENTS
+        if still_waits and not self.is_closed():
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
@@ -11088,7 +11110,7 @@ class TcpConnection:
         """Close the connection at once and tell the session. A second call does nothing."""
         if self.is_closed():
             return
-        self.wait_for(0)
+        self.wait_for(NO_EVENTS)
         self.sock.close()
         del self.master_server.connections[self]
         for key in source_keys(self.address):
@@ -11123,7 +11145,7 @@ class TcpListener:
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
-        self.is_paused = False          # until the next tick, as there are no descriptors
+        self.is_paused = False          # True until the next tick if there are no descriptors
 
     def on_readable(self, now):
         """Accept the connections that wait, up to a bound."""
@@ -11268,7 +11290,7 @@ class WorkerThread:
 
 LOG_FILE_BYTES = 10 << 20           # the size at which a log file is rotated
 LOG_FILES = 3                       # older files that are kept: 40 MB in all
-LOG_LINES = 1000                    # that may wait for the thread that writes them
+LOG_LINES = 1000                    # waiting for the thread that writes them
 LOG_END_S = 1.0                     # for the lines that wait when the program ends
 
 
@@ -11358,8 +11380,9 @@ class HostNames:
     def __init__(self, post):
         """`post`: as in WorkerThread."""
         self.worker = WorkerThread("names", post)
-        self.ini_lookups = collections.deque()          # that wait, of names in the ini
-        self.stranger_lookups = collections.deque()     # that wait, of names that a source has sent
+        # The waiting look-ups: of names in the ini, and of names that strangers have sent
+        self.ini_lookups = collections.deque()
+        self.stranger_lookups = collections.deque()
         self.is_busy = False                            # a look-up is under way
         # How many look-ups of strangers wait or are under way, by source_keys()
         self.counts = collections.defaultdict(int)
@@ -11686,7 +11709,8 @@ def file_stamps(settings):
 
 
 def read_text_files(settings):
-    """Read the text files that the settings name into `settings.texts`. Raise SettingsError."""
+    """Read the text files that the settings name into `settings.texts`. Raise SettingsError if one
+    cannot be read."""
     for name in TEXT_FILES:
         path = settings.file(name)
         try:
@@ -11700,7 +11724,7 @@ def read_text_files(settings):
 
 
 def read_text_file(path):
-    """Return the text of a file. Raise OSError or ValueError."""
+    """Return the text of a file. Raise OSError or ValueError if it cannot be read."""
     check_is_file(path)
     with open(path, encoding="utf-8-sig") as file:
         return file.read()
@@ -11752,6 +11776,9 @@ def descriptor_limit(raise_to=0):
     return limit
 
 
+DISCARD_PORT = 9                        # any port would do, because nothing is sent
+
+
 def own_address(destination="192.0.2.1"):
     """Return the address from which this machine sends to a destination; "" if there is no route.
 
@@ -11760,7 +11787,7 @@ def own_address(destination="192.0.2.1"):
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect((destination, 9))
+            sock.connect((destination, DISCARD_PORT))
             address, *_ = sock.getsockname()
             return address
     except OSError:
@@ -11784,7 +11811,7 @@ def resolved(host, like=""):
 
 def addresses(host):
     """Return the addresses of a host, IPv4 first. If there is a route to some of them, return
-    only those. Raise OSError."""
+    only those. Raise OSError if the host is not found."""
     ipv4, ipv6 = [], []
     for family, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
         address, *_ = sockaddr
@@ -11797,13 +11824,14 @@ def addresses(host):
 
 def bound_socket(family, transport, address, port):
     """Return a non-blocking socket that is bound to this address. `transport`: "udp" or "tcp";
-    a TCP socket listens; `port`: 0 for a free one. Raise OSError."""
+    a TCP socket listens; `port`: 0 for a free one. Raise OSError if the address cannot be bound."""
     is_tcp = transport == "tcp"
     sock = socket.socket(family, socket.SOCK_STREAM if is_tcp else socket.SOCK_DGRAM)
     try:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if WINDOWS:                     # there SO_REUSEADDR would let another program take the port
+            # Only Windows has this constant, so type checkers elsewhere do not know it
             exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE")  # noqa: B009
             sock.setsockopt(socket.SOL_SOCKET, exclusive, 1)
         elif is_tcp:
@@ -12220,7 +12248,8 @@ class Cluster:
         self.pending = {}                       # our servers by key; None if the server has left
         self.exchanged_at = time.monotonic()    # when the last exchange ended, or the start
         self.masters_with_lease = {}            # has_webhooks of each other master, by name
-        self.remote_servers = collections.defaultdict(dict)     # by master, and then by key
+        # The servers of each other master, by master and then by key
+        self.remote_servers = collections.defaultdict(dict)
         self.heard_at = {}                      # when each other master was heard last
         self.without_room = {}                  # keys of remote servers for which there was no room
         self.thread = WorkerThread("cluster", master_server.post)
@@ -12563,7 +12592,8 @@ class MasterServer:
     # Start and stop
 
     def bind(self):
-        """Open all sockets and restore the list; a second call does nothing. Raise StartError.
+        """Open all sockets and restore the list; a second call does nothing. Raise StartError if a
+        socket cannot be bound.
 
         run() closes everything at its end. A caller that does not call run() calls close()."""
         if self.selector is not None:
@@ -12584,7 +12614,7 @@ class MasterServer:
             raise
 
     def run(self):
-        """Serve until stop(), in this thread. Raise StartError."""
+        """Serve until stop(), in this thread. Raise StartError if it cannot start."""
         if self.thread not in (None, threading.current_thread()):
             raise StartError("This MasterServer already runs in a thread. Create a new one for a "
                              "second run.")
@@ -12597,7 +12627,8 @@ class MasterServer:
             self.close()
 
     def start(self):
-        """Serve in a thread; return once everything is bound. Raise StartError."""
+        """Serve in a thread; return once everything is bound. Raise StartError if it cannot
+        start."""
         if self.stopping:
             raise StartError("This MasterServer has been stopped. Create a new one.")
         self.bind()
@@ -12733,8 +12764,8 @@ class MasterServer:
                      server.name)
 
     def guarded(self, call, *arguments):
-        """Call a function, and log an exception as a fault of the program, so that it ends nothing
-        else."""
+        """Call a function. If it raises an exception, log that as a fault of the program and go
+        on."""
         try:
             call(*arguments)
         except Exception:
@@ -12839,7 +12870,8 @@ class MasterServer:
             error.strerror or error, section, key)
 
     def open_socket(self, entry, protocol, host, port):
-        """Bind one socket and serve a protocol there. Raise OSError."""
+        """Bind one socket and serve a protocol there. Raise OSError if the address cannot be
+        bound."""
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         sock = bound_socket(family, entry.transport, host, port)
@@ -12976,7 +13008,8 @@ class Announcer:
     transport = "udp"
     refused_s = REFUSED_S
     master_port = 27790             # the port of this game's masters, if the user names none
-    port_offset = 0                 # from the master's named port to the one for announcements
+    # The difference between the master's named port and the one for announcements
+    port_offset = 0
     # From the game server's port to the UDP port that masters query; None if they query none
     query_offset: Optional[int] = None
     address = state = ""
@@ -12989,7 +13022,7 @@ class Announcer:
         self.host = host
         self.port = port
         self.master = endpoint_text(host, port)
-        self.pause_s = RETRY_S          # after the next failure
+        self.pause_s = RETRY_S          # the pause after the next failure
 
     def announce(self, now: float) -> bytes:
         """Return the announcement to send now, and set `due` for the next one. Raise OSError if
@@ -12998,7 +13031,8 @@ class Announcer:
 
     def receive(self, data: bytes, now: float) -> bytes:
         """Return the answer to what the master has sent, b"" for none. By TCP the data can be
-        split anywhere. Raise MasterRefused or Malformed."""
+        split anywhere. Raise MasterRefused if the master refuses the server, and Malformed for bad
+        data."""
         return b""
 
     def set_state(self, state, level=logging.WARNING):
@@ -13098,8 +13132,9 @@ class SubSpaceAnnouncer(Announcer):
         server = self.server
         scores = 1                      # the zone keeps scores
         name = text_field(server.name, ZONE_NAME_BYTES, "cp1252")
+        ignored_address = bytes(4)      # masters use the address that the packet comes from
         head = ZONE_ANNOUNCEMENT_HEAD.pack(
-            bytes(4), server.port, server.players, scores, ZONE_VERSION, name, ZONE_PASSWORD)
+            ignored_address, server.port, server.players, scores, ZONE_VERSION, name, ZONE_PASSWORD)
         description = text_field(server.description, ZONE_ANNOUNCED_DESCRIPTION_BYTES, "cp1252")
         return head + description + b"\0"
 
@@ -13185,7 +13220,8 @@ class FramedAioAnnouncer(AioAnnouncer):
         return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
 
     def receive(self, data, now):
-        """Take all complete frames; nothing is answered. Raise MasterRefused and Malformed."""
+        """Take all complete frames; nothing is answered. Raise MasterRefused if one is a refusal,
+        and Malformed if one cannot be read."""
         self.is_heard = True
         self.buffer += data
         while True:
@@ -13197,12 +13233,11 @@ class FramedAioAnnouncer(AioAnnouncer):
 
     def receive_message(self, payload):
         """Take the payload of one frame; raise MasterRefused if it is a refusal."""
-        kind = payload[:len(AIO_FRAMED_REFUSAL)]
-        if kind == AIO_FRAMED_CONFIRMATION:
+        if payload.startswith(AIO_FRAMED_CONFIRMATION):
             self.is_confirmed = True
             self.on_accepted("announced")
-        elif kind == AIO_FRAMED_REFUSAL:
-            reason = payload[len(AIO_FRAMED_REFUSAL) + 2:]      # behind the length of the text
+        elif payload.startswith(AIO_FRAMED_REFUSAL):
+            reason, _ = split_string16(payload[len(AIO_FRAMED_REFUSAL):])
             raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
 
     def answer(self, data):
@@ -13284,6 +13319,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
             port=server.port,
             flags=0,
             version=text_field(server.version, HYPERBOL_VERSION_BYTES),
+            # Nobody announces the factions and the skill
             imf=0, syndicate=0, republic=0, skill=0)
         head = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_ANSWER, timestamp)
         return head + HYPERBOL_INFO.pack(*info)
@@ -13300,7 +13336,8 @@ ANNOUNCERS = {
 
 
 def post_announcement(announcer, **extra_fields):
-    """Announce a server by HTTP. Raise OSError and MasterRefused."""
+    """Announce a server by HTTP. Raise OSError if the master cannot be reached, and MasterRefused
+    if it refuses."""
     announcer.address = resolved(announcer.host)
     body = json.dumps({**announcer.fields(), **extra_fields})
     headers = {"Host": announcer.master, "Content-Type": "application/json"}
@@ -13360,9 +13397,11 @@ class Announcement:
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
+        # SubSpace also uses the next port, so 65535 is left out. The port may be given as text
+        game_port = read_number(1, 65534)(str(port))
         self.server = Server(
-            read_game_id(game), address="", port=read_number(1, 65534)(str(port)), source="",
-            now=0.0, lifetime=math.inf, name="%s server" % GAME_TITLES.get(game, game))
+            read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
+            name="%s server" % GAME_TITLES.get(game, game))
         self.update(**fields)
         announcer_class = self.announcer_class(game, dialect)
         if isinstance(masters, str):
@@ -13391,7 +13430,8 @@ class Announcement:
         return announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
 
     def update(self, **fields: Any) -> None:
-        """Announce these values from now on; from any thread. Raises ValueError."""
+        """Announce these values from now on; from any thread. Raises ValueError for a value that
+        cannot be announced."""
         for name, value in fields.items():
             if not self.may_be_announced(name, value):
                 raise ValueError("%s=%r cannot be announced" % (name, value))
@@ -13651,7 +13691,8 @@ PORT_BYTES = 2
 
 @contextlib.contextmanager
 def udp_socket(host, port):
-    """Yield a UDP socket that sends to this endpoint and receives only from it. Raise OSError."""
+    """Yield a UDP socket that sends to this endpoint and receives only from it. Raise OSError if
+    the host is not found."""
     address = resolved(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -13772,7 +13813,8 @@ def ping_aio(host, port):
 
 
 def read_aio_info(data):
-    """Return the fields of a framed AIO server's answer. Raise Malformed."""
+    """Return the fields of a framed AIO server's answer. Raise Malformed if it is not such an
+    answer."""
     return aio_info(data)._asdict()
 
 
@@ -13782,7 +13824,7 @@ def ping_quake3(host, port):
 
 
 def read_quake3_info(data):
-    """Return the fields of an infoResponse. Raise Malformed."""
+    """Return the fields of an infoResponse. Raise Malformed if it is not an infoResponse."""
     info = parse_quake3_info(split_quake3_pairs(data))
     gamename = info.gamename
     if not gamename:
@@ -13894,7 +13936,7 @@ def aio_text_fields(data):
 
 def aio_text_entries(data):
     """Return the servers of a text list, whose fields are `name#description#address#port#` for
-    each. Raise Malformed."""
+    each. Raise Malformed for too many servers, or a port that is not a number."""
     if data.count(b"#") >= 4 * LIST_SERVERS:
         raise Malformed("more than %d servers" % LIST_SERVERS)
     fields = data.decode("utf-8", "replace").split("#")
@@ -13936,7 +13978,7 @@ def payload_after_greeting(data):
 
 
 def aio_framed_entries(payload):
-    """Return the servers of a framed list. Raise Malformed.
+    """Return the servers of a framed list. Raise Malformed if it is not a list, or is cut off.
 
         02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
     if payload[:1] != AIO_LIST:
@@ -14002,7 +14044,8 @@ def quake3_list_part(data):
 
 
 def quake3_list_start(data):
-    """Return the offset of the first server in a datagram of a list. Raise Malformed."""
+    """Return the offset of the first server in a datagram of a list. Raise Malformed if it is not a
+    list."""
     for head in QUAKE3_LIST_HEADS:
         if data.startswith(head):
             return len(head)
@@ -14079,7 +14122,7 @@ LISTS: Any = {
 
 def read_place(text):
     """Return host and port of HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
-    None if the text names none. Raise ValueError."""
+    None if the text names none. Raise ValueError for anything else."""
     with contextlib.suppress(ValueError):
         return read_address(text), None
     if text and ":" not in text:
@@ -14132,7 +14175,7 @@ def complain(text):
 
 def write_file(path, data):
     """Write a file so that its readers find the old content or the new one, never a part. A pipe
-    or device is written to directly. Raise OSError."""
+    or device is written to directly. Raise OSError if that fails."""
     path = os.path.realpath(path)               # the file that a link leads to; the link stays
     if is_special(path):
         with open(path, "wb") as file:
@@ -14177,7 +14220,8 @@ def stop_on_signals(stop):
 # --- Serving ------------------------------------------------------------------------------------
 
 def command_serve(arguments):
-    """Open all listeners, say where they are, and serve until a signal. Raise StartError."""
+    """Open all listeners, say where they are, and serve until a signal. Raise StartError if the
+    server cannot start."""
     if arguments.print_config:
         say(config_text()[:-len("\n")])
         return EXIT_OK
@@ -14258,7 +14302,7 @@ def first_contact(master_server):
 
 def write_ready_file(path, master_server):
     """Write a file that tells other programs what listens where. The poller's port is left out,
-    because nobody sends to it first. Raise ToolError."""
+    because nobody sends to it first. Raise ToolError if it cannot be written."""
     listeners = []
     for listener in master_server.listeners:
         if listener.protocol != "poll":
@@ -14341,8 +14385,10 @@ def command_notify(arguments):
     for name in arguments.name or webhooks or [""]:
         if name not in webhooks:
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
-        format, url = webhooks[name].split()
-        http_status, _ = post_url(url, *NEWS_FORMATS[format](server, settings, entry))
+        format_name, url = webhooks[name].split()
+        format_news = NEWS_FORMATS[format_name]
+        type, body = format_news(server, settings, entry)
+        http_status, _ = post_url(url, type, body)
         say("%s: %s" % (name, http_status))
         if not http_status.startswith("2"):
             status = EXIT_FAILED
@@ -14356,7 +14402,8 @@ def command_ping(arguments):
     host, port = arguments.endpoint
     with failing_query(host, port):
         result = PINGS[arguments.game](host, port)
-    result.update(result.pop("details", {}))
+    details = result.pop("details", {})
+    result.update(details)                  # further facts are printed like the others
     print_result(arguments, host, port, result)
     return EXIT_OK
 
@@ -14449,7 +14496,7 @@ def command_export(arguments):
 
 def export_once(arguments):
     """Fetch the list, query its servers, write the file and upload it. Return a sentence that says
-    what was done. Raise ToolError."""
+    what was done. Raise ToolError if a step fails."""
     entries = fetch_export_list(arguments)
     servers = query_servers(entries)
     path = arguments.output
@@ -14501,7 +14548,8 @@ def queried_server(entry, deadline):
 
 
 def read_ftp_url(text):
-    """Return the parts of ftp://USER@HOST[:PORT]/PATH/ as urlsplit() does. Raise ValueError."""
+    """Return the parts of ftp://USER@HOST[:PORT]/PATH/ as urlsplit() does. Raise ValueError for
+    another URL, or one with a password."""
     url = urllib.parse.urlsplit(text)
     is_complete = url.scheme == "ftp" and url.hostname and url.port != 0
     if not is_complete or url.password:
@@ -14511,7 +14559,8 @@ def read_ftp_url(text):
 
 
 def ftp_login(url):
-    """Return user and password for an FTP URL; both are empty for an anonymous login."""
+    """Return user and password for an FTP URL; both are empty for an anonymous login. The password
+    is read from MASTERSERVER_FTP_PASSWORD, or else both are read from ~/.netrc."""
     user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
     if password:
@@ -14526,7 +14575,8 @@ def ftp_login(url):
 
 
 def upload(url, file_name, data):
-    """Store data at an FTP URL, under `file_name` if the URL names no file. Raise ToolError."""
+    """Store data at an FTP URL, under `file_name` if the URL names no file. Raise ToolError if that
+    fails."""
     # With one byte per character every answer can be decoded, and %C3%BC in the URL goes out as it
     # stands there
     encoding = "latin-1"
