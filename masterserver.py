@@ -272,7 +272,7 @@ def read_number(low, high, kind=int):
 
 def read_port(text):
     """Return a port; None for an empty text, which switches the listener off; 0 for a port that
-    the system chooses. 65535 is no choice, because SubSpace also listens on the next port."""
+    the system chooses. 65535 is not allowed, because SubSpace also listens on the next port."""
     if not text.strip():
         return None
     return read_number(0, 65534)(text)
@@ -1118,7 +1118,7 @@ LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
 
 
-# Sources, by which limits count
+# Sources: the senders that limits count
 
 def source_key(address):
     """Return the source of an address, which limits count: the address itself for IPv4, and the
@@ -3339,7 +3339,7 @@ class Poller(UdpProtocol):
         """Return the newcomers in an order in which their sources take turns.
 
         The first newcomer of each source comes first, then the second of each source, and so on.
-        In each round the source that was queried longest ago begins."""
+        Each round begins with the source that was queried longest ago."""
         by_source = {source: [] for source in self.newcomers}
         for target in newcomers:
             by_source[target.source].append(target)
