@@ -5626,33 +5626,43 @@ def parse_zone_entry(head, description):
 
 # --- AIO -----------------------------------------------------------------------------------------
 
-AIO_CONNECTED = b"\1\0\0\0\0"       # the document's CONNECT with id 0; greets framed peers as well
-AIO_GREETING_S = 1.2                # of silence before the text greeting, which clients wait for
+# CONNECT of the binary dialect, with id 0. It is also the greeting of the framed dialect
+AIO_CONNECTED = b"\1\0\0\0\0"
+# The text greeting goes out after this much silence, because clients of that dialect wait for it
+AIO_GREETING_S = 1.2
 # The share of all connections that listed servers may hold. The others are for players and
 # browsers, so no server has to leave to make room for them.
 AIO_SHARE = 0.5
-AIO_IDLE_S = 330.0                  # for a peer that publishes nothing; clients speak every 270 s
-AIO_KEEPALIVE_S = 120.0             # for a server that sends keepalives; they come every 20 to 40 s
-AIO_NEWLINE_S = 0.2                 # between `12#%` and its newline, if a network parted them
-AIO_MESSAGE_BYTES = 8192            # a name and a description at their longest have 2,600
+# A peer that publishes nothing may be silent for this long; clients send something every 270 s
+AIO_IDLE_S = 330.0
+# A server that sends keepalives may pause for this long; they come every 20 to 40 s
+AIO_KEEPALIVE_S = 120.0
+# The master waits this long for the newline behind `12#%`, which may come in a packet of its own
+AIO_NEWLINE_S = 0.2
+AIO_MESSAGE_BYTES = 8192            # the longest name and description take 2,600
 AIO_ANSWER_BYTES = 16384            # a game server's answer, unpacked; 2,600 can be shown
-AIO_ZLIB_BYTES = 1200               # a longer frame does not fit one packet, and is compressed
-AIO_NEWS_CHARACTERS = 16000         # a string16 carries 65,535 bytes
+AIO_ZLIB_BYTES = 1200               # a longer payload does not fit one packet, and is compressed
+AIO_NEWS_CHARACTERS = 16000         # a string16 has 65,535 bytes at most, a character up to 4
+# The count of players at the end of a published name, such as " [3/16]"
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
 AIO_INFO_NUMBERS = struct.Struct("<IIH")        # players, maximum, version
 
 
 class AioIntegerForm(NamedTuple):
-    """How the binary dialect writes integers from `lowest` on: the integer minus `lowest`, followed
-    by a tag in its lowest bits, as little-endian bytes."""
+    """One of the forms in which the binary dialect writes an integer.
 
-    size: int                           # bytes
+    The form is for integers from `lowest` on. `lowest` is subtracted, and the difference is shifted
+    left by `tag_bits` to make room for the tag. The result is written in `size` bytes, the lowest
+    byte first, so that the first byte has the tag."""
+
+    size: int
     lowest: int
     tag_bits: int
     tag: int
 
 
-# So 27010 is written as 144801, and 8080 as 427c
+# Each form begins after the highest integer of the form before it. So 27010 is written as 144801,
+# and 8080 as 427c
 AIO_INTEGER_FORMS = (
     AioIntegerForm(1, 0, 1, 0b1),
     AioIntegerForm(2, 0x80, 2, 0b10),
@@ -5662,32 +5672,48 @@ AIO_INTEGER_FORMS = (
 
 
 def aio_integer(number):
-    """Return an integer as the binary dialect writes it."""
+    """Return an integer from 0 on as bytes, in the form that the binary dialect has for it."""
     for form in reversed(AIO_INTEGER_FORMS):
-        if number >= form.lowest:
+        if form.lowest <= number:
             break
-    tagged = (number - form.lowest) << form.tag_bits | form.tag
+    difference = number - form.lowest
+    tagged = difference << form.tag_bits | form.tag
     return tagged.to_bytes(form.size, "little")
 
 
 def read_aio_integer(data):
-    """Return the integer at the beginning of the data, and its size in bytes. If the data end
-    before it does, the integer is wrong and the size is larger than the data."""
-    first_byte = int.from_bytes(data[:1], "little")
+    """Read the integer at the beginning of these bytes; return its value and its size in bytes.
+
+    If the bytes end within the integer, the returned size is larger than the number of bytes, and
+    the value is wrong."""
+    form = aio_integer_form(data[:1])
+    tagged_bytes = data[:form.size]
+    tagged = int.from_bytes(tagged_bytes, "little")
+    difference = tagged >> form.tag_bits
+    return form.lowest + difference, form.size
+
+
+def aio_integer_form(first_byte):
+    """Return the AioIntegerForm of an integer that begins with this byte (b"" counts as a 0).
+
+    Every byte has the tag of one form in its lowest bits."""
+    bits = int.from_bytes(first_byte, "little")
     for form in AIO_INTEGER_FORMS:
         mask = (1 << form.tag_bits) - 1
-        if first_byte & mask == form.tag:
+        if bits & mask == form.tag:
             break
-    tagged = int.from_bytes(data[:form.size], "little")
-    return (tagged >> form.tag_bits) + form.lowest, form.size
+    return form
 
 
 def inflate(data, limit):
-    """Return one zlib stream, unpacked. Raise Malformed if it is damaged, or has more than `limit`
-    bytes unpacked; it is never unpacked beyond that."""
+    """Unpack one zlib stream and return its bytes.
+
+    Raise Malformed if the stream is damaged, or if it has more than `limit` bytes unpacked. A
+    longer stream is not unpacked any further, so that it cannot fill the memory."""
     stream = zlib.decompressobj()
     try:
-        unpacked = stream.decompress(data, limit + 1)       # one byte more, to see whether it ends
+        # With room for one byte more, zlib also sees the end of a stream of exactly `limit` bytes
+        unpacked = stream.decompress(data, limit + 1)
     except zlib.error as error:
         raise Malformed("zlib: %s" % error) from None
     if not stream.eof:
@@ -5706,81 +5732,102 @@ class AioInfo(NamedTuple):
 
 
 def aio_info(data: bytes) -> AioInfo:
-    """Read a game server's answer to the query `00`. Raise Malformed if it is damaged or cut off.
+    """Read a game server's answer to the query `00`, and return it as an AioInfo.
 
-    It is zlib of `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`."""
+    The answer is packed with zlib. Unpacked it is
+    `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`. Raise Malformed if
+    it is not such an answer."""
     payload = inflate(data, AIO_ANSWER_BYTES)
-    kind, fields = payload[:1], payload[1:]
+    kind = payload[:1]
     if kind != b"\0":
         raise Malformed("type: not an answer")
-    name, fields = split_string16(fields)
-    description, fields = split_string16(fields)
-    if len(fields) < AIO_INFO_NUMBERS.size:
+    name, after_name = split_string16(payload[1:])
+    description, numbers = split_string16(after_name)
+    if len(numbers) < AIO_INFO_NUMBERS.size:
         raise Malformed("length: %d bytes, and then the answer ends" % len(payload))
-    players, max_players, version = AIO_INFO_NUMBERS.unpack_from(fields)
-    return AioInfo(decode_legacy(name), decode_legacy(description, TEXT_CHARACTERS), players,
-                   max_players, version)
+    players, max_players, version = AIO_INFO_NUMBERS.unpack_from(numbers)
+    return AioInfo(
+        name=decode_legacy(name),
+        description=decode_legacy(description, TEXT_CHARACTERS),
+        players=players,
+        max_players=max_players,
+        version=version,
+    )
 
 
 def split_string16(data):
-    """Return a string16 at the beginning of the data, and the data behind it. A string16 is its
-    length as u16 and its bytes. A string that is cut off is returned as far as it goes."""
-    length, text = data[:2], data[2:]
+    """Read the string16 at the beginning of these bytes; return its text and the bytes behind it.
+
+    A string16 is a length as u16 and then that many bytes. If the data end within the text, the
+    text is returned as far as it goes."""
+    length, content = data[:2], data[2:]
     text_bytes = int.from_bytes(length, "little")
-    return text[:text_bytes], text[text_bytes:]
+    text = content[:text_bytes]
+    following = content[text_bytes:]
+    return text, following
 
 
 def aio_string16(text):
-    """Return bytes as a string16."""
-    return struct.pack("<H", len(text)) + text
+    """Return a text, given as bytes, as a string16: its length as u16, and the text."""
+    length = struct.pack("<H", len(text))
+    return length + text
 
 
-AIO_FRAME_HEAD_BYTES = 4            # length.u24 compression.u8
-AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"
+# A frame is length.u24 compression.u8 payload
+AIO_FRAME_LENGTH_BYTES = 3
+AIO_FRAME_HEAD_BYTES = 4
+AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"      # values of the byte `compression`
 
 
 def aio_frame(payload):
-    """Return a frame: length.u24 compression.u8 payload. A payload that does not fit one packet is
-    compressed."""
+    """Return a payload as a frame, length.u24 compression.u8 payload.
+
+    A payload that does not fit one packet is compressed."""
     compression = AIO_FRAME_PLAIN
     if len(payload) > AIO_ZLIB_BYTES:
         compression = AIO_FRAME_ZLIB
         payload = zlib.compress(payload, GZIP_LEVEL)
-    return len(payload).to_bytes(3, "little") + compression + payload
+    length = len(payload).to_bytes(AIO_FRAME_LENGTH_BYTES, "little")
+    return length + compression + payload
 
 
 def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
-    """Return the payload of the first frame, and the data behind the frame; None if the frame is
-    not complete yet.
+    """Return the unpacked payload of the first frame, and the bytes behind that frame.
 
-    `max_bytes`: of the payload, packed and unpacked. Raise Malformed if it is longer."""
-    head, body = data[:AIO_FRAME_HEAD_BYTES], data[AIO_FRAME_HEAD_BYTES:]
-    if len(head) < AIO_FRAME_HEAD_BYTES:
+    Return None if the frame is not complete yet. Raise Malformed if the payload, packed or
+    unpacked, has more than `max_bytes`, or if it cannot be unpacked."""
+    if len(data) < AIO_FRAME_HEAD_BYTES:
         return None
-    length, compression = int.from_bytes(head[:3], "little"), head[3:]
+    length_field = data[:AIO_FRAME_LENGTH_BYTES]
+    compression = data[AIO_FRAME_LENGTH_BYTES:AIO_FRAME_HEAD_BYTES]
+    length = int.from_bytes(length_field, "little")
     if length > max_bytes:
         raise Malformed("length: a frame of %d bytes" % length)
-    if len(body) < length:
+    frame_bytes = AIO_FRAME_HEAD_BYTES + length
+    if len(data) < frame_bytes:
         return None
-    payload = body[:length]
+    payload = data[AIO_FRAME_HEAD_BYTES:frame_bytes]
+    following = data[frame_bytes:]
     if compression != AIO_FRAME_PLAIN:
         payload = inflate(payload, max_bytes)
-    return payload, body[length:]
+    return payload, following
 
 
 def aio_escape(text):
-    """Return a text without the characters that end a field or a message of the text dialect."""
-    return text.replace("#", "<num>").replace("%", "<percent>")
+    """Return a text without `#` and `%`, which end fields and messages of the text dialect."""
+    without_hashes = text.replace("#", "<num>")
+    return without_hashes.replace("%", "<percent>")
 
 
 def aio_unescape_bytes(field):
-    """Undo aio_escape() in a field as it was received."""
-    return field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
+    """Undo aio_escape() in a field of a message, given as bytes, and return it as bytes."""
+    with_hashes = field.replace(b"<num>", b"#")
+    return with_hashes.replace(b"<percent>", b"%")
 
 
-# The lists, as bytes. The two text forms share their entries
+# Each list is rendered as bytes. The two forms of the text dialect share the entries of servers
 
-# The document shows this in a list without servers
+# The document shows this server in a list without servers
 AIO_NOBODY = Server(
     "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
     name="No servers currently online :pepe:",
@@ -5788,68 +5835,94 @@ AIO_NOBODY = Server(
 
 
 def aio_text_entry(server):
-    """Return a server's fields in the text lists."""
+    """Return a server's entry in the text lists, NAME#DESC#IP#PORT#, as bytes."""
     name = server.aio_published_name or server.name
-    # Clients unescape nothing in names, so full-width characters stand for these two
-    name = name.replace("#", "\uff03").replace("%", "\uff05")
-    description = aio_escape(server.description)
-    fields = name, description, server.address, server.port
-    return ("%s#%s#%s#%d#" % fields).encode("utf-8")
+    # Clients undo no escapes in names, so full-width characters stand for `#` and `%`
+    name = name.replace("#", "\uff03")
+    name = name.replace("%", "\uff05")
+    fields = (
+        name,
+        aio_escape(server.description),
+        server.address,
+        str(server.port),
+    )
+    entry = "#".join(fields) + "#"
+    return entry.encode("utf-8")
 
 
 def aio_text_list(servers):
-    """Return the list as programs of 2018 to 2022 read it."""
-    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_entry)
-    return b"%12#" + b"".join(entries) + b"%"
+    """Return the list of these servers as the programs of 2018 to 2022 read it, as bytes."""
+    listed = servers or [AIO_NOBODY]
+    entries = cached_entries(listed, "aio text", aio_text_entry)
+    content = b"".join(entries)
+    return b"%12#" + content + b"%"
 
 
 def aio_document_list(servers):
-    """Return the list as the document has it: each entry begins with its number."""
-    entries = cached_entries(servers or [AIO_NOBODY], "aio text", aio_text_entry)
+    """Return the list of these servers as the document has it, as bytes.
+
+    It is the text list with a number before each entry."""
+    listed = servers or [AIO_NOBODY]
+    entries = cached_entries(listed, "aio text", aio_text_entry)
     numbered = [b"%d#%s" % (number, entry) for number, entry in enumerate(entries)]
-    return b"%12#" + b"".join(numbered) + b"%"
+    content = b"".join(numbered)
+    return b"%12#" + content + b"%"
 
 
-AIO_ASK_FOR_SERVERS, AIO_PUBLISH = b"\x0c", b"\x0d"         # types of the binary dialect
+# Types of messages of the binary dialect
+AIO_ASK_FOR_SERVERS, AIO_PUBLISH = b"\x0c", b"\x0d"
 
 
 def aio_binary_entry(server):
-    """Return a server's fields in the binary list, without its number."""
+    """Return a server's entry in the binary list as bytes, without the number before it."""
     name = server.aio_published_name or server.name
     texts = "%s\0%s\0%s\0" % (name, server.description, server.address)
-    return texts.encode("utf-8") + aio_integer(server.port)
+    port = aio_integer(server.port)
+    return texts.encode("utf-8") + port
 
 
 def aio_binary_list(servers):
-    """Return the list in the binary dialect."""
-    entries = cached_entries(servers or [AIO_NOBODY], "aio binary", aio_binary_entry)
+    """Return the list of these servers in the binary dialect, as bytes."""
+    listed = servers or [AIO_NOBODY]
+    entries = cached_entries(listed, "aio binary", aio_binary_entry)
     numbered = [struct.pack("<H", number) + entry for number, entry in enumerate(entries)]
-    return AIO_ASK_FOR_SERVERS + b"".join(numbered)
+    content = b"".join(numbered)
+    return AIO_ASK_FOR_SERVERS + content
 
 
-# Types of the framed dialect
+# Types of messages of the framed dialect
 AIO_NEWS, AIO_LIST, AIO_PUBLISH_PORT, AIO_KEEPALIVE = b"\1", b"\2", b"\3", b"\4"
 AIO_DONE, AIO_REFUSED = b"\5", b"\6"
 
 
 def aio_framed_entry(server):
-    """Return a server's fields in the framed list."""
+    """Return a server's entry in the framed list, ip.string8 port.u16, as bytes."""
     address = server.address.encode("ascii")
-    return bytes([len(address)]) + address + struct.pack("<H", server.port)
+    length = bytes([len(address)])
+    port = struct.pack("<H", server.port)
+    return length + address + port
 
 
 def aio_framed_list(servers):
-    """Return the list in the framed dialect."""
+    """Return the list of these servers in the framed dialect, as one frame."""
     entries = cached_entries(servers, "aio framed", aio_framed_entry)
-    return aio_frame(AIO_LIST + struct.pack("<H", len(entries)) + b"".join(entries))
+    count = struct.pack("<H", len(entries))
+    content = b"".join(entries)
+    return aio_frame(AIO_LIST + count + content)
 
 
-# The dialects. Each function takes one message from the session's buffer and returns the answer,
-# b"" for none. It returns None if the message is not complete yet
+# The first field of a message of the text dialect tells its kind
+AIO_TEXT_LIST, AIO_TEXT_PUBLISH, AIO_TEXT_NEWS = b"12", b"13", b"NEWS"
+AIO_TEXT_SET_IP, AIO_TEXT_KEEPALIVE = b"SET_IP", b"KEEPALIVE"
+AIO_TEXT_END = b"#%"
+
+
+# Each dialect has a function that takes one message from the session's buffer and returns the
+# answer, b"" for none. It returns None if the message is not complete yet
+
 
 def answer_aio_text(session, now):
-    r"""Answer a message of the text dialect, which clients and servers of 2018 to 2022 speak, and
-    the document's examples as they are typed there.
+    r"""Answer a message of the text dialect, which clients and servers of 2018 to 2022 speak.
 
         < %1#5#%                        greeting, after a silence: the peer's id
         > 13#NAME#DESC#27010#%\n        publish, or the document's 13#NAME#DESC#203.0.113.7#27010#%
@@ -5861,62 +5934,82 @@ def answer_aio_text(session, now):
         > 12#%                          < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
         > NEWS#%\n                      < %NEWS#TEXT#%
 
+    The document's examples are answered as well if somebody types them as they are printed there.
     The `%` before every reply flushes the first greeting's five bytes out of the peer's buffer.
-    Servers' texts have a `%` in them, so a message ends at `#%`. Only the newline tells the two
-    lists apart; if it has not come yet, the answer waits for it."""
+    Texts of servers have a `%` in them, so a message ends at `#%`.
+
+    Return the answer, b"" for none, or None if the message is not complete yet. Raise Malformed."""
     session.buffer = session.buffer.lstrip(b"\r\n")
-    message, end, following = session.buffer.partition(b"#%")
+    message, end, following = session.buffer.partition(AIO_TEXT_END)
     if not end:
         return None
-    header, *fields = message.split(b"#")
-    may_lack_newline = not following and now < session.message_began + AIO_NEWLINE_S
-    if header == b"12" and may_lack_newline:
-        return None
+    kind, *fields = message.split(b"#")
+    if kind == AIO_TEXT_LIST:
+        return answer_aio_text_list(session, following, now)
     session.buffer = following
-    if header == b"12":
-        has_newline = following[:1].isspace()
-        return session.list_for(aio_text_list if has_newline else aio_document_list, now)
-    if header == b"13":
+    if kind == AIO_TEXT_PUBLISH:
         return publish_aio_text(session, fields, now)
-    if header == b"NEWS":
+    if kind == AIO_TEXT_NEWS:
         return session.aio.text_news
-    if header == b"SET_IP":
+    if kind == AIO_TEXT_SET_IP:
         session.set_claimed_address(b"#".join(fields))
         return b"%SUCCESS#SET_IP#%"
-    if header == b"KEEPALIVE":
+    if kind == AIO_TEXT_KEEPALIVE:
         session.on_keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
-    if b"\n" in header:             # HTTP: a web page can have a browser send any body it likes
+    # This may be an HTTP request, because a web page can have a browser send any body it likes
+    if b"\n" in kind:
         raise Malformed("a line break within a message")
-    return b""                      # other messages of these programs are meant for game servers
+    # The other messages of these programs are meant for game servers
+    return b""
+
+
+def answer_aio_text_list(session, following, now):
+    r"""Answer the request `12#%`; `following` has the bytes behind it in the session's buffer.
+
+    Only the newline tells the programs of 2018 to 2022, which send `12#%\n`, from those of the
+    document. Return None if the newline may still come. Raise Malformed if the peer asks too
+    often."""
+    may_still_come = now < session.message_started_at + AIO_NEWLINE_S
+    if not following and may_still_come:
+        return None
+    session.buffer = following
+    has_newline = following[:1].isspace()
+    if has_newline:
+        return session.fetch_list(aio_text_list, now)
+    return session.fetch_list(aio_document_list, now)
 
 
 AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), port"
 
 
 def publish_aio_text(session, fields, now):
-    """List a server that publishes in the text dialect, and return the answer. The address is one
-    of the fields only in the document."""
+    """List a server that publishes in the text dialect, and return the answer.
+
+    `fields` has what follows `13#`: name, description and port, all as bytes. In messages of the
+    document the server's address stands before the port. Raise Malformed for other fields. Return
+    b"" for a server that is refused, because this dialect has no message that says so."""
     if len(fields) == 3:
         name, description, port = fields
-        claimed = b""
+        address = b""
     elif len(fields) == 4:
-        name, description, claimed, port = fields
+        name, description, address, port = fields
     else:
         raise Malformed(AIO_WRONG_PUBLISH)
-    if not re.fullmatch(rb"[0-9]{1,5}", port):
+    is_number = re.fullmatch(rb"[0-9]{1,5}", port)
+    if not is_number:
         raise Malformed(AIO_WRONG_PUBLISH)
+    session.set_claimed_address(aio_unescape_bytes(address))
     name = aio_unescape_bytes(name)
     description = aio_unescape_bytes(description)
-    claimed = aio_unescape_bytes(claimed)
-    reason = session.publish_texts(name, description, claimed, int(port), now)
+    reason = session.publish_texts(name, description, int(port), now)
     if reason:
-        return b""                  # this dialect has no message for a refusal
+        return b""
     return b"%SUCCESS#13#%"
 
 
 def answer_aio_binary(session, now):
-    r"""Answer a message of the binary dialect: the document, literally. A string ends with a NUL.
+    r"""Answer a message of the binary dialect, which is the document taken literally.
 
         < 01 00000000                               CONNECT, id
         > 0c                                        ASKFORSERVERS
@@ -5925,28 +6018,40 @@ def answer_aio_binary(session, now):
         > 0d "NAME\0" "DESC\0" "203.0.113.7\0" 144801
                                                     PUBLISH, port 27010; no answer
 
-    A port is written as AioIntegerForm describes."""
-    kind, content = session.buffer[:1], session.buffer[1:]
+    A string ends with a NUL. A port is written as AioIntegerForm describes. Return the answer, b""
+    for none, or None if the message is not complete yet. Raise Malformed."""
+    kind = session.buffer[:1]
+    content = session.buffer[1:]
     if kind == AIO_ASK_FOR_SERVERS:
         session.buffer = content
-        return session.list_for(aio_binary_list, now)
-    if kind != AIO_PUBLISH:
-        raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+        return session.fetch_list(aio_binary_list, now)
+    if kind == AIO_PUBLISH:
+        return publish_aio_binary(session, content, now)
+    raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+
+
+def publish_aio_binary(session, content, now):
+    """List a server that publishes in the binary dialect.
+
+    `content` has what follows the type in the session's buffer. Return b"", because a publish has
+    no answer in this dialect, or None if the message is not complete yet."""
     fields = content.split(b"\0", 3)
     if len(fields) < 4:
         return None
-    name, description, claimed, port_and_following = fields
+    name, description, address, port_and_following = fields
     port, port_bytes = read_aio_integer(port_and_following)
     if len(port_and_following) < port_bytes:
         return None
     session.buffer = port_and_following[port_bytes:]
-    session.publish_texts(name, description, claimed, port, now)
+    session.set_claimed_address(address)
+    session.publish_texts(name, description, port, now)
     return b""
 
 
 def answer_aio_framed(session, now):
-    """Answer a message of the framed dialect: clients and servers since 2022. A frame is
-    length.u24 compression.u8 (0 none, 1 zlib) payload.
+    """Answer a message of the framed dialect, which clients and servers since 2022 speak.
+
+    A frame is length.u24 compression.u8 (0 none, 1 zlib) payload.
 
         < 01000000 00                   connected
         > 03000000 03 8269              publish, port 27010
@@ -5959,37 +6064,50 @@ def answer_aio_framed(session, now):
         < … 01 text.string16
 
     Peers read a frame with one recv(4) and one recv(length). So a long frame is compressed, and
-    each frame is written by one call."""
+    each frame is written by one call. Return the answer, or None if the message is not complete
+    yet. Raise Malformed."""
     unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
     if unframed is None:
         return None
     payload, session.buffer = unframed
-    kind, content = payload[:1], payload[1:]
+    kind = payload[:1]
+    content = payload[1:]
     if kind == AIO_NEWS:
         return session.aio.framed_news
     if kind == AIO_LIST:
-        return session.list_for(aio_framed_list, now)
+        return session.fetch_list(aio_framed_list, now)
     if kind == AIO_PUBLISH_PORT and len(content) >= 2:
         port = int.from_bytes(content[:2], "little")
         reason = session.publish(port, {"aio_published_name": ""}, now)
-    elif kind == AIO_KEEPALIVE:
+        return framed_aio_result(kind, reason)
+    if kind == AIO_KEEPALIVE:
         session.on_keepalive(now)
         reason = "" if session.server else "nothing is published on this connection"
-    else:
-        raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
+        return framed_aio_result(kind, reason)
+    raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
+
+
+def framed_aio_result(kind, reason):
+    """Return the frame that answers a publish or a keepalive; `kind` is the type of that message.
+
+    The frame says that the request is done, or that it is refused if there is a reason for that
+    ("" if there is none)."""
     if reason:
-        return aio_frame(AIO_REFUSED + kind + aio_string16(reason.encode("utf-8")))
+        text = aio_string16(reason.encode("utf-8"))
+        return aio_frame(AIO_REFUSED + kind + text)
     return aio_frame(AIO_DONE + kind)
 
 
 def aio_dialect(first_byte):
-    """Return the function for the dialect of a peer, by the first byte that it sends. Raise
-    Malformed."""
+    """Return the function that answers the dialect of a peer, by the first byte that it sends.
+
+    Raise Malformed if no dialect begins with this byte."""
     if first_byte in (AIO_ASK_FOR_SERVERS, AIO_PUBLISH):
         return answer_aio_binary
     if first_byte.isalnum():
         return answer_aio_text
-    if first_byte < b" ":               # the length of a publish is 3, or 14 if it is compressed
+    # A frame begins with its length: 3 for a publish, or 14 if the publish is compressed
+    if first_byte < b" ":
         return answer_aio_framed
     raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
 
@@ -5998,41 +6116,52 @@ class AioSession(Session):
     """A connection of one peer, a game server or a client, in any dialect."""
 
     def __init__(self, aio, address, number, now):
-        """`aio`: the protocol; `address`: of the peer; `number`: the id in the greeting; `now`: the
-        time at which the peer connected."""
+        """Begin a session; `aio` is the protocol, and `address` is the peer's.
+
+        `number` is the id in the text greeting. The peer has connected at `now`."""
         self.aio = aio
         self.registry = aio.registry
         self.rules = aio.rules
         self.address = address
         self.number = number
-        self.dialect = None                     # one of the functions above, once it is known
+        # The function that answers this peer's dialect; None before the peer's first byte
+        self.dialect = None
         self.greet_at = now + AIO_GREETING_S
-        # When the message in the buffer began, or the last message ended, or the connection began
-        self.message_began = now
-        self.server = None                      # the server that this connection keeps listed
-        self.claimed_address = ""               # the address that the game server says it has
+        # The time at which the message in the buffer began; if the buffer is empty, the time of the
+        # last message, or of the connection if none has come
+        self.message_started_at = now
+        # The listed server that this connection keeps in the list, or None
+        self.server = None
+        # The address that the game server says it has; "" if it says nothing
+        self.claimed_address = ""
+        # The port and the attributes of Server that were published last; None before that
         self.published_port = 0
-        self.published_fields = None            # the attributes of Server that were published last
-        self.kept_alive_at = math.inf           # infinite if the peer sends no keepalives
+        self.published_fields = None
+        # The time of the last keepalive; infinite for a peer that sends none
+        self.kept_alive_at = math.inf
 
     def opened(self, now):
+        """Return CONNECT: two dialects begin with it, and peers of the text dialect skip it."""
         return AIO_CONNECTED
 
     def receive(self, data, now):
-        """Return the answer to the first message that has one, b"" if none has. Raise Malformed,
-        which is recorded for /check."""
+        """Take these bytes from the peer, and return the answer to the first message that has one.
+
+        Return b"" if no message has an answer. Raise Malformed, after recording it for /check."""
         if data and not self.buffer:
-            self.message_began = now
+            self.message_started_at = now
         self.buffer += data
         try:
             return self.answer_messages(now)
         except Malformed as error:
-            self.registry.record_outcome(self.address, "aio", 0, "bad packet", now, str(error))
+            self.record_outcome(0, "bad packet", now, str(error))
             raise
 
     def answer_messages(self, now):
-        """Take messages from the buffer up to the first that has an answer, and return the
-        answer."""
+        """Take messages from the buffer up to the first that has an answer, and return the answer.
+
+        Return b"" if no complete message has an answer. Raise Malformed, also for a message that
+        is too long and for too many messages."""
         while self.buffer:
             if len(self.buffer) > AIO_MESSAGE_BYTES:
                 raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
@@ -6043,71 +6172,86 @@ class AioSession(Session):
                 break
             if not self.rules.message_limiter.allow(self.address, now):
                 raise Malformed("too many messages from one address")
-            self.message_began = now
+            self.message_started_at = now
             if answer:
                 return answer
         return b""
 
     def ended(self, now):
-        self.message_began -= AIO_NEWLINE_S     # no newline can follow
+        """Answer what the peer has sent before it ended its side of the connection.
+
+        A `12#%` in the buffer is answered at once, because no newline can follow any more."""
+        self.message_started_at -= AIO_NEWLINE_S
         return self.receive(b"", now)
 
     def tick(self, now):
-        """Greet a silent peer; note that a connected server is there; end a connection that was
-        silent for too long."""
-        if self.dialect is None and now >= self.greet_at:
+        """Return a greeting or an answer that is due, and set `done` after too long a silence.
+
+        A server that this connection keeps listed is confirmed, because it is connected."""
+        is_greeting_due = self.dialect is None and now >= self.greet_at
+        if is_greeting_due:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
-        if self.server:                         # the open connection shows that it is there
+        if self.server:
             self.registry.confirm(self.server, now)
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
-            self.done = now - self.message_began >= AIO_IDLE_S
-        return self.receive(b"", now)           # answers `12#%` if no newline has come
+            self.done = now - self.message_started_at >= AIO_IDLE_S
+        # A `12#%` in the buffer is answered once no newline has come in AIO_NEWLINE_S
+        return self.receive(b"", now)
 
     def closed(self, now):
+        """Remove the server of this connection from the list, if there is one."""
         self.registry.remove_own(self.server)
 
     # Requests in messages
 
-    def list_for(self, render, now):
-        """Return the list that `render` makes, as it was made last. Raise Malformed if this source
-        has asked too often."""
+    def fetch_list(self, render, now):
+        """Return the list of servers as bytes, as it was rendered last.
+
+        `render` is the function that renders it, such as aio_text_list(). Raise Malformed if
+        this address has asked too often."""
         if not self.rules.request_limiter.allow(self.address, now):
             raise Malformed("too many requests from one address")
-        return self.aio.lists[render].get(now)
+        rendered_list = self.aio.lists[render]
+        return rendered_list.get(now)
 
-    def set_claimed_address(self, text):
-        """Note the address that the game server says it has, if it may say so. The server is then
-        listed there."""
-        address = text.decode("ascii", "replace").strip()
+    def set_claimed_address(self, claimed):
+        """Remember the address that the game server says it has, if it may say so.
+
+        `claimed` is a text as bytes, b"" for none. From the next publish or keepalive on, the
+        server is listed there."""
+        text = claimed.decode("ascii", "replace")
+        address = text.strip()
         if self.rules.believes_claim(self.address, address):
             self.claimed_address = address
 
-    def listed_endpoint(self, port):
-        """Return (address, port) under which a server on this connection is listed."""
-        return self.rules.listed_address(self.address, self.claimed_address), port
+    def listed_key(self, port):
+        """Return the Key (game, address, port) of a server of this peer at this port."""
+        address = self.rules.listed_address(self.address, self.claimed_address)
+        return self.aio.game, address, port
 
     def on_keepalive(self, now):
-        """Note a keepalive. List what was published last if it is not listed: the listed address is
-        another one now, a ban was lifted, or a newer connection of the server has ended."""
+        """Remember that a keepalive has come, and publish again if the server is not listed.
+
+        It has left the list if its address has changed, if it was banned for a time, or if a newer
+        connection had published it and has ended."""
         self.kept_alive_at = now
         if self.published_fields is None:
             return
-        address, port = self.listed_endpoint(self.published_port)
-        if self.registry.get("aio", address, port) is None:
-            self.publish(port, self.published_fields, now)
+        key = self.listed_key(self.published_port)
+        if self.registry.get(*key) is None:
+            self.publish(self.published_port, self.published_fields, now)
 
-    def publish_texts(self, name, description, claimed, port, now):
-        """List a server that publishes its texts, as bytes; `claimed` is its address, or b"".
-        Return as publish() does.
+    def publish_texts(self, name, description, port, now):
+        """List a server that publishes its name and description, both as bytes.
 
         ` [n/max]` at the end of a name is the player count. This game's lists have the name as it
-        was published, with the count."""
-        self.set_claimed_address(claimed)
+        was published, with the count. Return what publish() returns: "", or the reason for which
+        the server is refused."""
         published_name = decode_legacy(name)
-        players = max_players = 0
         counter = AIO_COUNTER.search(published_name)
+        players = max_players = 0
         if counter:
             players, max_players = map(int, counter.groups())
         fields = {
@@ -6120,50 +6264,68 @@ class AioSession(Session):
         return self.publish(port, fields, now)
 
     def publish(self, port, fields, now):
-        """List the server of this connection, or refresh it. Return the reason if it is refused,
-        else "". `fields`: attributes of Server."""
-        address, port = self.listed_endpoint(port)
-        key = "aio", address, port
+        """List the game server of this connection at this port, or refresh it.
+
+        `fields` has attributes of Server. A server that this connection had listed elsewhere leaves
+        the list. Return "" if the server is listed, and otherwise the reason for which it is
+        refused."""
+        key = self.listed_key(port)
         if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
-        fields_with_name = {**fields, "name": self.name_for(key, fields), "verified": "connection"}
         try:
-            if self.server is None:
-                self.aio.check_room()
-            server = self.registry.list_or_refresh(
-                key, self.address, now, math.inf, fields_with_name)
+            server = self.list_server(key, fields, now)
         except Refused as refused:
             reason = str(refused)
-            self.registry.record_outcome(self.address, "aio", port, refused.outcome, now, reason)
+            self.record_outcome(port, refused.outcome, now, reason)
             return reason
-        self.registry.record_outcome(self.address, "aio", port, "listed", now)
+        self.record_outcome(port, "listed", now)
         self.published_port = port
         self.published_fields = fields
         if self.server is not server:
-            self.own(server)
+            self.take_over(server)
         return ""
 
-    def name_for(self, key, fields):
-        """Return the name that is published, else the one that the server has in the list, else
-        its address and port."""
-        if fields.get("name"):
-            return fields["name"]
+    def list_server(self, key, fields, now):
+        """List the game server with this key and these attributes, or refresh it.
+
+        Return the Server. Raise Refused if it may not be listed."""
+        complete_fields = {**fields, "verified": "connection"}
+        if not fields.get("name"):
+            complete_fields["name"] = self.name_in_list(key)
+        if self.server is None:
+            self.aio.check_room()
+        # The server stays in the list for as long as it is connected
+        lifetime = math.inf
+        return self.registry.list_or_refresh(key, self.address, now, lifetime, complete_fields)
+
+    def name_in_list(self, key):
+        """Return the name of the listed server with this key, or its endpoint if it is not listed.
+
+        This is the name of a server that publishes none."""
         server = self.registry.get(*key)
         if server:
             return server.name
         _, address, port = key
         return endpoint_text(address, port)
 
-    def own(self, server):
-        """Make this the connection that keeps the server listed, in place of an older one."""
-        self.aio.disown("taken", server)
+    def take_over(self, server):
+        """Make this the connection that keeps the server in the list, in place of any other."""
+        self.aio.disown(server)
         self.aio.owners[server] = self
         self.server = server
         self.kept = True
         if self.dialect is answer_aio_framed:
-            # It is queried at the address that the connection comes from
+            # The query goes to the address that the connection comes from. A server that is listed
+            # at another address may be out of reach there, as behind a router
             target = self.aio.poller.keep_polling(self.aio, self.address, server.port)
             target.querier_data = server
+
+    def record_outcome(self, port, outcome, now, detail=""):
+        """Record for /check what became of a message of this peer.
+
+        `port` is the published one, 0 for none; `outcome` is a key of OUTCOMES (section 9)."""
+        game = self.aio.game
+        self.registry.record_outcome(self.address, game, port, outcome, now, detail)
 
 
 class Aio(TcpProtocol, Querier):
@@ -6188,30 +6350,40 @@ class Aio(TcpProtocol, Querier):
     game = "aio"
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Begin without connections; `core` is the Core of this program."""
         self.registry = core.registry
         self.poller = core.poller
         self.rules = core.registry.rules
         self.session_numbers = itertools.count()
-        self.owners = {}                        # the session of each listed server
-        self.lists = {}                         # RenderedLists by the function that renders them
+        # The session that keeps each listed server in the list, by Server
+        self.owners = {}
+        # The RenderedLists by the function that renders them
+        self.lists = {}
         for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
             self.lists[render] = RenderedList(self.registry, self.game, render)
-        self.registry.subscribe(self.disown, self.game, ["gone"])
+        self.registry.subscribe(self.on_server_gone, self.game, ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
-        """Take the number of connections and the news from the settings."""
-        self.max_servers = max(1, int(settings["limits.connections_total"] * AIO_SHARE))
-        text = settings.texts.get("aio.news_file") or settings["aio.news"]
-        text = text.strip()[:AIO_NEWS_CHARACTERS]
+        """Read the number of connections and the news from the settings."""
+        share = settings["limits.connections_total"] * AIO_SHARE
+        self.max_servers = max(1, int(share))
+        news = settings.texts.get("aio.news_file") or settings["aio.news"]
+        self.set_news(news)
+
+    def set_news(self, news):
+        """Render this text as the answers to requests for the news, one for each dialect."""
+        text = news.strip()[:AIO_NEWS_CHARACTERS]
         text_message = "%%NEWS#%s#%%" % aio_escape(text)
         self.text_news = text_message.encode("utf-8", "replace")
         framed_text = text.encode("utf-8", "replace")
-        self.framed_news = aio_frame(AIO_NEWS + aio_string16(framed_text))
+        framed_message = AIO_NEWS + aio_string16(framed_text)
+        self.framed_news = aio_frame(framed_message)
 
     def session(self, address, now):
-        return AioSession(self, address, next(self.session_numbers), now)
+        """Return an AioSession for a new connection from this address."""
+        number = next(self.session_numbers)
+        return AioSession(self, address, number, now)
 
     def check_room(self):
         """Raise Refused if listed servers hold as many connections as they may."""
@@ -6219,23 +6391,32 @@ class Aio(TcpProtocol, Querier):
             raise Refused("limit", "this master keeps connections to at most %d servers"
                           % self.max_servers)
 
-    def disown(self, event, server):
-        """Take the server from its session: the server has left, or belongs to another session
-        now."""
+    def on_server_gone(self, event, server):
+        """Take a server that has left the list from its session; `event` is "gone"."""
+        self.disown(server)
+
+    def disown(self, server):
+        """Take this server from the session that keeps it in the list, if any, and stop its polls.
+
+        The server has left the list, or it belongs to a newer session from now on."""
         session = self.owners.pop(server, None)
-        if session:
-            self.poller.remove(self.poller.find(self, session.address, server.port))
-            session.server = None
-            session.kept = False
+        if session is None:
+            return
+        target = self.poller.find(self, session.address, server.port)
+        self.poller.remove(target)
+        session.server = None
+        session.kept = False
 
     # Queries to framed servers
 
     def query(self, target):
+        """Return the query, which is the same for every server."""
         return b"\0"
 
     def answer(self, target, data, now):
-        """Update the server with its answer to a query. Raise Malformed, and Refused for a refused
-        name."""
+        """Update the listed server with its answer to a query; return b"", for no goodbye.
+
+        Raise Malformed if the data are not an answer, and Refused if the name is not allowed."""
         info = aio_info(data)
         self.registry.check_name(info.name)
         server = target.querier_data
@@ -6250,6 +6431,9 @@ class Aio(TcpProtocol, Querier):
         return b""
 
     def poll_missed(self, target, now):
+        """Record a poll without an answer for /check.
+
+        Return False: the server is connected, so it stays listed and is polled on."""
         self.record_silence(target, now)
         return False
 
@@ -6917,70 +7101,85 @@ class Quake3(UdpProtocol, PolledGame):
 LUANTI_ID = b"OEt\3"                # begins every packet
 LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
 LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
+LUANTI_GOODBYE = b"\0\0\3"          # stands after the id and the peer's number
 LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
 LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough; int() is slow with 10,000
-LUANTI_NAMES = 500                  # kept of each list of names; few servers have 500 mods
+# How many names of a list are read. Few servers have 500 mods
+LUANTI_NAMES = 500
 LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
-# How much of each list of names is kept, in bytes of JSON: it stands in the list that every client
-# fetches. There is room for 180 players with the longest names, and for 500 mods with usual ones.
-# The official list has 8 kB for everything.
+# How much of each list of names is kept, in bytes of JSON, because every client fetches it with the
+# list of servers. There is room for 180 players with the longest names, and for 500 mods with usual
+# ones. The official list has 8 kB for everything.
 LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
 def read_luanti_text(text):
-    """Return a text of up to TEXT_CHARACTERS, cleaned."""
+    """Return a text cleaned and cut to TEXT_CHARACTERS."""
     return clean(text, TEXT_CHARACTERS)
 
 
 def read_luanti_address(text):
-    """Return the address that players connect to: "" for the one that the server announces from, an
-    IP address, or a name with a dot. Raise ValueError for anything else."""
+    """Return the address that players connect to: "", an IP address, or a host name with a dot.
+
+    "" stands for the address that the server announces from. Raise ValueError for anything else
+    than these three."""
     if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
-        raise ValueError("no text of that length")
+        raise ValueError("not a text, or too long")
     if text == "":
         return text
-    if ":" in text:                     # an IPv6 address, perhaps with a port or a scope
+    is_ipv6 = ":" in text
+    if is_ipv6:
         if "%" in text:
             raise ValueError("a scope means nothing to players")
+        # This raises ValueError for anything else, also for a host name with a port
         ipaddress.IPv6Address(text)
         return text
-    if not all("!" <= character <= "~" for character in text):
+    is_visible_ascii = all("!" <= character <= "~" for character in text)
+    if not is_visible_ascii:
         raise ValueError("a blank, or a letter beyond ASCII")
-    if "." not in text[1:]:             # a name does not begin with a dot
+    # A dot at the beginning does not count, because no host name begins with one
+    if "." not in text[1:]:
         raise ValueError("no dot")
     return text
 
 
 def read_luanti_names(names):
-    """Return a list of names, cleaned, each of them once. Raise TypeError or AttributeError if it
-    is not a list of texts."""
+    """Return a list of names, each of them cleaned and listed once; at most LUANTI_NAMES.
+
+    Raise TypeError or AttributeError if this is not a list of texts."""
     if not isinstance(names, list):
         raise TypeError("no list")
-    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in names[:LUANTI_NAMES]]
-    return list(dict.fromkeys(cleaned))
+    first = names[:LUANTI_NAMES]
+    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in first]
+    # A dict keeps the order in which its keys came
+    without_repetitions = dict.fromkeys(cleaned)
+    return list(without_repetitions)
 
 
 def luanti_number_reader(high, kind=int):
-    """Return a function that reads a number from 0 to `high`, and raises ValueError."""
-    read_long = read_number(0, high, kind)
+    """Return a function that reads a text as a number from 0 to `high`; `kind` is int or float.
+
+    The function raises ValueError for other texts, and for a number with too many digits."""
+    read_number_of_any_length = read_number(0, high, kind)
 
     def read(text):
         if len(text) > LUANTI_NUMBER_CHARACTERS:
             raise ValueError("too long for a number")
-        return read_long(text)
+        return read_number_of_any_length(text)
 
     return read
 
 
 class LuantiField(NamedTuple):
-    """A field of an announcement.
+    """A field that an announcement may have.
 
-    `read` takes the announced value, a text or a list. It raises ValueError, TypeError or
-    AttributeError."""
+    `read` takes the announced value, a text or a list, and returns it cleaned. It raises
+    ValueError, TypeError or AttributeError for a wrong value; the answer to the announcement then
+    says that `expected` was expected."""
 
     name: str
     read: Callable[[Any], Any]
-    expected: str                       # describes a right value, for error messages
+    expected: str
     is_required: bool = False
 
 
@@ -7024,6 +7223,7 @@ LUANTI_FIELDS = (
     LuantiField("pop_v", read_luanti_fraction, EXPECTED_NUMBER, is_required=True),
 )
 LUANTI_COMPUTED = "clients_top", "updates", "pop_v"
+# The fields that the page of a server shows as its flags
 LUANTI_FLAGS = "creative", "damage", "pvp", "password"
 
 
@@ -7049,7 +7249,7 @@ class Luanti(TcpProtocol, PolledGame):
     game = "luanti"
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Begin without announcements; `core` is the Core of this program."""
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
             del core.http_announcers[self.game]
@@ -7058,145 +7258,198 @@ class Luanti(TcpProtocol, PolledGame):
         self.being_looked_up = {}
 
     def serves(self, server):
-        """Can this server announce itself on one of the ports of [http]?"""
+        """Return whether this server can announce itself on one of the ports of [http]."""
         settings = self.core.settings
         if server.game != self.game or not settings["luanti.enabled"]:
             return False
         return bool(settings["http.ports"])
 
     def on_http_announcement(self, source, port, fields, now):
-        """Take an announcement. An update leaves out some of the fields that the start has. Raise
-        Refused."""
+        """Handle the announcement of a game server at this address and port.
+
+        `fields` has the values of the JSON object that it posted. An update leaves out some of the
+        fields that the start has; their values are kept. Raise Refused if the announcement is wrong
+        or the server may not be listed."""
         action = fields.get("action")
         if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
-        server = self.registry.get(self.game, self.rules.listed_address(source), port)
-        old = NO_DETAILS
-        if server and action == "update":
-            old = server.luanti_announcement
-        announcement = completed_luanti_announcement(fields, old)
+        previous = NO_DETAILS
+        if action == "update":
+            previous = self.listed_announcement(source, port)
+        announcement = completed_luanti_announcement(fields, previous)
         address = announcement.get("address")
-        if old and address == old.get("address"):
+        is_same_address = address == previous.get("address")
+        if previous and is_same_address:
             self.refresh(source, port, announcement, now)
         elif address:
             self.look_up_address(source, port, announcement, now)
         else:
             self.query_announced(source, port, announcement, now)
 
+    def listed_announcement(self, source, port):
+        """Return the announcement with which this game server is listed, or NO_DETAILS."""
+        address = self.rules.listed_address(source)
+        server = self.registry.get(self.game, address, port)
+        if server is None:
+            return NO_DETAILS
+        return server.luanti_announcement
+
     def refresh(self, source, port, announcement, now):
-        """Refresh a listed server that has the same address for players as before, so that nothing
-        has to be proven again."""
-        key = self.game, self.rules.listed_address(source), port
+        """Refresh a listed server with this announcement.
+
+        Its address for players is the same as before, so nothing has to be proven again. Raise
+        Refused if the server may not be listed any more."""
+        address = self.rules.listed_address(source)
+        key = self.game, address, port
         lifetime = self.core.settings["luanti.timeout"]
-        self.registry.list_or_refresh(
-            key, source, now, lifetime, luanti_attributes(announcement))
-        self.registry.record_outcome(source, self.game, port, "listed", now)
+        attributes = luanti_attributes(announcement)
+        self.registry.list_or_refresh(key, source, now, lifetime, attributes)
+        self.record_outcome(source, port, "listed", now)
+        self.forget_waiting(source, port)
+
+    def forget_waiting(self, source, port):
+        """Forget an announcement of this server that waits for a look-up or for an answer.
+
+        A newer announcement has taken its place."""
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
-            target.querier_data = None          # this announcement is newer
+            target.querier_data = None
 
     def look_up_address(self, source, port, announcement, now):
-        """Have the address for players looked up. Raise Refused if the server may not be listed, or
-        too many names are looked up."""
-        self.check_newcomer(source, port, announcement["name"])
-        done = functools.partial(self.on_address_found, source, port, announcement)
+        """Have the address for players that this announcement names looked up.
+
+        on_address_found() is called with the result. Raise Refused if the server may not be listed,
+        or if too many look-ups are under way."""
+        name = announcement["name"]
+        self.check_newcomer(source, port, name)
+        host = announcement["address"]
         listed_address = self.rules.listed_address(source)
-        self.core.resolve(announcement["address"], done, source, listed_address)
+        done = functools.partial(self.on_address_found, source, port, announcement)
+        self.core.resolve(host, done, source, listed_address)
         self.being_looked_up[source, port] = announcement
-        self.registry.record_outcome(source, self.game, port, "announced", now)
+        self.record_outcome(source, port, "announced", now)
 
     def on_address_found(self, source, port, announcement, address, now):
-        """Query the server, unless its name for players leads to an address elsewhere. `address`:
-        "" if the name leads to none."""
+        """Query the server, unless its name for players leads to an address elsewhere.
+
+        `address` is what the name leads to, or "" if it leads to no address. Do nothing if the
+        server has sent another announcement since."""
         if self.being_looked_up.get((source, port)) != announcement:
-            return                      # the server has sent another announcement since
+            return
         del self.being_looked_up[source, port]
         if not self.leads_to_server(address, source):
-            listed_address = self.rules.listed_address(source)
-            detail = "%s leads to %s, not to %s" % (
-                announcement["address"], address or "no address", listed_address)
-            self.registry.record_outcome(source, self.game, port, "address", now, detail)
+            reason = "%s leads to %s, not to %s" % (
+                announcement["address"],
+                address or "no address",
+                self.rules.listed_address(source),
+            )
+            self.record_outcome(source, port, "address", now, reason)
             return
         try:
             self.query_announced(source, port, announcement, now)
         except Refused as refused:
-            self.registry.record_outcome(source, self.game, port, refused.outcome, now,
-                                         str(refused))
+            reason = str(refused)
+            self.record_outcome(source, port, refused.outcome, now, reason)
 
     def leads_to_server(self, address, source):
-        """Can a name that leads to this address ("" for none) be that of a server at this source?
-        An address of the other family says nothing against it: a name may have only IPv4."""
+        """Return whether a name that leads to this address can be that of a server at `source`.
+
+        `address` is "" for a name that leads to no address. An address of the other family says
+        nothing against the name, because a name may have only IPv4."""
         if not address:
             return False
         listed_address = self.rules.listed_address(source)
-        if address == listed_address or self.rules.believes_claim(source, address):
+        if address == listed_address:
             return True
-        is_ipv6, listed_is_ipv6 = ":" in address, ":" in listed_address
-        return is_ipv6 != listed_is_ipv6
+        if self.rules.believes_claim(source, address):
+            return True
+        is_ipv6 = ":" in address
+        is_listed_ipv6 = ":" in listed_address
+        return is_ipv6 != is_listed_ipv6
 
     def query_announced(self, source, port, announcement, now):
-        """Query a server that has announced itself. Raise Refused if a limit forbids it.
+        """Query a server that has announced itself; its answer lists it with this announcement.
 
-        The announcement counts once the server answers. Until then it is kept in the target, so
-        that it is bounded and leaves as targets do."""
-        target = self.query_newcomer(source, port, now, announcement["name"])
+        Until then the announcement is kept in the server's Target. So there are no more of them
+        than targets, and they are forgotten with their targets. Raise Refused if the server may
+        not be queried."""
+        name = announcement["name"]
+        target = self.query_newcomer(source, port, now, name)
+        self.forget_waiting(source, port)
         target.querier_data = announcement
-        self.being_looked_up.pop((source, port), None)          # this announcement is newer
 
     def query(self, target):
+        """Return the probe, which is the same for every server."""
         return LUANTI_PROBE
 
     def answer(self, target, data, now):
-        """List the server with its announcement, if one waits for this answer, or note that a
-        listed server is there. Return the packet that ends the exchange. Raise Malformed and
-        Refused."""
+        """Handle a server's answer to a probe, and return the packet that ends the exchange.
+
+        If an announcement waits for the answer, the server is listed with it. Otherwise a listed
+        server is known to be there; its lifetime still counts from its last announcement. A server
+        that is not listed is no target any more. Raise Malformed if the data are not an answer."""
         goodbye = luanti_goodbye(data)
         announcement = target.querier_data
         target.querier_data = None
         if announcement:
             lifetime = self.core.settings["luanti.timeout"]
-            self.list_polled(target, luanti_attributes(announcement), now, lifetime)
+            attributes = luanti_attributes(announcement)
+            self.list_polled(target, attributes, now, lifetime)
         server = self.listed_server(target)
-        if server:
-            # Its lifetime counts from its announcements, not from its answers
-            self.registry.update(server, {"ping_ms": round(target.ping_ms), "confirmed": True})
-        else:
+        if server is None:
             self.poller.remove(target)
+        else:
+            self.registry.update(server, {
+                "ping_ms": round(target.ping_ms),
+                "confirmed": True,
+            })
         return goodbye
 
 
 def luanti_goodbye(data):
-    """Return the packet that ends the exchange after this answer to a probe. Raise Malformed if it
-    is no answer."""
+    """Return the packet that ends the exchange after this answer to a probe.
+
+    It carries the peer's number from the answer. Raise Malformed if the data are not an answer."""
     answer = LUANTI_PROBE_ANSWER.fullmatch(data)
     if not answer:
         raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
-    return LUANTI_ID + answer.group("peer") + b"\0\0\3"
+    peer_number = answer.group("peer")
+    return LUANTI_ID + peer_number + LUANTI_GOODBYE
 
 
-def completed_luanti_announcement(fields, old):
-    """Return an announcement, checked and cleaned, with the fields that only `old`, the one before,
-    has, and with the fields that the master computes. Raise Refused if a field is wrong or
-    missing."""
-    computed = {name: old.get(name, 0) for name in LUANTI_COMPUTED}
-    announcement = luanti_fields({**old, **fields, **computed})
+def completed_luanti_announcement(fields, previous):
+    """Return an announcement, checked, cleaned and completed, as a dict by the fields' names.
+
+    `fields` has the announced values. Fields that are missing there come from `previous`, the
+    server's announcement before this one; it is empty if there is none. The master computes the
+    LUANTI_COMPUTED fields. Raise Refused if a field is missing or wrong."""
+    merged = {**previous, **fields}
+    for name in LUANTI_COMPUTED:
+        merged[name] = previous.get(name, 0)
+    announcement = luanti_fields(merged)
     clients = announcement["clients"]
-    announcement["clients_top"] = max(clients, announcement["clients_top"])
-    announcement["updates"] += 1
+    updates = announcement["updates"] + 1
+    mean = announcement["pop_v"]
     # The mean moves towards the new number by its share in all announcements
-    announcement["pop_v"] += (clients - announcement["pop_v"]) / announcement["updates"]
+    mean += (clients - mean) / updates
+    announcement["clients_top"] = max(clients, announcement["clients_top"])
+    announcement["updates"] = updates
+    announcement["pop_v"] = mean
     return announcement
 
 
 def luanti_fields(values):
-    """Return the known fields of an announcement that was received or stored, checked and cleaned.
-    Raise Refused if a field is wrong or missing."""
+    """Return those of an announcement's values that LUANTI_FIELDS has, checked and cleaned.
+
+    The values were received, or stored by an earlier run. Raise Refused if a required one is
+    missing, or if one is wrong."""
     fields = {}
     for field in LUANTI_FIELDS:
         if field.name in values or field.is_required:
-            fields[field.name] = read_luanti_field(field, values.get(field.name))
+            value = values.get(field.name)
+            fields[field.name] = read_luanti_field(field, value)
     if fields["proto_min"] > fields["proto_max"]:
         raise Refused("bad packet", "proto_min is above proto_max")
     if "clients_list" in fields:
@@ -7204,15 +7457,20 @@ def luanti_fields(values):
     for name, max_bytes in LUANTI_LIST_BYTES.items():
         if name in fields:
             fields[name] = first_names(fields[name], max_bytes)
-    if not re.match("https?://", fields.get("url", "")):
+    url = fields.get("url", "")
+    is_web_address = re.match("https?://", url)
+    if not is_web_address:
         fields.pop("url", None)
     return fields
 
 
 def read_luanti_field(field, value):
-    """Return the value of a LuantiField, checked and cleaned. Raise Refused if it is wrong."""
+    """Return a value of this LuantiField, checked and cleaned.
+
+    `value` is None if it is missing. Raise Refused if it is wrong or missing."""
     if isinstance(value, (int, float)):
-        value = str(value)              # the readers take texts, as old servers send them
+        # The readers take numbers and flags as texts, in which form old servers send them
+        value = str(value)
     try:
         return field.read(value)
     except (ValueError, TypeError, AttributeError):
@@ -7221,19 +7479,24 @@ def read_luanti_field(field, value):
 
 
 def first_names(names, max_bytes):
-    """Return the first of the names, as many as fit into `max_bytes` of JSON."""
+    """Return the first of these names, as many as fit into `max_bytes` of JSON."""
     total_bytes = 0
     for number, name in enumerate(names):
+        # In JSON a backslash stands before each of these two characters
         escapes = name.count('"') + name.count("\\")
-        total_bytes += len(name.encode()) + escapes + len('"",')
+        quotes_and_comma = len('"",')
+        total_bytes += len(name.encode()) + escapes + quotes_and_comma
         if total_bytes > max_bytes:
             return names[:number]
     return names
 
 
 def luanti_attributes(announcement):
-    """Return the attributes of Server for an announcement."""
-    flags = [flag for flag in LUANTI_FLAGS if announcement.get(flag)]
+    """Return the attributes of Server with which this announcement is listed, as a dict."""
+    flags = []
+    for flag in LUANTI_FLAGS:
+        if announcement.get(flag):
+            flags.append(flag)
     return {
         "luanti_announcement": announcement,
         "verified": "query",
