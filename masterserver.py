@@ -9,10 +9,10 @@
 One file, standard library only, CPython 3.8 or later or PyPy. Read from the top, each section uses
 only what stands above it:
 
-     1  this text                   7  protocols: poller, and a class or two a game
+     1  this text                   7  protocols: the poller, and one or two classes for each game
      2  limits                      8  pages: HTML, CSS, JavaScript
      3  settings                    9  web: routes, lists as JSON, XML and pages
-     4  wire helpers               10  PROTOCOLS, the table that names them all
+     4  wire helpers               10  PROTOCOLS, the table of all protocols
      5  registry                   11  event loop, news, other masters
      6  storage                    12  client tools and command line
 
@@ -28,9 +28,9 @@ only what stands above it:
     news to webhooks         HTTP POST to them                        News in section 11
     other masters            Redis or Valkey, TCP 6379                Cluster in section 11
 
-Sections 3 to 10 have no socket, no thread and no clock, and but for the ini and the database no
-file: a protocol takes bytes and the time and gives bytes back, so every one of them is tested with
-recorded packets and a clock that the test moves. To add a game, see PROTOCOLS in section 10.
+Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
+protocol is given bytes and the time, and returns bytes. So each protocol is tested with recorded
+packets and a clock that the test moves. To add a game, see PROTOCOLS in section 10.
 
 Licence: MIT, see the end of README.md.
 """
@@ -7524,10 +7524,11 @@ def luanti_attributes(announcement):
 
 # --- Templates -----------------------------------------------------------------------------------
 
-# The full height of a sparkline stands for at least this many players, because fewer are no crowd
+# The full height of a sparkline stands for at least this many players, because two players must
+# not look like a crowd
 SPARK_MIN_PLAYERS = 4
-# In a sparkline y is 0 at the top. An hour in which the server was away has no height, and an hour
-# without players is one step high
+# In a sparkline y is 0 at the top. An hour in which the server was away is drawn without height, an
+# hour without players one step high
 SPARK_GROUND_Y = 9
 SPARK_EMPTY_Y = 8
 # A chart has at most this many points: one for each day of a year, about one for each pixel of a
@@ -8493,13 +8494,13 @@ if (document.querySelector(LIVE)) {
 # --- Filling templates ---------------------------------------------------------------------------
 
 class Html(str):
-    """Text that is HTML already, so that fill_template() does not escape it."""
+    """A string that is HTML already, so fill_template() does not escape it."""
 
 
 def render_value(value):
-    """Return a value as it stands in HTML.
+    """Return the HTML for a value of a template, as a str.
 
-    Html stays as it is, a list is rendered piece by piece, and the text of any other value is
+    Html stays as it is. A list is rendered item by item. Any other value is converted to text and
     escaped."""
     if isinstance(value, Html):
         return value
@@ -8509,9 +8510,10 @@ def render_value(value):
 
 
 def fill_template(template, **values):
-    """Return a template as Html, with each `$name` replaced by the value of that name, rendered.
+    """Fill a template: replace each `$name` by the keyword argument of that name, escaped.
 
-    Raise KeyError if a value is missing. Values that the template does not name are ignored."""
+    Return Html. Raise KeyError if the template names a value that is not given. Surplus values are
+    ignored."""
     rendered = {}
     for name, value in values.items():
         rendered[name] = render_value(value)
@@ -8529,26 +8531,28 @@ class PageContext(NamedTuple):
     url: str                        # the address of the pages for other sites, or ""
 
     def game_title(self, game):
-        """Return the title of a game. A game without a title gets its id."""
+        """Return the title of the game with this id, or the id if the game has no title."""
         return self.games.get(game, game)
 
 
 def check_list_template(text):
-    """Raise ValueError if this text cannot be a list page.
+    """Check the operator's own list page by filling its placeholders with empty values.
 
-    Either it is not a string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
+    Raise ValueError if `text` is not a valid string.Template, or if it has a placeholder that is
+    not in LIST_PLACEHOLDERS."""
+    empty_values = dict.fromkeys(LIST_PLACEHOLDERS, "")
     try:
-        string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
+        string.Template(text).substitute(empty_values)
     except KeyError as error:
         name, = error.args
-        raise ValueError("unknown placeholder $%s (there are: %s)"
-                         % (name, ", ".join(LIST_PLACEHOLDERS))) from None
+        valid_names = ", ".join(LIST_PLACEHOLDERS)
+        raise ValueError("unknown placeholder $%s (there are: %s)" % (name, valid_names)) from None
 
 
 # --- Small pieces --------------------------------------------------------------------------------
 
-# An age is given in the first of these units whose limit it is below; a longer age is in days. Each
-# row has the unit, its length and its limit, both in seconds
+# The units in which ages are given: the unit, its length in seconds, and the age in seconds from
+# which the next unit is used. After the last of them, ages are given in days
 AGE_UNITS = (
     ("s", 1, 90),
     ("min", 60, 5400),
@@ -8557,7 +8561,9 @@ AGE_UNITS = (
 
 
 def age_text(seconds):
-    """Return an age in words: for 12 it is "12 s ago". The script has the same rule in ago()."""
+    """Return an age in words, such as "12 s ago" for 12 seconds.
+
+    The function ago() of the page's script follows the same rule."""
     if seconds < 1:
         return "now"
     for unit, unit_s, limit_s in AGE_UNITS:
@@ -8567,43 +8573,44 @@ def age_text(seconds):
 
 
 def utc_datetime(wall):
-    """Return the datetime, in UTC, of a time in seconds of the wall clock."""
+    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
     return datetime.fromtimestamp(wall, timezone.utc)
 
 
 def iso_time(wall):
-    """Return a time of the wall clock as ISO 8601 has it: "2026-11-21T00:59:48Z"."""
+    """Return a time of the wall clock in the format of ISO 8601: "2026-11-21T00:59:48Z"."""
     return utc_datetime(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def minute_text(wall):
-    """Return a time of the wall clock to the minute: "2026-11-21 00:59"."""
+    """Return a time of the wall clock, in UTC, to the minute: "2026-11-21 00:59"."""
     return utc_datetime(wall).strftime("%Y-%m-%d %H:%M")
 
 
 def time_tag(then, wall):
-    """Return a <time> element that says how long ago `then` was. Both are times of the wall clock,
-    and `wall` is now."""
+    """Return a <time> element that says how long ago `then` was.
+
+    `then` is a past time and `wall` the present time, both in seconds since 1970."""
     return fill_template('<time datetime="$exact" title="$exact">$age</time>',
                          exact=iso_time(then), age=age_text(wall - then))
 
 
 def mode_text(server):
-    """Return a server's mode as its players call it."""
+    """Return the name that players use for a server's mode, such as "tournament"."""
     if server.game in QUAKE3_MODE_GAMES:
         return QUAKE3_MODES.get(server.mode, server.mode)
     return server.mode
 
 
 def server_link(server, path="/server"):
-    """Return the link to a page about one server: `path` with the server in its query."""
+    """Return the link to the page at `path` about one server, which its query names."""
     game = urllib.parse.quote(server.game)
     address = urllib.parse.quote(server.address)
     return "%s?game=%s&address=%s&port=%d" % (path, game, address, server.port)
 
 
 def render_badges(server):
-    """Return those of the BADGES that a server has, as Html; it is empty for most servers."""
+    """Return the badges that apply to a server, as Html. Most servers have none."""
     has_badge = {
         "official": server.official,
         "unconfirmed": not server.confirmed,
@@ -8618,12 +8625,12 @@ def render_badges(server):
 
 
 def number_text(number):
-    """Return a number with a comma between thousands: "1,003"."""
+    """Return a number with commas between the thousands: "1,003"."""
     return format(number, ",")
 
 
 def count_text(number, noun):
-    """Return a number of things in words: "1 server" or "1,003 servers"."""
+    """Return a number with its noun in the right form: "1 server" or "1,003 servers"."""
     ending = "" if number == 1 else "s"
     return "%s %s%s" % (number_text(number), noun, ending)
 
@@ -8631,11 +8638,14 @@ def count_text(number, noun):
 def render_page(context, title, template=PAGE, about="", path="", **values):
     """Return a whole page as UTF-8 bytes.
 
-    `title` says what the page is about; it is empty for the list of all games. `about` is the
-    sentence that a chat shows beside a link to the page, `path` the path of that link ("" if there
-    is none). `values` are those that the template needs beside $title, $head and $foot."""
-    titles = [text for text in (title, context.title) if text]
-    full_title = " · ".join(titles)
+    `title` says what the page is about; it is empty for the list of all games. A chat that shows a
+    preview of a link to the page takes the sentence `about` and the link's `path`. Either may be
+    "". `values` are the values that the template needs beside $title, $head and $foot."""
+    full_title = context.title
+    if title and context.title:
+        full_title = "%s · %s" % (title, context.title)
+    elif title:
+        full_title = title
     link = ""
     if context.url and path:
         link = fill_template(HEAD_LINK, url=context.url + path)
@@ -8650,7 +8660,7 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
 
 def render_tab(link, text, is_current, count=""):
-    """Return one tab, a link with this text. `count` is the number that it shows, if any."""
+    """Return one tab: a link with a text and, unless `count` is "", a number beside the text."""
     return fill_template(
         TAB,
         link=link,
@@ -8696,9 +8706,9 @@ def render_list_page(context, contents):
 
 
 def list_summary(servers):
-    """Return the sentence that a chat shows beside a link to the list of these servers.
+    """Return a summary of a list of servers, for chats that show a preview of the link to the list.
 
-    It has the number of players and the first servers that have players."""
+    It has the number of players and names the first servers that have players."""
     played = [server for server in servers if server.players]
     players = total_players_text(servers)
     server_count = count_text(len(servers), "server")
@@ -8713,42 +8723,47 @@ def list_summary(servers):
 
 
 def total_players_text(servers):
-    """Return how many players are on these servers, in words."""
+    """Return the number of players on all these servers together: "312 players"."""
     total = sum([server.players for server in servers])
     return count_text(total, "player")
 
 
 def render_totals(contents):
     """Return the line of a ListPage that says "312 players on 87 servers", with bold numbers."""
-    servers = contents.servers
-    server_count = count_text(len(servers), "server")
-    text = "%s on %s" % (total_players_text(servers), server_count)
-    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", text)
+    players = total_players_text(contents.servers)
+    server_count = count_text(len(contents.servers), "server")
+    bold_players = re.sub("^([0-9,]+)", r"<b>\1</b>", players)
+    bold_server_count = re.sub("^([0-9,]+)", r"<b>\1</b>", server_count)
+    totals = "%s on %s" % (bold_players, bold_server_count)
     return fill_template(TOTALS, spark=contents.spark, totals=Html(totals))
 
 
-def render_game_tabs(context, counts, game):
-    """Return the tabs for all games together and for each game that has servers.
+def render_game_tabs(context, counts, chosen_game):
+    """Return one tab for all games together and one for each game that has servers.
 
-    `counts` has the number of servers by game. The chosen `game` has a tab even if it has no
-    servers; "" is all games. There are no tabs if only one game would have one."""
-    games = []
-    for id in context.games:
-        if id in counts or id == game:
-            games.append(id)
-    if len(games) < 2:
+    `counts` maps games to their numbers of servers. `chosen_game` is the current tab, "" the tab of
+    all games; a chosen game gets a tab even if it has no servers. If fewer than two games would
+    have a tab, nobody needs a choice, and there are no tabs."""
+    tab_games = []
+    for game in context.games:
+        if game in counts or game == chosen_game:
+            tab_games.append(game)
+    if len(tab_games) < 2:
         return fill_template(TABS, tabs="")
     total = sum(counts.values())
-    tabs = [render_tab("/", "All games", game == "", number_text(total))]
-    for id in games:
-        link = "/?game=" + urllib.parse.quote(id)
-        count = number_text(counts.get(id, 0))
-        tabs.append(render_tab(link, context.games[id], id == game, count))
+    tabs = [render_tab("/", "All games", chosen_game == "", number_text(total))]
+    for game in tab_games:
+        link = "/?game=" + urllib.parse.quote(game)
+        count = number_text(counts.get(game, 0))
+        tabs.append(render_tab(link, context.games[game], game == chosen_game, count))
     return fill_template(TABS, tabs=tabs)
 
 
 def render_table(contents):
-    """Return the table of a ListPage. If it is empty, it says why, or how to list a server."""
+    """Return the table of a ListPage.
+
+    Without rows, the line above it says that the search has found nothing, or hints below it say
+    how to get servers into the list."""
     list_filter = contents.list_filter
     total = len(contents.servers)
     is_search = bool(list_filter.name or list_filter.players_min)
@@ -8756,8 +8771,8 @@ def render_table(contents):
     state = ' class="one-game"' if list_filter.game else ""
     empty = ""
     if not status:
-        # These hints are in the page only if there are no servers, and not hidden otherwise,
-        # because a browser for text shows everything
+        # The hints are left out of a page that has servers. Hiding them by the style sheet would
+        # not do, because text browsers show hidden elements too
         state += " hidden"
         empty = render_contacts(contents.contacts, list_filter.game)
     return fill_template(
@@ -8772,8 +8787,8 @@ def render_table(contents):
 def list_status(total, is_search):
     """Return the line above a list of `total` servers.
 
-    It is "" if the list is empty, unless `is_search` says that the empty list is the result of a
-    search."""
+    `is_search` says whether the list is the result of a search. An empty list that is not has no
+    line: return ""."""
     servers = count_text(total, "server")
     if total > PAGE_ROWS:
         limit = number_text(PAGE_ROWS)
@@ -8784,10 +8799,10 @@ def list_status(total, is_search):
 
 
 def render_contacts(contacts, game):
-    """Return hints on how to get servers of this game into the list. `game` is "" for all games.
+    """Return hints on how to get servers of a game into the list; if `game` is "", of all games.
 
-    `contacts` has (game, reader, line) tuples. `line` is what `reader`, such as "AIO servers", has
-    to have in its settings."""
+    `contacts` has (game, reader, line) tuples: `reader` says whom the hint is for, such as "AIO
+    servers", and `line` is the line that belongs into their settings."""
     hints = []
     for contact_game, reader, line in contacts:
         if game in ("", contact_game):
@@ -8798,8 +8813,9 @@ def render_contacts(contacts, game):
 def render_rows(context, servers, hourly_players, epoch, wall):
     """Return the table rows of these servers as Html.
 
-    `hourly_players` has the last day's player counts by the server's key; `epoch` is the wall clock
-    minus the monotonic clock, `wall` the time now."""
+    `hourly_players` maps a server's key to its player counts of the last 24 hours. `wall` is the
+    present time in seconds since 1970, and `epoch` the difference between it and the monotonic
+    clock, by which servers note when they were last seen."""
     def render(server):
         spark = render_sparkline(hourly_players.get(server.key, ()))
         return render_server_row(server, spark, context.game_title(server.game))
@@ -8814,14 +8830,16 @@ def render_rows(context, servers, hourly_players, epoch, wall):
 
 
 def render_server_row(server, spark, title):
-    """Return one row of the list, about 630 bytes, as two pieces.
+    """Return one row of the list, about 630 bytes of HTML, in two pieces.
 
-    The time at which the server was last seen goes between the pieces, because it changes while
-    they are cached. `spark` is the server's sparkline, `title` the title of its game."""
-    # Every value is escaped here, because fill_template() would take three times as long, and a
-    # page has up to 2,000 rows. End tags that HTML does not need are left out. The cells have no
-    # classes, because the style sheet counts columns. The roles repeat what the tags say, because
-    # some browsers forget it when the style sheet changes how a row is displayed.
+    The pieces are cached. The caller puts the time at which the server was last seen between them,
+    because it changes more often. `spark` is the server's sparkline, `title` the title of its
+    game."""
+    # A page has up to 2,000 rows, and fill_template() would take three times as long as these
+    # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
+    # are left out. The style sheet selects cells by their column, so they need no classes. The
+    # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
+    # how rows are displayed
     escape = html.escape
     game = urllib.parse.quote(server.game)
     address = urllib.parse.quote(server.address)
@@ -8844,7 +8862,7 @@ def render_server_row(server, spark, title):
 
 
 def row_state(server):
-    """Return the class attribute of a server's row if the server is empty or full, otherwise ""."""
+    """Return the class attribute for the row of an empty or a full server, "" for any other."""
     if not server.players:
         return ' class="empty"'
     if server.players >= server.max_players > 0:
@@ -8853,7 +8871,9 @@ def row_state(server):
 
 
 def render_meter(server):
-    """Return the maximum of players with a thin bar; "" if the server has not said a maximum."""
+    """Return a server's maximum of players with a thin bar that shows how full the server is.
+
+    Return "" if the server has not announced a maximum."""
     limit = server.max_players
     if not limit:
         return ""
@@ -8861,9 +8881,10 @@ def render_meter(server):
 
 
 def render_sparkline(counts):
-    """Return the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
+    """Draw the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
 
-    A count is None if the server was away in that hour. Without any count, return empty Html."""
+    `counts` has None for an hour in which the server was away. If it was away all the time, return
+    empty Html."""
     present_counts = without_gaps(counts)
     if not present_counts:
         return Html("")
@@ -8879,14 +8900,14 @@ def render_sparkline(counts):
 
 
 def without_gaps(counts):
-    """Return those of these player counts that are not None, as a list."""
+    """Return the player counts without the None that stands where the server was away."""
     return [count for count in counts if count is not None]
 
 
 # --- The page of one server ----------------------------------------------------------------------
 
-# Players do not need the gamename, by which programs ask for servers. The two others are in records
-# of older versions only
+# Details that a server's page does not show. Players do not need the gamename, because only
+# programs ask by it. The two others occur only in records that older versions have stored
 HIDDEN_DETAILS = "gamename", "tag", "players_online"
 DESCRIPTION = "Description"
 
@@ -8902,7 +8923,9 @@ class ServerPage(NamedTuple):
 
 
 def render_server_page(context, contents, wall):
-    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes."""
+    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes.
+
+    `wall` is the present time in seconds since 1970."""
     server = contents.server
     address = endpoint_text(server.address, server.port)
     name = server.name or address
@@ -8934,10 +8957,10 @@ def render_server_page(context, contents, wall):
 
 
 def render_lead(context, contents, wall):
-    """Return the line below the name of the server on a ServerPage.
+    """Return the line below the server's name on a ServerPage.
 
-    It has the game, the mode and the map, each in an element of its own, because each may be
-    written from right to left. If the server is not listed, it says when it was last seen."""
+    It names the game, the mode and the map, each in a <bdi> element, because each may be written
+    from right to left. For a server that is not listed, it says when the server was last seen."""
     server = contents.server
     if not contents.is_listed:
         seen = time_tag(server.last_seen, wall)
@@ -8950,9 +8973,10 @@ def render_lead(context, contents, wall):
 
 
 def server_summary(contents, lead):
-    """Return the sentence that a chat shows beside a link to a ServerPage.
+    """Return a summary of a ServerPage, for chats that show a preview of the link to the page.
 
-    It is the page's `lead` without its link and its tags, after the number of players."""
+    It has the number of players, if the server is listed, and then `lead`, the line below the
+    server's name, without HTML tags and without the link at its end."""
     lead_without_link, _, _ = lead.partition("<a ")
     summary = re.sub("<.+?>", "", lead_without_link)
     if contents.is_listed:
@@ -8961,7 +8985,9 @@ def server_summary(contents, lead):
 
 
 def render_history(contents, wall):
-    """Return the chart of a ServerPage with the tabs for its spans; "" if no history is kept."""
+    """Return the player chart of a ServerPage and the tabs that choose its span.
+
+    Return "" if no history is kept."""
     if not contents.series:
         return ""
     link = server_link(contents.server)
@@ -8975,7 +9001,10 @@ def render_history(contents, wall):
 
 
 def page_facts(context, contents, wall):
-    """Return the facts of a ServerPage as (name, value) pairs. Empty values are not shown."""
+    """Return the facts of a ServerPage as (name, value) pairs.
+
+    A value may be empty; the page leaves out such a fact. A server that is not listed has only a
+    few facts, because the history keeps no others."""
     server = contents.server
     address = endpoint_text(server.address, server.port)
     facts = [
@@ -8993,7 +9022,9 @@ def page_facts(context, contents, wall):
 
 
 def server_facts(server):
-    """Return the facts about a listed server that the list has, as (name, value) pairs."""
+    """Return the facts that only a listed server has, as (name, value) pairs.
+
+    A value is empty if the server has not announced it."""
     ping = ""
     if server.ping_ms:
         ping = "%.0f ms" % server.ping_ms
@@ -9016,7 +9047,9 @@ def server_facts(server):
 
 
 def players_text(server):
-    """Return how many players a server has, in words: "3 of 32, 2 of them playing"."""
+    """Return the number of players of a server as text: "3 of 32, 2 of them playing".
+
+    A maximum of 0 and a `playing` of None are unknown, and then left out."""
     text = str(server.players)
     if server.max_players:
         text += " of %d" % server.max_players
@@ -9026,11 +9059,11 @@ def players_text(server):
 
 
 def uptime_text(series, first_seen):
-    """Return, in words, for what share of the time of a Series the server was there.
+    """Return the uptime of a server in the time of a Series as text: "99.8 % of the time".
 
-    Samples before `first_seen` do not count. If no others are left, return ""."""
-    skipped = int((first_seen - series.start) // series.step)
-    samples = series.means[max(0, skipped):]
+    Samples from before the server was first seen do not count. Return "" if there are no others."""
+    samples_before = int((first_seen - series.start) // series.step)
+    samples = series.means[max(0, samples_before):]
     if not samples:
         return ""
     present_count = len(samples) - samples.count(None)
@@ -9040,7 +9073,7 @@ def uptime_text(series, first_seen):
 
 
 def render_fact(name, value):
-    """Return one fact of a server as Html. A description gets a line of its own."""
+    """Return one fact of a server as Html. Descriptions are long, so they take the whole width."""
     width = ""
     if name == DESCRIPTION:
         width = Html(' class="wide"')
@@ -9052,8 +9085,9 @@ def render_fact(name, value):
 def render_check_page(context, address, port, findings, listed, wall):
     """Return the page that says what became of an address's packets, as UTF-8 bytes.
 
-    `port` is 0 for all ports, `findings` has filled FINDING templates, `listed` has the address's
-    servers in the list, with times of the wall clock."""
+    `port` is 0 for all ports. `findings` is a list of filled FINDING templates. `listed` is a list
+    of the servers at that address that are listed now; their times, and the present time `wall`,
+    are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
@@ -9073,7 +9107,9 @@ def render_check_page(context, address, port, findings, listed, wall):
 
 
 def render_listed_server(server, wall):
-    """Return the line about a listed server on /check. Its times are those of the wall clock."""
+    """Return the line about one listed server on /check.
+
+    The server's times, and the present time `wall`, are in seconds since 1970."""
     address = endpoint_text(server.address, server.port)
     return fill_template(
         LISTED_SERVER,
@@ -9085,7 +9121,10 @@ def render_listed_server(server, wall):
 
 
 def render_error_page(context, status, reason, hint):
-    """Return the page for an HTTP error as UTF-8 bytes. `hint` says what can be done about it."""
+    """Return the page for an HTTP error as UTF-8 bytes.
+
+    `status` and `reason` are those of the response, such as 404 and "Not Found". `hint` tells the
+    reader what to do about the error."""
     main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
     return render_page(context, reason, main=main)
 
@@ -9125,10 +9164,11 @@ LATEST_MARK = """\
 <text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$text</text>
 """
 
-# A tick's text that is the name of a month
+# The strftime() format of a tick that stands at the first of a month
 MONTH_FORMAT = "%b"
-# The steps from tick to tick on the time axis. Each row has the longest span for which it is used,
-# in days, the step in seconds, and the format of a tick's text
+# How the time axis is divided, by the span of the chart. Each row has the longest span for which it
+# is used, in days, the seconds from tick to tick, and the strftime() format of a tick's text. The
+# last row has the longest of the SPANS
 TIME_STEPS = (
     (2, 3 * HOUR, "%H:%M"),
     (10, DAY, "%a %d"),
@@ -9138,7 +9178,7 @@ TIME_STEPS = (
 
 
 class ChartBar(NamedTuple):
-    """The player counts of one sample of a Series, or of several that follow each other."""
+    """The player counts of one sample of a Series, or of several consecutive samples together."""
 
     start: int                      # the index of the first sample
     mean: float
@@ -9146,10 +9186,10 @@ class ChartBar(NamedTuple):
 
 
 def render_chart(series, wall):
-    """Return the player counts of a Series as inline SVG, about 13 kB.
+    """Draw the player counts of a Series as inline SVG, about 13 kB.
 
-    The plot is stretched to the available width; the text around it keeps its size. `wall` is the
-    time now."""
+    The browser stretches the plot to the available width, while the text around it keeps its size.
+    `wall` is the present time in seconds since 1970. Without samples, return NO_HISTORY."""
     count = len(series.means)
     width = math.ceil(count / CHART_POINTS)
     bars = chart_bars(series, width)
@@ -9184,9 +9224,9 @@ def render_chart(series, wall):
 
 
 def chart_bars(series, width):
-    """Return a ChartBar for each `width` samples of a Series, from its start on.
+    """Return a list with one ChartBar for each group of `width` consecutive samples of a Series.
 
-    Samples are None if the server was away. A bar without any other sample is left out."""
+    A sample is None if the server was away. A group that has no other samples gets no bar."""
     bars = []
     for start in range(0, len(series.means), width):
         end = start + width
@@ -9199,7 +9239,7 @@ def chart_bars(series, width):
 
 
 def last_index(counts):
-    """Return the index of the last of these counts that is not None."""
+    """Return the index of the last count that is not None. There must be at least one."""
     index = len(counts) - 1
     while counts[index] is None:
         index -= 1
@@ -9207,33 +9247,34 @@ def last_index(counts):
 
 
 def mean_text(mean):
-    """Return a mean number of players: with one decimal below 10, otherwise without."""
+    """Return a mean number of players as text. A number below 10 has one decimal."""
     digits = 1 if mean < 10 else None
     return format(round(mean, digits), ",g")
 
 
 def value_ticks(top):
-    """Return round whole numbers for the axis of players, from 0 to at least `top`.
+    """Return the numbers at the axis of players: the multiples of a step, from 0 to at least `top`.
 
-    Above zero there are CHART_GRIDLINES of them at most."""
-    limit = max(1, math.ceil(top))
+    The step is the smallest of 1, 2, 5, 10, 20, 50 and so on that leads to at most CHART_GRIDLINES
+    numbers above 0."""
+    highest_count = max(1, math.ceil(top))
     power_of_ten = 1
     while True:
         for factor in (1, 2, 5):
             step = factor * power_of_ten
-            if step * CHART_GRIDLINES >= limit:
-                return list(range(0, limit + step, step))
+            if step * CHART_GRIDLINES >= highest_count:
+                return list(range(0, highest_count + step, step))
         power_of_ten *= 10
 
 
 def render_axes(ticks, start, end):
     """Return the two axes of a chart, with gridlines, as a list of Html.
 
-    `ticks` are the numbers of players that get a line; `start` and `end` are times of the wall
-    clock."""
+    `ticks` are the numbers of players at which a line is drawn, from 0 upwards. The time axis goes
+    from `start` to `end`, in seconds since 1970."""
     *_, top = ticks
     long_class = ""
-    if top > 999:                   # such numbers do not fit into the margins on a phone
+    if top > 999:                   # on a phone the style sheet moves them out of the narrow margin
         long_class = " long"
     marks = []
     for tick in ticks:
@@ -9241,7 +9282,7 @@ def render_axes(ticks, start, end):
         marks.append(place_mark(
             VALUE_MARK, 0, tick / top, text=number_text(tick), long=long_class, kind=kind))
     for index, (tick, text) in enumerate(time_ticks(start, end)):
-        # On a phone every other text is left out
+        # On a phone the style sheet hides every other text
         minor_class = " minor" if index % 2 else ""
         x = (tick - start) / (end - start)
         marks.append(place_mark(TIME_MARK, x, 0, text=text, minor=minor_class))
@@ -9249,10 +9290,10 @@ def render_axes(ticks, start, end):
 
 
 def time_ticks(start, end):
-    """Return the ticks of the time axis as [(time, text), ...], at round times from start to end.
+    """Return the ticks of the time axis as a list of (time, text), at round times.
 
-    All times are of the wall clock. The ticks of a day are hours, those of a week are days, those
-    of a month are every fifth day, and those of a year are months."""
+    All times are in seconds since 1970. TIME_STEPS says how far apart the ticks are: some hours for
+    the chart of a day, a month for the chart of a year."""
     step, text_format = time_step(end - start)
     first_tick = math.ceil(start / step) * step
     last_tick = math.floor(end)
@@ -9267,38 +9308,40 @@ def time_ticks(start, end):
 
 
 def time_step(span_s):
-    """Return the seconds from tick to tick for a span of so many seconds, and the text's format."""
+    """Look up the row of TIME_STEPS for a span in seconds.
+
+    Return the seconds from tick to tick and the strftime() format of a tick's text."""
     for longest_days, step, text_format in TIME_STEPS:
         if span_s <= longest_days * DAY:
-            break                   # the last row has the longest of the SPANS
-    return step, text_format
+            return step, text_format
+    raise ValueError("a span of %d s is longer than the longest of the SPANS" % span_s)
 
 
 def place_mark(template, x, y, **values):
-    """Return a template filled with these values and the place of a point in the plot.
+    """Fill a template with these values and with the position of a point of the plot, in percent.
 
-    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes 6 % to 92 % of the
-    chart's width, because there are numbers to both sides, and 14 % to 86 % of its height, because
-    the peak's label stands above."""
+    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes the chart's width
+    from 6 % to 92 %, which leaves margins for numbers at both sides, and its height from 14 % to
+    86 %, which leaves space for the label of the peak above and for times below."""
     left = "%.5g%%" % (6 + 86 * x)
     top = "%.4g%%" % (86 - 72 * y)
     return fill_template(template, x=left, y=top, **values)
 
 
 def render_curves(bars, width, count, top):
-    """Return the means of a list of ChartBar as a line, and their peaks as an area.
+    """Draw the means of a list of ChartBar as a line, and their peaks as a filled area.
 
-    Each bar stands for `width` samples, the plot for `count` samples. The plot reaches from 0 to
-    `top` players."""
+    Each bar stands for `width` samples, the whole plot for `count` samples. The height of the plot
+    stands for `top` players."""
     line = []
     area = []
     next_start = -1
     for start, mean, peak in bars:
         mean_y = 100 - 100 * mean / top
         peak_y = 100 - 100 * peak / top
-        # The line is interrupted where samples are missing
+        # Where samples are missing, the pen moves (M) to the next point instead of drawing (L)
         command = "L" if start == next_start else "M"
-        # The tiny step to the right makes a point that stands alone visible, as a dot
+        # Without the tiny step to the right a point that stands alone would not be visible
         line.append("%s%d %.4gh.01" % (command, start, mean_y))
         area.append("M%d 100V%.4gh%dV100" % (start, peak_y, width))
         next_start = start + width
@@ -9306,9 +9349,9 @@ def render_curves(bars, width, count, top):
 
 
 def render_peak(x, y, text):
-    """Return a dot at the highest peak, and its label with this text, as a list of Html.
+    """Return a dot at the highest peak and its label, as a list of Html.
 
-    `x` and `y` are the place of the peak, as in place_mark()."""
+    `x` and `y` are the position of the peak in the plot, from 0 to 1 each."""
     label_x = min(max(x, .04), .96)             # so that the label stays within the page
     return [
         place_mark(PEAK_DOT, x, y),
@@ -9317,11 +9360,11 @@ def render_peak(x, y, text):
 
 
 def render_latest(x, y, text):
-    """Return the label at the end of the line, whose text is the latest number of players.
+    """Return the label at the end of the line. Its text is the latest number of players.
 
-    `x` and `y` are the place of the line's end, as in place_mark()."""
+    `x` and `y` are the position of the line's end in the plot, from 0 to 1 each."""
     long_class = ""
-    if len(text) > 2:               # such a number does not fit into the margin on a phone
+    if len(text) > 2:               # on a phone the style sheet moves it out of the narrow margin
         long_class = " long"
     return place_mark(LATEST_MARK, x, y, text=text, long=long_class)
 
