@@ -9372,11 +9372,11 @@ def render_latest(x, y, text):
 # ================================================================================================
 # 9  Web
 #
-# The page and the lists over HTTP. http.server parses a request and formats its response, over
-# bytes in memory. One function for each route makes the response. Every response carries `Length`
-# beside `Content-Length`, because the Iceball client exits without it. Lists are kept until the
-# next tick, and so are whole responses, keyed by the bytes of the request. So the usual request
-# costs one look-up.
+# The page and the lists over HTTP. http.server parses a request and formats its response, but reads
+# and writes bytes in memory instead of a socket. One function for each route makes the response.
+# Every response carries `Length` beside `Content-Length`, because the Iceball client exits without
+# it. Lists are cached until the next tick. So are whole responses, by the bytes of their requests,
+# and so most requests cost one look-up.
 # ================================================================================================
 
 GAME_TITLES = {
@@ -9389,7 +9389,7 @@ GAME_TITLES = {
     **QUAKE3_TITLES,
 }
 
-# A search through so many servers takes some 4 ms, and costs the client one request.
+# To search this many servers takes about 4 ms, and costs the client as much as one request
 SEARCH_SERVERS = 1000
 
 JSON_TYPE = "application/json; charset=utf-8"
@@ -9400,7 +9400,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
-# Header fields of every response that has none of its own by these names
+# The header fields of every response. A response may replace them by fields of its own
 DEFAULT_FIELDS = {
     "Content-Security-Policy":
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
@@ -9408,32 +9408,34 @@ DEFAULT_FIELDS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-# The banner has its style inside, because a picture on another page cannot load a style sheet.
+# The banner's style stands in its SVG, because a picture on another page cannot load a style sheet
 BANNER_FIELDS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "Cache-Control": "public, max-age=60",
     "Vary": "Accept-Encoding",
 }
-# Other methods are answered with 501.
+# A request with any other method is answered with 501
 METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 
 
 class HttpError(Exception):
-    """A request that is answered with an error.
+    """Raised to answer a request with an error.
 
-    The text says to the client what is wrong; `status` is the HTTP status, `fields` are header
-    fields of the response."""
+    The text of the exception tells the client what is wrong. `status` is the HTTP status; `fields`
+    are header fields of the response."""
 
     def __init__(self, status, hint, fields=NO_FIELDS):
-        """`status`: the HTTP status; `hint`: the text for the client; `fields`: header fields."""
+        """Take the HTTP status, the text for the client, and header fields by name."""
         super().__init__(hint)
         self.status = status
         self.fields = fields
 
 
 class DiskNeeded(Exception):
-    """Raised by a route that needs `job()` done in the disk thread. The route is called again when
-    that is done."""
+    """Raised by a route function that needs the result of `job()`, which reads the disk.
+
+    The disk thread calls `job`. Then the route function is called again, with the result in
+    HttpRequest.disk_result."""
 
     def __init__(self, job):
         super().__init__(job)
@@ -9441,24 +9443,28 @@ class DiskNeeded(Exception):
 
 
 class HttpResponse:
-    """The result of a route: the body, its media type, the status and further header fields."""
+    """The response that a route function returns: the body, the status and header fields."""
 
-    def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
-        """`body`: bytes; `type`: the media type; `fields`: header fields beside the usual ones."""
+    def __init__(self, body, media_type=TEXT_TYPE, status=200, fields=NO_FIELDS):
+        """Take the body as bytes, its media type, the HTTP status, and header fields by name.
+
+        The given fields replace the default ones. By default a response may not be cached."""
         self.body = body
         self.status = status
-        self.fields = {"Content-Type": type, "Cache-Control": "no-store", **fields}
+        self.fields = {"Content-Type": media_type, "Cache-Control": "no-store", **fields}
 
     @functools.cached_property
     def gzipped_body(self):
+        """The body in gzip's format. It is compressed once, even if the response is sent often."""
         return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
 
 
-def public_response(body, type):
-    """Return a response that is the same for everybody: other caches may keep it for CACHE_S, and
-    ours keeps it until the next tick."""
+def public_response(body, media_type):
+    """Return a response that is the same for all clients.
+
+    Browsers and proxies may keep it for CACHE_S seconds; Web keeps it until the next tick."""
     digest = hashlib.blake2b(body, digest_size=8).hexdigest()
-    return HttpResponse(body, type, fields={
+    return HttpResponse(body, media_type, fields={
         "ETag": 'W/"%s"' % digest,
         "Vary": "Accept-Encoding",
         "Cache-Control": "public, max-age=%d" % CACHE_S,
@@ -9467,15 +9473,16 @@ def public_response(body, type):
 
 # --- One request ---------------------------------------------------------------------------------
 
-# The end of the head: an empty line. A pattern that began with the end of the line before would
-# take 15 times as long.
+# The empty line that ends the head. A pattern that began with the end of the line before it would
+# take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
 HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
 
 
 def head_end(data):
-    """Return where the body of a request begins, or 0 if the head is not complete yet. Raise
-    HttpError for data that cannot be a request."""
+    """Return the length of a request's head, or 0 if the head is not complete yet.
+
+    Raise HttpError if the data cannot be a request, or if the head is too long."""
     line, _, _ = data.partition(b"\n")
     if not line[:1].isalpha():
         raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
@@ -9490,14 +9497,14 @@ def head_end(data):
 
 
 class HttpRequest(http.server.BaseHTTPRequestHandler):
-    """One request and its response, over bytes instead of a socket.
+    """One request and its response, in bytes instead of a socket.
 
-    now, address   the time, and the client's address
-    page, query    the path without its query, and the query's values by name
-    route          the key in ROUTES; "other" if there is none for this path; "none" before parse()
+    now, address   the time of the request, and the client's address
+    page, query    the path without its query, and the values of the query by name
+    route          a key of ROUTES, "other" for a path that has no route, "none" before parse()
     body_bytes     the length of the body
-    status         the status that was answered
-    disk_result    what the job of DiskNeeded has returned or raised; None before that"""
+    status         the status of the response
+    disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
 
     protocol_version = "HTTP/1.1"
     command = "GET"
@@ -9509,17 +9516,18 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     disk_result: Any = None
 
     def __init__(self, head):
-        """`head`: the request line and the header lines, with the empty line that ends them."""
+        """Take the head: the request line, the header lines, and the empty line after them."""
         self.head = head
         self.body = b""
         self.close_connection = True
         self.wfile: Any = io.BytesIO()
 
     def parse(self):
-        """Read the head. Raise HttpError if it is malformed."""
+        """Parse the head into the attributes. Raise HttpError if it is malformed."""
         request_line, _, header_lines = self.head.partition(b"\n")
         self.check_header_lines(header_lines)
-        # A shell sends the bytes of a search for Straße as they were typed
+        # Tools such as curl send letters such as ß as they were typed, and http.server cannot read
+        # them, so they are percent-encoded here
         self.raw_requestline = urllib.parse.quote(request_line, safe=bytes(range(128))).encode()
         self.rfile = io.BytesIO(header_lines)
         if not self.parse_request() or self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
@@ -9535,7 +9543,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     @staticmethod
     def check_header_lines(header_lines):
-        """Raise HttpError if a line is not NAME: VALUE. The lines end with an empty one."""
+        """Raise HttpError if a line, up to the empty one at the end, is not NAME: VALUE."""
         for line in header_lines.split(b"\n"):
             if line in (b"", b"\r"):
                 return
@@ -9543,7 +9551,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
                 raise HttpError(400, "A header line is not NAME: VALUE.")
 
     def read_path(self):
-        """Set `page`, `route` and `query`."""
+        """Set `page`, `route` and `query` from the path of the request line."""
         # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
         path = re.sub("^https?://[^/?]*", "", self.path)
         page, _, query = path.partition("?")
@@ -9554,7 +9562,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         self.query = dict(values)
 
     def read_length(self):
-        """Set `body_bytes`. Raise HttpError for a body whose length is missing or too large."""
+        """Set `body_bytes` from Content-Length.
+
+        Raise HttpError if the length is missing, too large or not a number, or if the body comes in
+        chunks."""
         text = self.header("Content-Length").strip(" \t")
         has_unknown_length = self.command == "POST" and not text
         if "Transfer-Encoding" in self.headers or has_unknown_length:
@@ -9566,15 +9577,17 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
 
     def header(self, name):
-        """Return the value of a header field; "" if it is missing. The values of several lines
-        with one name are joined by commas (RFC 9110, 5.3)."""
+        """Return the value of a header field, or "" if the request does not have it.
+
+        If several lines have this name, their values are joined by commas (RFC 9110, 5.3)."""
         return ",".join(self.headers.get_all(name, []))
 
     @functools.cached_property
     def luanti_json(self):
-        """The field json of the form that a Luanti game server posts; b"" if the body is not such a
-        form. The form is urlencoded or multipart/form-data (RFC 7578). Use it only with the whole
-        body."""
+        """The JSON in the form that a Luanti game server posts; b"" if the body is not such a form.
+
+        The form has one field, `json`, and is urlencoded or multipart/form-data (RFC 7578). This
+        property must not be read before the body is complete."""
         urlencoded_start, multipart_start = b"json=", b'name="json"'
         if self.body.startswith(urlencoded_start):
             value = self.body[len(urlencoded_start):]
@@ -9584,23 +9597,31 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         value, _, _ = content.partition(b"\r\n--")
         return value
 
-    # http.server calls these to write to a socket or to standard error
+    # http.server calls the next four methods. Its own ones write to a socket or to standard error
 
     def handle_expect_100(self):
-        return True                     # the Iceball client exits at a "100 Continue"
+        """Send nothing to a client that expects a "100 Continue": the Iceball client exits at it.
+
+        Return True, so that the request is read on."""
+        return True
 
     def send_error(self, code, message=None, explain=None):
+        """Raise the error that http.server has found in the request as an HttpError."""
         raise HttpError(code, "%s." % message)
 
     def log_request(self, code="-", size="-"):
+        """Note the status of the response, which http.server passes here for a log."""
         self.status = code
 
     def version_string(self):
+        """Return the value of the header field Server."""
         return "masterserver/" + __version__
 
     def encode(self, response):
-        """Return the bytes of an HttpResponse to this request. For HEAD and 304 the body is left
-        out, but the head has its length."""
+        """Return the bytes of an HttpResponse to this request.
+
+        A response to HEAD, or with status 304, has no body, but its head gives the body's
+        length."""
         body = response.body
         fields = {**DEFAULT_FIELDS, **response.fields}
         takes_gzip = "gzip" in self.header("Accept-Encoding").lower()
@@ -9609,10 +9630,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             fields["Content-Encoding"] = "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
         fields["Connection"] = "close" if self.close_connection else "keep-alive"
-        if self.route.endswith((".json", ".xml")):          # scripts of other sites may read these
+        if self.route.endswith((".json", ".xml")):      # scripts on other sites may read the lists
             fields["Access-Control-Allow-Origin"] = "*"
         is_unchanged = "ETag" in fields and fields["ETag"] in self.header("If-None-Match")
-        self.request_version = "HTTP/1.1"       # a response to HTTP/0.9 would have no head
+        self.request_version = "HTTP/1.1"       # for HTTP/0.9, http.server would write no head
         self.send_response(304 if is_unchanged else response.status)
         for name, value in fields.items():
             self.send_header(name, value)
@@ -9625,30 +9646,34 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 # --- One connection ------------------------------------------------------------------------------
 
 class CachedResponse(NamedTuple):
-    """The bytes of a response, kept for a request with the same bytes."""
+    """The bytes of a response, to be sent again to requests with the same bytes."""
 
     data: bytes
     closes_connection: bool
-    count_key: Tuple[str, int]          # route and status: its key in Web.request_counts
+    count_key: Tuple[str, int]          # (route, status), the key in Web.request_counts
 
 
 class HttpSession(Session):
-    """A connection that speaks HTTP/1.0 or 1.1: keep-alive, one request after another."""
+    """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them."""
 
     def __init__(self, web, address, now):
-        """`web`: the Web that all connections share; `address`: of the peer, which may be a
-        proxy."""
-        self.web, self.address = web, address
-        # The requests of a proxy are not answered from the cache, because each is paid for by the
-        # client that the proxy names
+        """Begin with the Web that all connections share, and the peer's IP address.
+
+        The peer may be a proxy."""
+        self.web = web
+        self.address = address
+        # The requests of a proxy are not answered from the cache, because each of them counts
+        # against the limit of the client that the proxy names
         self.is_proxy = address in web.trusted_proxies
         self.cache = {} if self.is_proxy else web.cache
-        self.request: Any = None        # a request whose head is read and that is not answered yet
+        self.request: Any = None        # the HttpRequest that is being read or answered, or None
         self.deadline = now + HTTP_REQUEST_S
 
     def receive(self, data, now):
-        """Return the response to the next request, b"" if it is not complete or waits for the disk.
-        A request whose bytes are in the cache is answered without being read."""
+        """Add data to the buffer and return the response to the first request in it.
+
+        Return b"" if the request is not complete, or waits for the disk. A request whose bytes are
+        in the cache gets its response without being parsed."""
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
@@ -9657,7 +9682,7 @@ class HttpSession(Session):
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return response
-            # Without data this call follows a response that was written: the connection is idle
+            # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
         if self.done or self.job:
@@ -9665,7 +9690,8 @@ class HttpSession(Session):
         try:
             if not self.has_whole_request(now):
                 return b""
-            return self.respond(web.respond(self.request), now)
+            response = web.response_to(self.request)
+            return self.finish_request(response, now)
         except DiskNeeded as needed:
             self.job = needed.job
             return b""
@@ -9673,8 +9699,10 @@ class HttpSession(Session):
             return self.refuse(error, now)
 
     def has_whole_request(self, now):
-        """Is the first request in the buffer complete, with its body? Read its head into `request`
-        as soon as that is complete. Raise HttpError if the request is malformed."""
+        """Is the first request in the buffer complete, with its body?
+
+        Its head is moved into `request` as soon as it is complete. Raise HttpError if the request
+        is malformed."""
         if self.request is None and not self.read_head():
             return False
         request = self.request
@@ -9685,9 +9713,10 @@ class HttpSession(Session):
         return len(request.body) == request.body_bytes
 
     def read_head(self):
-        """Move a complete head from the buffer into `request`. Return False if it is not complete
-        yet. Raise HttpError if it is malformed."""
-        self.buffer = self.buffer.lstrip(b"\r\n")           # a blank line begins no request
+        """Parse the head of the next request, and move it from the buffer into `request`.
+
+        Return False if the head is not complete yet. Raise HttpError if it is malformed."""
+        self.buffer = self.buffer.lstrip(b"\r\n")           # some clients send a blank line first
         if not self.buffer:
             return False
         end = head_end(self.buffer)
@@ -9698,14 +9727,17 @@ class HttpSession(Session):
         try:
             self.request.parse()
         except HttpError:
-            # The bytes that follow an unreadable request may be no request
+            # After a malformed head nobody knows where the next request begins
             self.request.close_connection = True
             raise
         return True
 
-    def respond(self, response, now):
-        """Return the bytes of a response to `request`, and be ready for the next request."""
-        request, web = self.request, self.web
+    def finish_request(self, response, now):
+        """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
+
+        The request is counted. A public response goes into the cache."""
+        request = self.request
+        web = self.web
         if self.must_close_after(response.status):
             request.close_connection = True
         data = request.encode(response)
@@ -9721,26 +9753,36 @@ class HttpSession(Session):
         return data
 
     def must_close_after(self, status):
-        """Must the connection end after a response with this status? Further requests would cost
-        as much as this one, and be refused as well."""
+        """Must the connection end after a response with this status?
+
+        It must if the master is overloaded or the client over its limit, because its next requests
+        would be refused too."""
         if status == 429:
             return not self.is_proxy        # other clients of the proxy are not over the limit
         return status in (408, 503)
 
     def refuse(self, error, now):
-        """Return an error as the response to `request`, or to data that are no request."""
+        """Return the bytes of the response that tells the client of an HttpError.
+
+        If the error came before a head was complete, the whole buffer counts as the request."""
         if self.request is None:
             self.request = HttpRequest(self.buffer)
-        return self.respond(self.web.error_response(self.request, error), now)
+        response = self.web.error_response(self.request, error)
+        return self.finish_request(response, now)
 
     def resume(self, result, now):
-        """Answer the request with the result of the disk thread's job."""
+        """Answer the request, now that the disk thread has done its job.
+
+        `result` is what the job has returned, or its exception. Return the bytes to send."""
         self.job = None
         self.request.disk_result = result
         return self.receive(b"", now)
 
     def tick(self, now):
-        """Answer 503 or 408 when the deadline is over, and end the connection."""
+        """End the connection if its deadline has passed.
+
+        Return the bytes to send: 503 if the disk was too slow, 408 if the client was, or b"" if no
+        request had begun."""
         if now < self.deadline or self.done:
             return b""
         self.done = True
@@ -9752,9 +9794,10 @@ class HttpSession(Session):
 
 
 class RefusedConnection(HttpSession):
-    """A connection over a limit: it gets a 429 and ends."""
+    """A connection that exceeds a limit. It is answered with 429 and closed."""
 
     def opened(self, now):
+        """Return the bytes of the response, without waiting for a request."""
         hint = "Too many connections at once; wait a few seconds."
         return self.refuse(HttpError(429, hint, RETRY_AFTER), now)
 
@@ -9762,52 +9805,56 @@ class RefusedConnection(HttpSession):
 # --- All connections -----------------------------------------------------------------------------
 
 class Web(TcpProtocol):
-    """The state that all HTTP connections share: the cache and the lists. It also calls the
-    function of a request's route."""
+    """The state that all HTTP connections share: the cached responses and lists.
+
+    It calls the function of each request's route."""
 
     speaks_first = False
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Serve the registry, settings and statistics of a Core."""
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
         self.rules = core.registry.rules
-        self.epoch = 0.0                # wall clock minus monotonic clock; set by the event loop
+        self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
         self.cache: Dict[bytes, CachedResponse] = {}            # by the bytes of the request
         self.cache_bytes = 0
-        self.lists: Dict[Any, HttpResponse] = {}                # whole lists by route and game
-        # The last day's counts, for the sparklines. Servers' entries on the page have them inside
+        self.lists: Dict[Any, HttpResponse] = {}                # whole lists by (route, game)
+        # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
         self.read(core.settings)
 
     def session(self, address, now):
+        """Return the HttpSession for a new connection from this address."""
         return HttpSession(self, address, now)
 
     def refusal(self, address, now):
+        """Return the session for a new connection that exceeds a limit."""
         return RefusedConnection(self, address, now)
 
     def serves(self, server):
-        """Does the server belong to one of the operator's own games? Servers of other games belong
-        to their protocols."""
+        """Is the server's game one of the operator's own? All other games have protocols."""
         return server.game in self.settings["games"]
 
     def read(self, settings):
-        """Take the trusted proxies and the look of the pages from the settings. What was rendered
-        before is forgotten."""
+        """Read the trusted proxies and the look of the pages from the settings.
+
+        All cached lists and responses are dropped, because they show the old settings."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
         titles = collections.ChainMap(
             self.registry.titles, {**GAME_TITLES, **settings["games"]})
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
-        self.registry.forget_entries()      # they have titles inside
+        self.registry.forget_entries()      # rows of the list contain the titles of games
         self.forget_responses()
 
     def tick(self, now):
-        """Once a second: forget what was rendered, because servers have changed and times move.
-        It is rendered again when a client asks for it."""
+        """Drop all cached responses once a second, because servers have changed and times move.
+
+        A list is rendered again when the next client asks for it."""
         self.forget_responses()
         hourly_players = self.core.hourly_players()
         if hourly_players != self.hourly_players:
@@ -9821,8 +9868,9 @@ class Web(TcpProtocol):
         self.cache_bytes = 0
 
     def remember(self, request_head, cached):
-        """Keep a CachedResponse for requests with the same head. If the cache is full, it is
-        emptied first."""
+        """Cache a CachedResponse for requests with the same head.
+
+        A full cache is emptied first. It fills again within a second."""
         size = len(request_head) + len(cached.data)
         self.cache_bytes += size
         if self.cache_bytes > HTTP_CACHE_BYTES:
@@ -9830,26 +9878,30 @@ class Web(TcpProtocol):
             self.cache_bytes = size
         self.cache[request_head] = cached
 
-    def client_address(self, address, forwarded_for):
-        """Return the address of the client behind a connection from `address`. `forwarded_for`:
-        the X-Forwarded-For header.
+    def client_address(self, peer_address, forwarded_for):
+        """Return the IP address of the client that has sent a request.
 
-        It is the last address in the header that is not a trusted proxy's, if the connection is a
-        trusted proxy's; else `address`."""
+        That is `peer_address`, the other end of the connection, unless it is a trusted proxy. Each
+        proxy appends the address of its own client to the header field X-Forwarded-For, so
+        `forwarded_for` is read backwards, past the addresses of trusted proxies. The first other
+        address is the client's; everything before it may be forged."""
+        client = peer_address
         for text in reversed(forwarded_for.split(",")):
-            if address not in self.trusted_proxies:
+            if client not in self.trusted_proxies:
                 break
             without_port = re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip())
             try:
-                address = read_public(without_port) or address
+                client = read_public(without_port) or client
             except ValueError:
                 break
-        return address
+        return client
 
-    def respond(self, request):
-        """Return the HttpResponse of the request's route. Raise HttpError if the request is
-        refused, and DiskNeeded if the disk has to be read first."""
-        if request.disk_result is None:         # otherwise this request was paid for already
+    def response_to(self, request):
+        """Return the HttpResponse to a request, from the function of its route.
+
+        Raise HttpError if the path or the method does not exist, if a limit is exceeded, or if the
+        route refuses the request. Raise DiskNeeded if the disk has to be read first."""
+        if request.disk_result is None:         # otherwise the request has been charged before
             self.charge(request, 1)
         route_function = ROUTES.get(request.route)
         if route_function is None:
@@ -9863,8 +9915,10 @@ class Web(TcpProtocol):
         return route_function(self, request)
 
     def charge(self, request, tokens):
-        """Take tokens for this request from the client's bucket. Raise HttpError if there are too
-        few, or if the client is blocked and has come by a proxy."""
+        """Take tokens for this request from the client's bucket in the request limiter.
+
+        Raise HttpError if the bucket has too few, or if the client is blocked. (A blocked client
+        gets this far only through a proxy: its own connections are not accepted.)"""
         address = request.address
         if self.rules.request_limiter.allow(address, request.now, tokens):
             return
@@ -9874,7 +9928,11 @@ class Web(TcpProtocol):
         raise HttpError(429, hint, RETRY_AFTER)
 
     def error_response(self, request, error):
-        """Return an HttpError as a response, in the form that its reader expects."""
+        """Return the response to a request that has failed with an HttpError.
+
+        The error is sent in the format that the client reads: JSON to those that announce by HTTP,
+        an empty list to Iceball clients that are refused, a page to browsers, text to all others.
+        """
         status = error.status
         hint = str(error)
         reason = http.client.responses[status]
@@ -9890,34 +9948,52 @@ class Web(TcpProtocol):
         text = "%d %s\n%s\n" % (status, reason, hint)
         return HttpResponse(text.encode(), TEXT_TYPE, status, error.fields)
 
-    def list_response(self, request, list_filter, type, render):
-        """Return the list that `render(servers, wall)` makes of the servers that pass the filter.
+    def list_response(self, request, list_filter, media_type, render):
+        """Return the response with the servers that pass a ListFilter.
 
-        A whole list, of one game or of all, is kept until the next tick. A search serves one
-        client only, who pays for each server that is looked at."""
+        `render(servers, wall)` returns its body; `wall` is the present time in seconds since 1970.
+        The whole list, or the whole list of a known game, is cached until the next tick. The
+        result of a search serves one client only, so the client is charged for each server that is
+        searched."""
+        if not self.is_whole_list(list_filter):
+            return self.search_response(request, list_filter, media_type, render)
         game = list_filter.game
-        wall = request.now + self.epoch
         key = request.route, game
-        is_kept = list_filter == ListFilter(game) and game in ("", *self.look.games)
-        if is_kept and key in self.lists:
-            return self.lists[key]
-        servers = self.registry.servers(game)
-        if not is_kept:
-            # The tokens are limited, because a page with a search in it asks every 5 s
-            tokens = self.registry.total / SEARCH_SERVERS
-            self.charge(request, self.rules.request_tokens(tokens))
-            servers = [server for server in servers if list_filter.matches(server)]
-        response = public_response(render(servers, wall), type)
-        if is_kept:
+        response = self.lists.get(key)
+        if response is None:
+            servers = self.registry.servers(game)
+            body = render(servers, request.now + self.epoch)
+            response = public_response(body, media_type)
             self.lists[key] = response
         return response
+
+    def is_whole_list(self, list_filter):
+        """Does the filter let pass all servers, or all servers of a game that is known here?"""
+        game = list_filter.game
+        is_known_game = game in ("", *self.look.games)
+        return is_known_game and list_filter == ListFilter(game)
+
+    def search_response(self, request, list_filter, media_type, render):
+        """Return the response to a search, as list_response() does, and charge the client for it.
+
+        Raise HttpError if the client may not search so much."""
+        # The charge has an upper limit, because a page that shows a search repeats it every 5 s
+        tokens = self.registry.total / SEARCH_SERVERS
+        self.charge(request, self.rules.request_tokens(tokens))
+        servers = []
+        for server in self.registry.servers(list_filter.game):
+            if list_filter.matches(server):
+                servers.append(server)
+        body = render(servers, request.now + self.epoch)
+        return public_response(body, media_type)
 
 
 # --- The query of a request ----------------------------------------------------------------------
 
 def query_number(request, name, low, high):
-    """Return a number in the query, 0 if it is missing. Raise HttpError if it is not a number from
-    `low` to `high`."""
+    """Return the number that a query has by this name, or 0 if it has none.
+
+    Raise HttpError if the value is not a number from `low` to `high`."""
     text = request.query.get(name, "").strip()
     if not text:
         return 0
@@ -9930,37 +10006,44 @@ def query_number(request, name, low, high):
 class ListFilter(NamedTuple):
     """A choice of servers for a list."""
 
-    game: str                           # "" for every game
-    name: str = ""                      # a part of the name or address; "" for every server
-    players_min: int = 0
+    game: str                           # "" for all games
+    name: str = ""                      # a part of the name or the address; "" for all servers
+    players_min: int = 0                # servers with fewer players are left out
 
     def matches(self, server):
-        """Does the server belong into the list? (The page's script has the same rule, in its
-        function `wanted`.)"""
+        """Does the server belong in the list?
+
+        Text with a colon is searched in the address with its port, other text in the address alone.
+        The function wanted() of the page's script follows the same rule."""
         if server.players < self.players_min:
             return False
-        text, address = self.name.casefold(), server.address
+        text = self.name.casefold()
+        address = server.address
         if ":" in text:
-            address = endpoint_text(address, server.port)
+            address = endpoint_text(server.address, server.port)
         return text in server.name.casefold() or text in address
 
 
 def query_filter(web, request, default_game=""):
-    """Return the ListFilter in the query. Raise HttpError if a value is wrong."""
+    """Return the ListFilter in the query of a request.
+
+    Raise HttpError if a value is wrong, or if the game is unknown. /servers.json is different: for
+    an unknown game it gives an empty list, so that programs need no special case."""
     query = request.query
     game = query.get("game", default_game)
     name = query.get("name", "")
     players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
-    is_known = game in ("", *web.look.games)
-    if not is_known and request.route != "/servers.json":
-        shown = ascii(game[:100])
-        raise HttpError(404, "There is no game %s here." % shown)
+    is_known_game = game in ("", *web.look.games)
+    if not is_known_game and request.route != "/servers.json":
+        raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
     return ListFilter(game, clean(name), players_min)
 
 
 def query_endpoint(request, default_address=""):
-    """Return the address and the port in the query; the port is 0 if there is none. Both may stand
-    in address=, as in 203.0.113.7:20737. Raise HttpError if a value is wrong."""
+    """Return the address and the port in the query of a request. A missing port is 0.
+
+    The port may stand in `port` or in `address`, as in address=203.0.113.7:20737. Raise HttpError
+    if a value is wrong."""
     text = request.query.get("address", "").strip()[:100] or default_address
     port = query_number(request, "port", 0, 65535)
     has_port = re.search(r"\.[0-9]+:|\]:", text)
@@ -9974,20 +10057,23 @@ def query_endpoint(request, default_address=""):
 
 
 class HistoryQuery(NamedTuple):
-    """A server, or with address "" and port 0 a whole game, and a span of SPANS."""
+    """The query for the history of one server, or of all servers of a game together."""
 
     game: str
-    address: str
-    port: int
-    span: str
+    address: str                        # "" for all servers of the game
+    port: int                           # 0 for all servers of the game
+    span: str                           # a key of SPANS
 
     @property
     def key(self) -> Key:
+        """The key of the server or of the whole game in the database."""
         return self.game, self.address, self.port
 
 
 def query_history(request):
-    """Return the HistoryQuery in the query. Raise HttpError if a value is wrong or missing."""
+    """Return the HistoryQuery in the query of a request.
+
+    Raise HttpError if a value is wrong or missing."""
     game = request.query.get("game", "")
     span = request.query.get("span", "day")
     address, port = "", 0
@@ -10002,8 +10088,10 @@ def query_history(request):
 
 
 def from_disk(request, job):
-    """Return what `job()` returns in the disk thread. Raise DiskNeeded the first time, and
-    HttpError if the disk does not work."""
+    """Return what `job()` has returned in the disk thread, where it may read the disk.
+
+    Raise DiskNeeded if the job is not done yet: the route function ends, and is called again after
+    the job. Raise HttpError if the disk does not work."""
     result = request.disk_result
     if result is None:
         raise DiskNeeded(job)
@@ -10018,9 +10106,9 @@ def from_disk(request, job):
 
 # --- Lists ---------------------------------------------------------------------------------------
 
-# The keys of both Iceball documents, and the attributes that they stand for. Each value is a text
-# or a number. The client takes `official` for true whatever its value is, so an unofficial server
-# does not have it.
+# The keys of an entry in /master.json, as in both Iceball documents, with the attributes of Server
+# that are their values. Each value is text or a number. An unofficial server has no key `official`,
+# because the client takes any value of it for true
 ICEBALL_FIELDS = {
     "name": "name",
     "address": "address",
@@ -10035,24 +10123,24 @@ ICEBALL_FIELDS = {
 
 
 def iceball_json(server):
-    """Return a server's entry in /master.json."""
+    """Return a server's entry in /master.json, as JSON."""
     fields = {}
-    for key, name in ICEBALL_FIELDS.items():
-        fields[key] = getattr(server, name)
+    for key, attribute in ICEBALL_FIELDS.items():
+        fields[key] = getattr(server, attribute)
     if server.official:
         fields["official"] = True
     return to_json(fields)
 
 
 def iceball_list(web, servers):
-    """Return /master.json with these servers."""
+    """Return the body of /master.json with these servers, as JSON."""
     entries = cached_entries(servers, "master.json", iceball_json)
     return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
         ICEBALL_HBVERSION, web.settings["iceball.version"], b",\n".join(entries))
 
 
 def get_master_json(web, request):
-    """Iceball's list, as the game reads it."""
+    """Return the response with Iceball's list, in the format that the game reads."""
     def render(servers, wall):
         return iceball_list(web, servers)
 
@@ -10066,33 +10154,42 @@ JSON_DETAILS = "arenas factions skill flags".split()
 
 
 def server_json(server):
-    """Return a server's entry in /servers.json up to its times. The times are left out because
-    they move when nothing else changes; with_times() adds them."""
+    """Return the beginning of a server's entry in /servers.json, as JSON without its last brace.
+
+    It is cached until the server changes. Its times change more often, so with_times() adds them
+    later."""
     fields = {}
     for name in JSON_FIELDS:
         fields[name] = getattr(server, name)
     fields["unconfirmed"] = not server.confirmed
-    fields["ping_ms"] = None if server.ping_ms is None else round(server.ping_ms, 1)
+    fields["ping_ms"] = None
+    if server.ping_ms is not None:
+        fields["ping_ms"] = round(server.ping_ms, 1)
     for name in JSON_DETAILS:
         fields[name] = server.details.get(name, "")
-    return to_json(fields)[:-len("}")]
+    entry = to_json(fields)
+    return entry[:-len("}")]
 
 
 def with_times(entry, server, epoch, own_master):
-    """Return the whole entry of a server in /servers.json. `own_master`: this master's name, "" if
-    there are no other masters."""
+    """Return the whole entry of a server in /servers.json: server_json(), its master and its times.
+
+    `epoch` is the wall clock minus the monotonic clock. `own_master` is this master's name, or ""
+    if there are no other masters."""
     master = server.master or own_master
     return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
         entry, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
 
 
 def get_servers_json(web, request):
-    """Every field of every server: ?game=, ?name= (a part of it), ?players_min=."""
+    """Return the response with all fields of the listed servers, as JSON.
+
+    The query chooses servers by `game`, a part of their `name`, and `players_min`."""
     def render(servers, wall):
         own_master = web.registry.master
-        cached = cached_entries(servers, "servers.json", server_json)
+        entries_without_times = cached_entries(servers, "servers.json", server_json)
         entries = []
-        for server, entry in zip(servers, cached):
+        for server, entry in zip(servers, entries_without_times):
             entries.append(with_times(entry, server, web.epoch, own_master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
@@ -10100,7 +10197,7 @@ def get_servers_json(web, request):
     return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
 
 
-# These are the elements of the script in Hyperbol's document
+# The elements of the list, as the script in Hyperbol's document writes them
 XML_SERVER = """\
 <server ip="%(address)s" port="%(port)s" responding="1" servername="%(name)s" gametype="%(mode)s" \
 playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
@@ -10113,7 +10210,7 @@ XML_FIELDS = "address port name mode players max_players map version flavor".spl
 
 
 def server_xml(server):
-    """Return a server's element in /servers.xml and in an exported file."""
+    """Return a server's element in /servers.xml, as UTF-8 bytes. Exported files have it too."""
     values = {}
     for name in XML_FIELDS:
         values[name] = html.escape(str(getattr(server, name)))
@@ -10125,7 +10222,10 @@ def server_xml(server):
 
 
 def servers_xml(elements, wall):
-    """Return the XML document with these servers' elements. `wall`: seconds since 1970."""
+    """Return the XML document with these elements, each from server_xml().
+
+    `wall` is the present time in seconds since 1970. The document has it as local time and as
+    UTC."""
     rendered_at = utc_datetime(wall).replace(microsecond=0)
     head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n' % (
         rendered_at.astimezone().isoformat(), rendered_at.isoformat())
@@ -10133,16 +10233,19 @@ def servers_xml(elements, wall):
 
 
 def get_servers_xml(web, request):
-    """The list in the XML of Hyperbol's document: ?game=, Hyperbol if it is left out."""
+    """Return the response with the list of a game in the XML of Hyperbol's document.
+
+    The query chooses servers as in /servers.json; without `game` it chooses Hyperbol's."""
     def render(servers, wall):
-        return servers_xml(cached_entries(servers, "servers.xml", server_xml), wall)
+        elements = cached_entries(servers, "servers.xml", server_xml)
+        return servers_xml(elements, wall)
 
     return web.list_response(request, query_filter(web, request, "hyperbol"), XML_TYPE, render)
 
 
-# The limits in the official Luanti list's score
-LUANTI_FULL_SHARE = 0.8             # players beyond this share of the room do not count
-LUANTI_LARGE_SERVER = 200           # a server that announces more room loses LUANTI_PENALTY
+# The constants in the score of the official Luanti list
+LUANTI_FULL_SHARE = 0.8             # players beyond this share of clients_max do not count
+LUANTI_LARGE_SERVER = 200           # a server with a larger clients_max loses LUANTI_PENALTY
 LUANTI_PENALTY = 8
 LUANTI_SLOW_PING_S = 0.4            # a longer ping costs points
 # A server that speaks both of these protocol versions spans two incompatible generations
@@ -10151,8 +10254,10 @@ LUANTI_MIXED_FACTOR = 0.6
 
 
 def luanti_entry(server):
-    """Return a sort key and the JSON entry of a server in Luanti's list. The key is the operator's
-    priority, and then the score."""
+    """Return a sort key and the entry, as JSON, of a server in Luanti's list.
+
+    Servers with the operator's highest priority come first, and among equals those with the highest
+    score. The ping in the entry is in seconds."""
     announcement = server.luanti_announcement
     ping_s = (server.ping_ms or 0) / 1000
     entry = {
@@ -10166,28 +10271,33 @@ def luanti_entry(server):
 
 
 def luanti_score(announcement, ping_s):
-    """Return the score by which the official Luanti list sorts servers."""
-    room = announcement["clients_max"]
-    points = min(announcement["clients"], int(LUANTI_FULL_SHARE * room))
+    """Return the score by which the official Luanti list sorts servers; higher is better.
+
+    `announcement` has the announced values by the names of Luanti's protocol."""
+    clients_max = announcement["clients_max"]
+    points = min(announcement["clients"], int(LUANTI_FULL_SHARE * clients_max))
     points += min(4, announcement["pop_v"] / 2)             # the average number of players
     points += min(8, announcement["game_time"] / MONTH)     # how long the world has been played
     points -= LUANTI_PENALTY * max(0, ping_s - LUANTI_SLOW_PING_S)
-    if room > LUANTI_LARGE_SERVER:
+    if clients_max > LUANTI_LARGE_SERVER:
         points -= LUANTI_PENALTY
-    if (announcement["proto_min"] <= LUANTI_OLD_PROTOCOL
-            and announcement["proto_max"] > LUANTI_NEW_PROTOCOL):
+    speaks_old = announcement["proto_min"] <= LUANTI_OLD_PROTOCOL
+    speaks_new = announcement["proto_max"] > LUANTI_NEW_PROTOCOL
+    if speaks_old and speaks_new:
         points *= LUANTI_MIXED_FACTOR
     return points
 
 
 def get_list(web, request):
-    """Luanti's list, as the official one gives it to clients. The largest totals ever are not
-    kept, so `total_max` has the present ones."""
+    """Return the response with Luanti's list, in the format of the official list.
+
+    There, `total_max` has the largest totals that ever occurred. This master does not keep them,
+    and repeats the present totals."""
     def render(servers, wall):
         announced = [server for server in servers if server.luanti_announcement]
-        ranked = cached_entries(announced, "list", luanti_entry)
-        ranked.sort()
-        entries = [entry for _, entry in ranked]
+        keys_and_entries = cached_entries(announced, "list", luanti_entry)
+        keys_and_entries.sort()
+        entries = [entry for _, entry in keys_and_entries]
         players = sum(server.players for server in announced)
         total = b'{"clients":%d,"servers":%d}' % (players, len(announced))
         joined = b",\n".join(entries)
@@ -10199,13 +10309,14 @@ def get_list(web, request):
 # --- Pages ---------------------------------------------------------------------------------------
 
 class Contact(NamedTuple):
-    """A line that the operator of a game server can copy."""
+    """A line that somebody who runs a game server can copy, to have the server listed here.
 
-    reader: str                         # the people who need the line, and where it belongs
-    line: str                           # a %-template with host, port, game and page
+    It belongs into the settings of the game server, or is a command to run beside it."""
+
+    reader: str                         # whom the line is for, and the file in which it belongs
+    line: str                           # a %-template with the values host, port, game and page
 
 
-# A contact's line goes into a game server's settings, or is a command to run beside it.
 ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
 CONTACTS = {
     "iceball": Contact("Iceball servers, in svsave/pub/server.json",
@@ -10222,8 +10333,11 @@ CONTACTS = {
 
 
 def contact_lines(listeners, host, settings):
-    """Return (game, reader, line) for each game that game servers can announce here: for what
-    listens, for Luanti and for the operator's own games. `host`: this master's name."""
+    """Return the lines of all Contacts for the games that can be announced here.
+
+    The result is a list of (game, reader, line), with the templates filled. `listeners` are the
+    open listeners of this master, `host` is its name or address. The operator's own games, and
+    Luanti, are announced by HTTP."""
     ports = {"luanti": settings["luanti.enabled"]}
     page = ""
     for listener in listeners:
@@ -10231,7 +10345,10 @@ def contact_lines(listeners, host, settings):
         ports[listener.protocol] = listener.port
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
-    contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
+    contacts = {}
+    for game, contact in CONTACTS.items():
+        if ports.get(game):
+            contacts[game] = contact
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
@@ -10246,8 +10363,10 @@ def contact_lines(listeners, host, settings):
 
 
 def day_total(hourly_players, games):
-    """Return the last day's hourly player counts of these games together. A count is None if none
-    of the games has one for that hour."""
+    """Return the player counts of these games together, for each hour of the last day.
+
+    `hourly_players` maps keys to counts; the key of a whole game is (game, "", 0). A count is None
+    if none of the games was recorded in that hour."""
     days = []
     for game in games:
         whole_game = game, "", 0
@@ -10261,7 +10380,7 @@ def day_total(hourly_players, games):
 
 
 def get_page(web, request):
-    """The list page: ?game=, ?name= and ?players_min= as in /servers.json."""
+    """Return the response with the list page. Its query is that of /servers.json."""
     list_filter = query_filter(web, request)
 
     def render(servers, wall):
@@ -10271,16 +10390,19 @@ def get_page(web, request):
 
 
 def render_list(web, list_filter, servers, wall):
-    """Return the list page with these servers."""
-    game, hourly_players = list_filter.game, web.hourly_players
+    """Return the list page with these servers, which have passed the filter, as UTF-8 bytes.
+
+    Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
+    game = list_filter.game
+    hourly_players = web.hourly_players
     counts = {}
-    for id, listed in web.registry.games.items():
+    for counted_game, listed in web.registry.games.items():
         if listed:
-            counts[id] = len(listed)
-    shown = servers[:PAGE_ROWS]
-    rows = render_rows(web.look, shown, hourly_players, web.epoch, wall)
+            counts[counted_game] = len(listed)
+    first_servers = servers[:PAGE_ROWS]
+    rows = render_rows(web.look, first_servers, hourly_players, web.epoch, wall)
     day = ()
-    if list_filter == ListFilter(game):
+    if list_filter == ListFilter(game):     # the result of a search has no history
         games = [game] if game else counts
         day = day_total(hourly_players, games)
     host = web.settings["server.public_address"] or "THIS-HOST"
@@ -10291,60 +10413,83 @@ def render_list(web, list_filter, servers, wall):
 
 
 def with_wall_times(server, epoch):
-    """Return a copy of a server whose times are those of the wall clock, as pages need them."""
-    copied = copy.copy(server)
-    copied.first_seen += epoch
-    copied.last_seen += epoch
-    return copied
+    """Return a copy of a server with times in seconds since 1970, as pages show them.
+
+    The times of the server itself are readings of the monotonic clock. `epoch` is the wall clock
+    minus the monotonic clock."""
+    server_copy = copy.copy(server)
+    server_copy.first_seen += epoch
+    server_copy.last_seen += epoch
+    return server_copy
 
 
 def get_server(web, request):
-    """One server's page: ?game=, ?address=, ?port= and ?span=. A server that is not listed any
-    more is shown if the database knows it."""
+    """Return the response with the page of one server, which the query names.
+
+    A server that has left the list has a page too, if the database remembers it. Raise HttpError
+    if nothing is known of the server."""
     query = query_history(request)
     wall = request.now + web.epoch
-    database = web.core.database
-    remembered = series = None
-
-    def read_database():
-        return (database.known(*query.key),
-                database.history(*query.key, query.span, wall))
-
-    if database is not None:
-        remembered, series = from_disk(request, read_database)
+    remembered = None
+    series = None
+    if web.core.database is not None:
+        remembered, series = read_history(web.core.database, request, query, wall)
     listed = web.registry.get(*query.key)
     if listed:
-        shown = with_wall_times(listed, web.epoch)
+        server = with_wall_times(listed, web.epoch)
     elif remembered:
-        shown = Server(query.game, query.address, query.port, source=query.address,
-                       now=remembered.last_seen, lifetime=0.0, name=remembered.name)
+        server = Server(query.game, query.address, query.port, source=query.address,
+                        now=remembered.last_seen, lifetime=0.0, name=remembered.name)
     else:
         endpoint = endpoint_text(query.address, query.port)
         raise HttpError(404, "No server %s of %s is known here." % (endpoint, query.game))
-    if remembered:                      # the server may have been here before
-        shown.first_seen = min(shown.first_seen, remembered.first_seen)
+    if remembered:
+        # A server that has come back was first seen before its present stay in the list
+        server.first_seen = min(server.first_seen, remembered.first_seen)
     base = web.look.url or "http://" + request.header("Host")
-    contents = ServerPage(shown, listed is not None, series, query.span, base)
+    contents = ServerPage(server, listed is not None, series, query.span, base)
     page = render_server_page(web.look, contents, wall)
     return HttpResponse(page, HTML_TYPE)
 
 
+def read_history(database, request, query, wall):
+    """Return what the database knows of the server that a HistoryQuery names.
+
+    The result is the pair of Database.known(), None for an unknown server, and the Series of its
+    player counts. Raise DiskNeeded the first time, as from_disk() does."""
+    def read_both():
+        remembered = database.known(*query.key)
+        series = database.history(*query.key, query.span, wall)
+        return remembered, series
+
+    return from_disk(request, read_both)
+
+
 def get_banner(web, request):
-    """A picture of one server for other pages, 560 × 95 pixels: ?game=, ?address=, ?port=."""
+    """Return the response with a picture of one server, which the query names, for other pages.
+
+    The picture is an SVG of 560 × 95 pixels. It is made for unknown servers too, with status 404,
+    because a page that embeds it cannot show a text instead."""
     query = query_history(request)
     server = web.registry.get(*query.key)
     database = web.core.database
     endpoint = endpoint_text(query.address, query.port)
-    name, state, players, status = "", "is not known here", "", 404
+    name = ""
+    state = "is not known here"
+    players = ""
+    status = 404
     if server:
-        name, status = server.name, 200
+        name = server.name
         state = server.map if server.responding else "not responding"
         players = "%d/%s" % (server.players, server.max_players or "?")
+        status = 200
     elif database:
+        # The list tells a result of None from a job that is not done yet
         remembered, = from_disk(request, lambda: [database.known(*query.key)])
         if remembered:
-            name, status = remembered.name, 200
+            name = remembered.name
             state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+            status = 200
     hourly_players = web.hourly_players.get(query.key, ())
     svg = fill_template(
         BANNER,
@@ -10358,8 +10503,10 @@ def get_banner(web, request):
 
 
 def get_history_json(web, request):
-    """The player counts of one server, or, with a game alone, of all its servers: ?game=,
-    ?address=, ?port=, ?span=day|week|month|year."""
+    """Return the response with the player counts of one server, or of a whole game, as JSON.
+
+    The query names a game, perhaps an address and a port, and one of the SPANS. Raise HttpError if
+    this master has no database."""
     query = query_history(request)
     database = web.core.database
     wall = request.now + web.epoch
@@ -10382,24 +10529,29 @@ def get_history_json(web, request):
 # --- Announcements by HTTP -----------------------------------------------------------------------
 
 ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after half of this
-REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}        # all others: 403
+# The HTTP statuses of refused announcements by their outcomes. For all others it is 403
+REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}
 FORM_TYPE = "application/x-www-form-urlencoded"
 ANNOUNCED_TEXTS = "name mode map version description".split()
 # The lowest value of each field that is a number
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 ANNOUNCED_FIELDS = ("game", "port", "action", *ANNOUNCED_TEXTS, "players", "max_players")
-# In a form a character has twelve bytes at most, because each of the four bytes that UTF-8 may need
-# is written as in %F0. A character of the fields' names has three.
+# In a form, a character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it,
+# and each may be written as three, such as %F0. A character of a field's name takes three
 FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
 FORM_NAME_BYTES = 3 * len("max_players")
-# For bytes.translate(): leaves digits as they are, and makes everything else a space
+# A table for bytes.translate() that keeps digits and replaces every other byte by a space
 DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
 
 
 def post_announce(web, request):
-    """An announcement by HTTP. The server's address is that of the connection."""
+    """Handle an announcement by HTTP and return the response.
+
+    The announced server has the address from which the request came. A refused announcement is
+    recorded for the page /check. Raise HttpError with the reason."""
     check_no_web_page(request)
-    game, port = "announce", 0              # for the record of outcomes, until both are read
+    # These are recorded if the request is refused before its game and port are read
+    game, port = "announce", 0
     try:
         values = announced_values(request)
         game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
@@ -10420,35 +10572,38 @@ def post_announce(web, request):
 
 
 def check_no_web_page(request):
-    """Raise HttpError if a web page in somebody's browser has sent this request.
+    """Raise HttpError if a script of a web page has sent this request from somebody's browser.
 
-    Browsers send one of these fields (the second only over HTTPS and to their own machine). Other
-    fields prove nothing about a page, because the name of its host may lead here (DNS
-    rebinding)."""
+    Every browser sends Origin with a POST of a script, and sends Sec-Fetch-Site over HTTPS and to
+    its own machine. The Host field would prove nothing, because the owner of a page can let the
+    name of his host lead to this master (DNS rebinding)."""
     if request.header("Origin") or request.header("Sec-Fetch-Site") not in ("", "none"):
         raise HttpError(403, "A web page may not announce servers here.")
 
 
 def announced_values(request):
-    """Return the values of an announcement by name, as they were sent: those of a form or of a
-    JSON object. Raise HttpError for another media type, and Refused for a malformed body."""
+    """Return the values of an announcement by name, unchecked, from a form or a JSON object.
+
+    Raise HttpError if the body has another media type, and Refused if it is malformed."""
     if request.luanti_json:
         return json_values(request.luanti_json)
     content_type = request.header("Content-Type") or FORM_TYPE
-    type, _, _ = content_type.partition(";")
-    type = type.strip().lower()
-    # `curl -d` says that it sends a form, also when it sends a JSON object
-    if type == "application/json" or request.body.startswith(b"{"):
+    media_type_field, _, _ = content_type.partition(";")
+    media_type = media_type_field.strip().lower()
+    # `curl -d` declares a form even if it sends a JSON object
+    if media_type == "application/json" or request.body.startswith(b"{"):
         return json_values(request.body)
-    if type != FORM_TYPE:
+    if media_type != FORM_TYPE:
         raise HttpError(415, "Expected %s or application/json, not %s." % (
-            FORM_TYPE, ascii(type[:100])))
+            FORM_TYPE, ascii(media_type[:100])))
     return form_values(request.body)
 
 
 def json_values(body):
-    """Return the members of a JSON object that are not null. Raise Refused if the body is not such
-    an object."""
+    """Return the members of a JSON object as a dict, without those that are null.
+
+    Raise Refused if the body is not a JSON object, has too many members, or has a number with so
+    many digits that reading it would take long."""
     numbers = body.translate(DIGITS_ALONE).split()
     if max(map(len, numbers), default=0) > NUMBER_DIGITS:
         raise Refused("bad packet", "a number of more than %d digits" % NUMBER_DIGITS)
@@ -10462,8 +10617,10 @@ def json_values(body):
 
 
 def form_values(body):
-    """Return the values of a form that an announcement can have, as texts. Raise Refused if there
-    are too many."""
+    """Return the values of an urlencoded form as text, by the names in ANNOUNCED_FIELDS.
+
+    Values by other names are left out. If a name occurs twice, its last value counts. Raise Refused
+    if the form has too many values."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
     check_field_count(len(pairs))
     raw_values = {}
@@ -10475,7 +10632,8 @@ def form_values(body):
     for name in ANNOUNCED_FIELDS:
         raw_value = raw_values.get(name.encode())
         if raw_value is not None:
-            # Bytes keep every encoding; curl under Windows sends that of the console
+            # The value is decoded by decode_legacy(), because curl under Windows does not send
+            # UTF-8, but the encoding of the console
             value = urllib.parse.unquote_to_bytes(raw_value.replace(b"+", b" "))
             values[name] = decode_legacy(value, TEXT_CHARACTERS)
     return values
@@ -10488,8 +10646,10 @@ def check_field_count(count):
 
 
 def announced_game(web, value):
-    """Return the game of an announcement, if it can be announced here. Raise Refused if it
-    cannot."""
+    """Return the id of the announced game. `value` is the value of the field `game`.
+
+    Raise Refused if the game cannot be announced by HTTP here. The reason names the games that can,
+    and says how the operator can add one."""
     game = announced_text("game", value)
     games = [*web.core.http_announcers, *web.settings["games"]]
     if game in games:
@@ -10502,8 +10662,9 @@ def announced_game(web, value):
 
 
 def announced_fields(values):
-    """Return the attributes of Server that an announcement sets. Raise Refused if a value is
-    wrong."""
+    """Return the attributes of Server that an announcement sets, by name.
+
+    Raise Refused if a value has the wrong type or is out of bounds."""
     fields: Dict[str, Any] = {}
     for name in ANNOUNCED_TEXTS:
         if name in values:
@@ -10515,14 +10676,21 @@ def announced_fields(values):
 
 
 def announced_text(name, value):
-    """Return a field that is a text, cleaned. Raise Refused for a value of another type."""
+    """Return the value of the field `name` as text that is safe to show, cut to its length.
+
+    A number is accepted as text. Raise Refused if the value has another type."""
     if isinstance(value, (bool, list, dict)):
         raise Refused("bad packet", "%s is not a text" % name)
-    return clean(str(value), TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
+    max_characters = NAME_CHARACTERS
+    if name == "description":
+        max_characters = TEXT_CHARACTERS
+    return clean(str(value), max_characters)
 
 
 def announced_number(name, value):
-    """Return a field that is a number. Raise Refused if it is not a number in its bounds."""
+    """Return the value of the field `name`, a number or its digits as text, as an int.
+
+    Raise Refused if it is not a whole number within the bounds of the field."""
     text = "" if isinstance(value, (list, dict)) else str(value)
     match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
     low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
@@ -10533,35 +10701,53 @@ def announced_number(name, value):
 
 
 def announce_server(web, request, game, port, fields):
-    """List a server, or have it queried if the master can query servers of its game. Return the
-    response. Raise Refused if the rules or a limit forbid it."""
-    registry, source, now = web.registry, request.address, request.now
-    address = web.rules.listed_address(source)
+    """Handle the announcement of a server of any game but Luanti, and return the response.
+
+    If the master can query servers of the game, the server is queried first; otherwise it is listed
+    at once. `fields` has the announced attributes of Server. Raise Refused if the rules or a limit
+    forbid the server."""
+    source = request.address
     polled_game = web.core.http_announcers.get(game)
     if polled_game:
-        polled_game.on_http_announcement(source, port, fields, now)
-        server = registry.get(game, address, port)
-        if not (server and server.responding):
-            return announce_response("waiting for its answer to a query on UDP port %d; the page "
-                                     "/check tells what came of it" % (port + polled_game.offset))
-        return announce_response()
-    server = registry.get(game, address, port)
-    if not server or "name" in fields:
-        fields["name"] = fields.get("name") or endpoint_text(address, port)
-    registry.list_or_refresh((game, address, port), source, now, ANNOUNCED_TTL_S, fields)
-    if not server:
-        registry.record_outcome(source, game, port, "listed", now)
+        polled_game.on_http_announcement(source, port, fields, request.now)
+        server = web.registry.get(game, web.rules.listed_address(source), port)
+        if server and server.responding:
+            return announce_response()
+        return announce_response("waiting for its answer to a query on UDP port %d; the page "
+                                 "/check tells what came of it" % (port + polled_game.offset))
+    list_announced(web.registry, game, port, fields, request)
     return announce_response()
 
 
+def list_announced(registry, game, port, fields, request):
+    """List the announced server of a game that cannot be queried, or refresh it.
+
+    A server that has never announced a name is named by its address. Raise Refused if the rules or
+    a limit forbid the server."""
+    source = request.address
+    address = registry.rules.listed_address(source)
+    server = registry.get(game, address, port)
+    if not server or "name" in fields:
+        fields["name"] = fields.get("name") or endpoint_text(address, port)
+    key = game, address, port
+    registry.list_or_refresh(key, source, request.now, ANNOUNCED_TTL_S, fields)
+    if not server:
+        registry.record_outcome(source, game, port, "listed", request.now)
+
+
 def stop_announced(web, request, game, port):
-    """Remove a server that signs off, if it was announced from the same address. Return the
-    response; raise HttpError if there is no such server."""
-    registry, source = web.registry, request.address
+    """Remove a server that signs off, and return the response.
+
+    Only the address that has announced a server can sign it off. Raise HttpError if that address
+    has not announced this server. Luanti is different: the official list does not treat that as an
+    error."""
+    registry = web.registry
+    source = request.address
     server = registry.get(game, web.rules.listed_address(source), port)
     polled_game = web.core.http_announcers.get(game)
     was_queried = polled_game and polled_game.stop_polling(source, port)
-    if server and server.source == source and not server.master:
+    is_own_server = server and server.source == source and not server.master
+    if is_own_server:
         registry.remove_own(server)
     elif not was_queried and game != "luanti":
         raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
@@ -10571,8 +10757,9 @@ def stop_announced(web, request, game, port):
 
 
 def announce_response(reason=""):
-    """Return the response to an announcement. `reason`: why the server is not listed; "" if it
-    is."""
+    """Return the response to an announcement, as JSON.
+
+    `reason` says why the server is not listed; it is "" if the server is listed."""
     result: Dict[str, Any] = {"listed": not reason, "ttl": ANNOUNCED_TTL_S}
     if reason:
         result["reason"] = reason
@@ -10580,8 +10767,11 @@ def announce_response(reason=""):
 
 
 def announce_luanti(web, request, port, values):
-    """Take the announcement of a Luanti game server, which logs the sentence that it gets. Return
-    the response. Raise Refused if a field is wrong, or the rules or a limit forbid it."""
+    """Handle the announcement of a Luanti game server, and return the response.
+
+    The game server writes the text of the response into its log. So if its last announcement
+    failed, this response says why. Raise Refused if a value is wrong, or if the rules or a limit
+    forbid the server."""
     if values.get("action") == "delete":
         stop_announced(web, request, "luanti", port)
         return HttpResponse(b"Removed from the list.\n")
@@ -10597,10 +10787,10 @@ def announce_luanti(web, request, port, values):
 # --- Is my server listed? ------------------------------------------------------------------------
 
 class OutcomeText(NamedTuple):
-    """How the page /check shows an outcome."""
+    """The text of an outcome on the page /check."""
 
     title: str
-    advice: str                         # the advice to the operator; %s is the recorded detail
+    advice: str                         # what the operator can do; %s stands for the detail
 
 
 OUTCOMES = {
@@ -10674,12 +10864,13 @@ OUTCOMES = {
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
 }
-IPV4_LISTS = "subspace", "hyperbol"     # games whose own lists have room only for IPv4 addresses
+IPV4_LISTS = "subspace", "hyperbol"     # the lists of these games cannot hold IPv6 addresses
 
 
 def get_check(web, request):
-    """The page that says what became of the packets from an address: ?address=, by default the
-    client's, and ?port=."""
+    """Return the response with the page that says what became of an address's packets.
+
+    The query names the address, by default the client's own, and perhaps a port."""
     address, port = query_endpoint(request, request.address)
     wall = request.now + web.epoch
     listed = listed_from(web, address, port)
@@ -10692,8 +10883,9 @@ def get_check(web, request):
 
 
 def listed_from(web, address, port):
-    """Return copies, with wall times, of the servers that are listed at this address or announced
-    from it. `port`: 0 for all ports."""
+    """Return the servers that are listed at this address, or were announced from it.
+
+    `port` 0 means all ports. The servers are copies, with times in seconds since 1970."""
     servers = []
     for server in web.registry.servers():
         if address in (server.address, server.source) and port in (0, server.port):
@@ -10702,9 +10894,10 @@ def listed_from(web, address, port):
 
 
 def current_outcomes(web, request, address, listed):
-    """Return what is true of an address now, as a list of (outcome, detail) without duplicates: the
-    state of each server that is listed there, whether the address is banned, and whether it floods
-    us."""
+    """Return the outcomes that hold for an address now, as a list of (outcome, detail).
+
+    They say how each server in `listed` stands, whether the address is banned, and whether it has
+    used up the limit of its datagrams. No pair occurs twice."""
     rules = web.rules
     outcomes = [(listed_outcome(server), "") for server in listed if server.responding]
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
@@ -10717,7 +10910,7 @@ def current_outcomes(web, request, address, listed):
 
 
 def listed_outcome(server):
-    """Return how a listed server stands, as a key of OUTCOMES."""
+    """Return the key in OUTCOMES that says how a listed server stands."""
     if not server.confirmed:
         return "unconfirmed"
     if server.address in LOCAL_NETWORKS:
@@ -10728,32 +10921,31 @@ def listed_outcome(server):
 
 
 class TimedFinding(NamedTuple):
-    """A finding about a packet."""
+    """What the page /check says about one packet."""
 
-    at: float                           # when the packet came, by the monotonic clock
+    arrived_at: float                   # by the monotonic clock
     html: str
 
 
 def recorded_findings(web, address, port, listed, wall):
-    """Return the findings about packets that came from an address, the latest first.
+    """Return the findings about the packets that came from an address, as HTML, the latest first.
 
-    Only the address that was asked for is shown: which machine is behind a public address stays
-    private."""
+    `port` 0 means all ports. `listed` has the servers that are listed for the address. At most
+    CHECK_FINDINGS findings are returned."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     findings = []
     for source, protocol, packet_port, record in web.registry.outcomes:
-        if address not in (source, web.rules.listed_address(source)):
+        is_from_address = address in (source, web.rules.listed_address(source))
+        is_for_port = port == 0 or packet_port in (0, port)
+        if not is_from_address or not is_for_port:
             continue
-        if port and packet_port not in (0, port):
+        if is_out_of_date(record.outcome, packet_port, confirmed_ports):
             continue
-        if record.outcome == "banned":          # current_outcomes() says what holds now
-            continue
-        if record.outcome in ("announced", "listed") and packet_port in confirmed_ports:
-            continue
+        # A server whose listing was recorded, but that is not listed now, has left the list
         outcome = "gone" if record.outcome == "listed" else record.outcome
-        peer = address
-        if packet_port:
-            peer = endpoint_text(address, packet_port)
+        # The page names the address in the query, and not the source, because the address of a
+        # machine behind a public address is nobody's business
+        peer = endpoint_text(address, packet_port) if packet_port else address
         arrival = fill_template(
             ARRIVAL,
             when=time_tag(record.at + web.epoch, wall),
@@ -10761,21 +10953,34 @@ def recorded_findings(web, address, port, listed, wall):
             peer=peer)
         html = finding(outcome, record.detail, arrival)
         findings.append(TimedFinding(record.at, html))
-    latest_first = sorted(findings, key=lambda timed: timed.at, reverse=True)
-    return [timed.html for timed in latest_first[:CHECK_FINDINGS]]
+    findings.sort(key=lambda timed: timed.arrived_at, reverse=True)
+    return [timed.html for timed in findings[:CHECK_FINDINGS]]
+
+
+def is_out_of_date(outcome, port, confirmed_ports):
+    """Does current_outcomes() tell something newer than this recorded outcome?
+
+    It always tells whether an address is banned, and for `confirmed_ports` that a server is listed.
+    """
+    if outcome == "banned":
+        return True
+    return outcome in ("announced", "listed") and port in confirmed_ports
 
 
 def finding(outcome, detail, arrival=""):
-    """Return the HTML of one finding. `arrival`: the HTML that says when a packet came."""
+    """Return one finding of the page /check as HTML.
+
+    `detail` completes the advice for the outcome. `arrival` is the HTML that says when a packet
+    came; it is "" if the finding is not about a packet. An outcome that is not in OUTCOMES, from a
+    protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, OutcomeText(outcome, "%s"))
-    detail = detail or "nothing more is known"
-    todo = advice.replace("%s", detail)
-    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
+    advice_with_detail = advice.replace("%s", detail or "nothing more is known")
+    return fill_template(FINDING, outcome=title, arrival=arrival, todo=advice_with_detail)
 
 
 # --- For the operator ----------------------------------------------------------------------------
 
-# The metrics and their help. A name that ends in _total is a counter, any other is a gauge
+# The metrics and their help. A metric whose name ends in _total is a counter, any other a gauge
 METRICS = {
     "received_total": "Packets and pieces of requests received.",
     "sent_total": "Packets and answers sent.",
@@ -10805,7 +11010,7 @@ METRICS = {
 
 
 def get_metrics(web, request):
-    """All metrics in the Prometheus text format, version 0.0.4."""
+    """Return the response with all metrics, in the text format of Prometheus, version 0.0.4."""
     values = metric_values(web, request.now)
     lines = []
     for name, help in METRICS.items():
@@ -10818,7 +11023,9 @@ def get_metrics(web, request):
 
 
 def metric_values(web, now):
-    """Return the values of all metrics by name, and then by their labels as text."""
+    """Return the values of all metrics: a dict by name of dicts by labels.
+
+    Labels are text, such as '{game="aio"}'; a metric without labels has the key ""."""
     core = web.core
     values = collections.defaultdict(dict)
     for protocol, tally in core.tallies.items():
@@ -10845,7 +11052,10 @@ def metric_values(web, now):
 
 
 def get_healthz(web, request):
-    """200 as long as it serves; `trouble` says what does not work."""
+    """Return the response for programs that watch this master, as JSON.
+
+    Its status is always 200, because the master serves; `trouble` names the parts that do not
+    work."""
     health = web.core.health
     body = to_json({
         "status": "trouble" if health else "ok",
@@ -10858,16 +11068,18 @@ def get_healthz(web, request):
 
 
 def allowed_methods(route):
-    """Return the methods that a route takes, for the header field Allow."""
+    """Return the methods that a route accepts, separated by ", " as in the header field Allow."""
     return "POST, OPTIONS" if route == "/announce" else "GET, HEAD, OPTIONS"
 
 
-def text_route(text, type, setting=""):
-    """Return the function of a route that serves `text`, or else the text of the file that a
-    setting names."""
+def text_route(text, media_type, setting=""):
+    """Return the function of a route that serves `text`.
+
+    If the setting of this name names a file, the function serves the text of that file instead."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
-        return public_response((file_text or text).encode(), type)
+        body = (file_text or text).encode()
+        return public_response(body, media_type)
 
     return get_text
 
@@ -10896,27 +11108,29 @@ ROUTES = {
 
 # --- News ----------------------------------------------------------------------------------------
 
-# A run of one mark of ASCII. Each of these is a mark in some form of Markdown.
+# Any punctuation mark of ASCII, because each of them has a meaning in some dialect of Markdown
 MARK = "[%s]" % re.escape(string.punctuation)
 EQUAL_MARKS = re.compile(r"(%s)\1*" % MARK)
 ZERO_WIDTH_SPACE = "\u200b"
 
 
 def escape_markdown(name):
-    """Return a name with a backslash before every mark, so that Markdown shows it as it is."""
+    """Return a name with a backslash before each mark, so that Markdown shows the mark itself."""
     return re.sub(MARK, r"\\\g<0>", name)
 
 
 def separate_marks(name):
-    """Return a name for Slack's format, which has no backslash, and which others take for
-    Markdown: a zero-width space follows each mark, or run of equal marks, so that it does not act
-    on what follows."""
+    """Return a name with a zero-width space after each mark, or run of equal marks.
+
+    Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
+    mark has no effect on a space that follows it."""
     return EQUAL_MARKS.sub(r"\g<0>" + ZERO_WIDTH_SPACE, name)
 
 
 def news_text(server, settings, escape=str):
-    """Return the text of a message about a server, as [notify] text has it. `escape(name)` makes a
-    name harmless in the format of the message."""
+    """Fill the template in the setting [notify] text for a server, and return the text.
+
+    `escape(name)` returns a name without effect on the format of the message."""
     titles = {**GAME_TITLES, **settings["games"]}
     title = titles.get(server.game)
     if title is None:
@@ -10936,32 +11150,33 @@ def news_text(server, settings, escape=str):
 
 
 def discord_news(server, settings, entry):
-    """Return the media type and the body of a message to Discord. (`entry` is for json_news.)"""
+    """Return the media type and the body of a message to Discord. `entry` is not used."""
     text = news_text(server, settings, escape_markdown)
     no_mentions = {"parse": []}
     return JSON_TYPE, to_json({"content": text, "allowed_mentions": no_mentions})
 
 
 def slack_news(server, settings, entry):
-    """Return the media type and the body of a message in Slack's format."""
+    """Return the media type and the body of a message in Slack's format. `entry` is not used."""
     text = news_text(server, settings, separate_marks)
     escaped = html.escape(text, quote=False)
     return JSON_TYPE, to_json({"text": escaped})
 
 
 def text_news(server, settings, entry):
-    """Return the media type and the body of a message as plain text."""
+    """Return the media type and the body of a message as plain text. `entry` is not used."""
     return TEXT_TYPE, news_text(server, settings).encode()
 
 
 def json_news(server, settings, entry):
-    """Return the media type and the body of a message for other programs. `entry`: the server as
-    in /servers.json."""
+    """Return the media type and the body of a message for other programs, as JSON.
+
+    `entry` is the server's entry in /servers.json."""
     text = to_json(news_text(server, settings))
     return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
 
 
-# By the format that [webhooks] names
+# The functions that write a message, by the formats that a line of [webhooks] can name
 NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
 
 
