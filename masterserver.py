@@ -1971,19 +1971,19 @@ class RenderedList:
 # 6  Storage
 #
 # The list of servers and the history of their player counts, in one SQLite file. SavedList carries
-# servers from the registry to the file and back. Database knows sqlite3 and the name of its file,
-# but no server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come
-# in, and rows go out. Only the disk thread calls it, except at the start and at the end. A damaged
-# file is renamed and a new one begun. Any other trouble (a full disk, a lock) is raised as
+# servers from the registry to the file and back. Database knows only sqlite3 and the name of its
+# file. It is given rows and the wall clock (`wall`, in seconds since 1970), and returns rows. Only
+# the disk thread calls it, except at the start and at the end of the program. A damaged file is
+# renamed and a new one begun. Any other trouble, such as a full disk or a lock, is raised as
 # sqlite3.Error, and the next call opens the file again.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
-# The longest month and year, so that a whole one is always there
+# A month and a year of the greatest length, so that every month and year fits
 WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
-# A stored sample is one number for a minute, and mean and peak for longer steps. A number has 16
-# bits, little-endian: 0 means away, n + 1 means n players.
+# A stored sample is one number for a minute, and two for longer steps: mean and peak. A number has
+# 16 bits, little-endian. 0 means that the server was away, n + 1 means n players
 PLAYERS, MEAN_AND_PEAK = struct.Struct("<H"), struct.Struct("<HH")
 
 
@@ -1995,55 +1995,62 @@ class Sample(NamedTuple):
 
 
 class BlockForm(NamedTuple):
-    """How the samples of one step are kept. All samples of `covers` seconds are one block, which is
-    a row of the table.
+    """How samples of one length are stored. A block, which is one row of the table, holds all
+    samples of `covers` seconds.
 
-    A block has 120, 384 or 672 bytes. A WITHOUT ROWID table moves what exceeds 1,002 bytes to a
-    page of its own, and most of that page would be empty. So a block has a week of hours and not a
-    fortnight."""
+    A block has 120, 384 or 672 bytes. If it were longer than 1,002 bytes, a WITHOUT ROWID table
+    would move its end to a page of its own, and most of that page would be empty. That is why a
+    block holds a week of hourly samples and not a fortnight. All times are in seconds since
+    1970."""
 
     step: int                           # seconds of one sample
     covers: int                         # seconds of a block
     kept: int                           # seconds for which a block is kept after its end
     sample: struct.Struct               # PLAYERS or MEAN_AND_PEAK
 
-    def block_start(self, at):
-        """Return when the block begins that has the sample of this time."""
-        return at // self.covers * self.covers
+    def block_start(self, sample_time):
+        """Return the start time of the block that holds the sample of this time."""
+        return sample_time // self.covers * self.covers
 
     def block_starts(self, times):
-        """Return when the blocks begin that have the samples of these times, a range."""
-        return range(self.block_start(times.start), times.stop, self.covers)
+        """Return the start times of the blocks that hold the samples of a range of times."""
+        first_start = self.block_start(times.start)
+        return range(first_start, times.stop, self.covers)
 
-    def offset(self, at):
-        """Return the offset in bytes of the sample of this time in its block."""
-        seconds = at % self.covers
-        return seconds // self.step * self.sample.size
+    def offset(self, sample_time):
+        """Return the offset in bytes at which a block holds the sample of this time."""
+        seconds = sample_time % self.covers
+        index = seconds // self.step
+        return index * self.sample.size
 
     def empty_block(self):
-        """Return a block of gaps."""
+        """Return a block without samples: all its numbers are 0."""
         samples = self.covers // self.step
         return bytes(samples * self.sample.size)
 
     def oldest_kept(self, wall):
-        """Return when the oldest block begins that is kept. The hour is added because a series
-        ends up to 16 minutes ago."""
+        """Return the start time of the oldest block that must be kept.
+
+        Blocks are kept for an hour longer than series show them, because a series may have ended up
+        to 16 minutes ago."""
         return self.block_start(int(wall) - self.kept - HOUR)
 
-    def read_samples(self, start, block, times):
-        """Return the Samples of a block that begins at `start`, by their time, as far as they
-        belong to `times`. Gaps are left out."""
-        first = max(start, times.start)
+    def read_samples(self, block_start, block, times):
+        """Return those Samples of a block whose times are in the range `times`, by their times.
+
+        A sample that was never stored, or was stored while the server was away, is left out."""
+        first_time = max(block_start, times.start)
         samples = {}
-        numbers = self.sample.iter_unpack(block[self.offset(first):])
-        for at, stored in zip(range(first, times.stop, self.step), numbers):
+        stored_samples = self.sample.iter_unpack(block[self.offset(first_time):])
+        sample_times = range(first_time, times.stop, self.step)
+        for sample_time, numbers in zip(sample_times, stored_samples):
             if self.sample is PLAYERS:
-                mean, = stored
+                mean, = numbers
                 peak = mean
             else:
-                mean, peak = stored
+                mean, peak = numbers
             if mean:
-                samples[at] = Sample(mean - 1, peak - 1)
+                samples[sample_time] = Sample(mean - 1, peak - 1)
         return samples
 
 
@@ -2052,40 +2059,44 @@ BLOCK_FORMS = {
     QUARTER: BlockForm(QUARTER, DAY, MONTH, MEAN_AND_PEAK),
     HOUR: BlockForm(HOUR, WEEK, YEAR, MEAN_AND_PEAK),
 }
-# The step and the length of each series that is shown, in seconds
+# The series that pages show: the seconds from sample to sample, and the seconds of the whole series
 SPANS = {
     "day": (MINUTE, DAY),
     "week": (QUARTER, WEEK),
     "month": (QUARTER, MONTH),
     "year": (HOUR, YEAR),
 }
-SAMPLE_MAX = 65534                      # players; one more would not fit into 16 bits
+SAMPLE_MAX = 65534                      # players: n + 1 must fit into 16 bits
 MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER = 60, 15
 HOUR_OF_MINUTES = struct.Struct("<60H")     # a block of minutes
 
 STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 
-# Nothing is deleted for its age before samples have come for this long without a jump of the
-# clock. A clock that runs two years ahead, until NTP sets it, would make everything too old.
+# Old samples are deleted only if new ones have come for this long without a jump of the clock. For
+# a clock that runs two years ahead until NTP sets it, all stored samples would be too old
 STEADY_S = DAY
-# The clock has jumped if the wall clock of a sample is before that of the last sample, or this much
-# after it. Samples come every minute, and a restart of the machine takes some minutes.
+# The clock has jumped if a sample is older than the last one, or newer by more than this. Samples
+# come every minute, and a restart of the machine takes some minutes
 JUMP_S = HOUR
-# Samples taken while the clock ran ahead are deleted after this long. This is more than STEADY_S,
-# because the clock of a machine without network may stand at 1970 for days.
+# Samples whose times lie in the future are deleted only if the clock has not jumped for this long.
+# It is more than STEADY_S, because the clock of a machine without network may stand at 1970 for
+# days, and then all samples seem to lie in the future
 AHEAD_S = MONTH
 
-# `server` has every server that was seen within a year. A row with address '' and port 0 is the sum
-# of a game. Two rows with game '' are about the file itself: one has an id of this installation as
-# its port; the other, with port -1, has the clock of the samples (first_seen: since when it has not
-# jumped; last_seen: the last sample). `listed` has the servers of the list. It has what changes
-# each minute, apart from the texts: 150 rows share a page, so a minute rewrites few pages.
+# The table `server` holds every server that was seen within a year. A row with address '' and port
+# 0 stands for all servers of a game together. Two rows with game '' are about the file itself. The
+# port of the first is a number that identifies this installation. The second, with port -1,
+# describes the clock: first_seen is the time since which the clock has not jumped, last_seen is the
+# time of the last sample.
 #
-# AUTOINCREMENT gives no id twice, so the blocks of a forgotten server belong to nobody else. Blocks
-# are sorted by time first: one sample of all servers lies together, and so does what has become too
-# old. No column is declared NOT NULL, so no row from outside can violate a
-# constraint; if a constraint fails, the file is damaged.
-# PRAGMA user_version = 1 is the version of the tables and of the bytes in a block.
+# The table `listed` holds the servers of the list. Its columns change every minute, and are kept
+# apart from the long texts in `server`, so that 150 rows share a page and few pages are rewritten.
+#
+# The table `block` is sorted by time first, so the samples of one minute lie together, and so do
+# those that have become too old. AUTOINCREMENT never uses an id twice, so a new server cannot get
+# the blocks of a forgotten one. No column is declared NOT NULL, so rows from outside cannot violate
+# a constraint, and a violated constraint means that the file is damaged. PRAGMA user_version = 1 is
+# the version of the tables and of the bytes in a block
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -2096,8 +2107,9 @@ SCHEMA = (
 
 
 class ListedRow(NamedTuple):
-    """A listed server as it is stored, and as masters send it to each other. The times are seconds
-    of the wall clock."""
+    """A listed server as it is stored, and as masters send it to each other.
+
+    All times are in seconds since 1970."""
 
     game: str
     address: str
@@ -2109,19 +2121,25 @@ class ListedRow(NamedTuple):
 
     @property
     def key(self) -> Key:
+        """The key of the server in the registry."""
         return self.game, self.address, self.port
 
     def has_types(self) -> bool:
-        """Has each value the type that it should have?"""
+        """Does every value have the type that the class declares?
+
+        SQLite itself stores values of any type in any column."""
         return tuple(map(type, self)) == (str, str, int, float, float, float, str)
 
 
-Counts = List[Optional[int]]        # player counts; None while the server or the master was away
-DISK_ERRORS = sqlite3.Error, OSError        # any method of Database may raise these
+# Player counts. A count is None if the server or this master was away
+Counts = List[Optional[int]]
+# The exceptions that every method of Database may raise
+DISK_ERRORS = sqlite3.Error, OSError
 
 
 class Series(NamedTuple):
-    """Player counts from `start` on, one for every `step` seconds."""
+    """Player counts at regular times: from `start` on, in seconds since 1970, one every `step`
+    seconds."""
 
     start: int
     step: int
@@ -2130,8 +2148,9 @@ class Series(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """A server that the database knows, listed or not: its name, and when it was seen, in seconds
-    of the wall clock."""
+    """What the database remembers of a server, whether it is listed or has left.
+
+    The times are in seconds since 1970."""
 
     first_seen: float
     last_seen: float
@@ -2139,43 +2158,52 @@ class Remembered(NamedTuple):
 
 
 def stored_values(fields: str) -> List[Any]:
-    """Return the list in the column `fields` of a row."""
+    """Return the values in the column `fields` of a row, which is a JSON list.
+
+    Raise JSONDecodeError if it is not JSON."""
     return json.loads(fields)
 
 
 def mean_and_peak(numbers):
-    """Return mean and peak of stored numbers as 4 bytes. Gaps (0) do not count; if all are gaps,
-    the result is a gap."""
-    present = [number for number in numbers if number]
+    """Return the stored form, 4 bytes, of the mean and the peak of some stored numbers.
+
+    A number of 0 means that the server was away, and does not count. If all are 0, both results
+    are."""
+    present = [number for number in numbers if number != 0]
     if not present:
         return MEAN_AND_PEAK.pack(0, 0)
-    half = len(present) // 2
+    half = len(present) // 2            # added so that the division rounds to the nearest number
     rounded_mean = (sum(present) + half) // len(present)
     return MEAN_AND_PEAK.pack(rounded_mean, max(present))
 
 
 def series_end(step, wall):
-    """Return when a series ends: after the last step that is certainly complete, because a series
-    must not end with a gap that the next sample fills.
+    """Return the time at which a series with this step ends, in seconds since 1970.
 
-    The running minute may have no sample yet. Longer steps are made of minutes when the first
-    sample of the next quarter of an hour comes, up to a minute late."""
-    late_s = MINUTE if step == MINUTE else QUARTER + MINUTE
-    return (int(wall) - late_s) // step * step + step
+    It ends after the last step whose sample is certainly stored, so that it never ends with a gap
+    that is filled later. The sample of the present minute may not have come yet. Samples of longer
+    steps are computed with the first sample of each quarter of an hour, which may be a minute
+    late."""
+    latest_delay_s = MINUTE
+    if step > MINUTE:
+        latest_delay_s += QUARTER
+    last_complete_time = int(wall) - latest_delay_s
+    return last_complete_time // step * step + step
 
 
 def means(samples, times):
-    """Return the means of Samples at these times, None for a gap. `samples` has them by time."""
-    return [samples[at].mean if at in samples else None for at in times]
+    """Return the means at these times, None where there is no Sample. `samples` is by time."""
+    return [samples[moment].mean if moment in samples else None for moment in times]
 
 
 def peaks(samples, times):
-    """Return the peaks of Samples at these times, None for a gap. `samples` has them by time."""
-    return [samples[at].peak if at in samples else None for at in times]
+    """Return the peaks at these times, None where there is no Sample. `samples` is by time."""
+    return [samples[moment].peak if moment in samples else None for moment in times]
 
 
-# Errors that mean that the file itself is damaged: those of SQLite (the bare class; a constraint),
-# and values that are not what was written. Locks, full disks and the like are OperationalErrors.
+# The classes of exceptions that mean that the file itself is damaged. The first two are SQLite's.
+# The others come from values that this program cannot have written. A lock or a full disk is no
+# damage; it raises an OperationalError, a subclass of DatabaseError.
 # https://www.sqlite.org/rescode.html
 DAMAGE_ERRORS = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError,
                  json.JSONDecodeError, struct.error, TypeError)
@@ -2185,25 +2213,27 @@ DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
 
 
 def is_damage(error):
-    """Does this exception mean that the database file is damaged?"""
+    """Does this exception mean that the database file is damaged?
+
+    The type is compared exactly, because subclasses of DatabaseError mean other trouble."""
     return type(error) in DAMAGE_ERRORS or str(error).startswith(DAMAGE_TEXTS)
 
 
 class Database:
-    """One SQLite file. Every method may raise sqlite3.Error, or OSError if a damaged file cannot be
-    renamed, and may be called again after that.
+    """One SQLite file with the list and the history.
 
-    `set_aside`: the name that the last damaged file has got, "" if there was none."""
+    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
+    called again after that. `set_aside` is the new name of the last damaged file, or ""."""
 
     def __init__(self, path):
-        """`path`: of the SQLite file. The file is opened when it is needed first."""
-        # SQLite's logs stand beside the file that a link leads to, and a damaged file is renamed
-        # there. A program that embeds this one may change its folder later
+        """Take the path of the SQLite file. The first call of a method opens the file."""
+        # The real path is needed because SQLite's log files stand beside the file to which a link
+        # leads. It is read now because a program that embeds this one may change its folder later
         self.path = os.path.realpath(path)
         self.set_aside = ""
         self._db: Optional[sqlite3.Connection] = None
         self._wall = 0.0            # the wall clock at the last call, to name a damaged file
-        self._quarter = -1          # the quarter of an hour of the last sample
+        self._quarter = -1          # the number of the quarter of an hour of the last sample
 
     def close(self):
         """Close the file. An open transaction is rolled back."""
@@ -2214,14 +2244,18 @@ class Database:
     # The list
 
     def load(self, wall):
-        """Return a ListedRow for each listed server, as it was passed to save(), except that
-        first_seen is the time when the server was first ever seen."""
+        """Return a list with the ListedRow of each listed server, as it was passed to save().
+
+        Only first_seen may differ: it is the time at which the server was seen for the first time
+        ever."""
         self._wall = wall
         return self._run(self._load)
 
     def _load(self, db):
-        """Return the ListedRows of load(). Raise TypeError or JSONDecodeError, which mean damage,
-        if a row is not what save() has written."""
+        """Return the result of load().
+
+        Raise TypeError or JSONDecodeError if a row is not as save() writes it: the file is
+        damaged."""
         rows = []
         for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
@@ -2229,13 +2263,15 @@ class Database:
             row = ListedRow(*columns)
             if not row.has_types():
                 raise TypeError("a row has values of another type")
-            stored_values(row.fields)               # raises JSONDecodeError
+            stored_values(row.fields)               # for its JSONDecodeError
             rows.append(row)
         return rows
 
     def save(self, rows, departed):
-        """List these rows, new or changed, and no longer list the servers with the keys in
-        `departed`, all in one transaction. Saved rows outlive the process."""
+        """Store changes of the list in one transaction.
+
+        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
+        have left the list."""
         def work(db):
             self._remove_listed(db, departed)
             self._insert_listed(db, rows)
@@ -2243,7 +2279,7 @@ class Database:
         self._run(work)
 
     def _remove_listed(self, db, departed):
-        """No longer list these servers, but remember when they were seen last."""
+        """Remove the servers with these keys from the list. Remember when they were last seen."""
         self._keep_names(db, departed)
         keys = [{"game": game, "address": address, "port": port}
                 for game, address, port in departed]
@@ -2257,7 +2293,7 @@ class Database:
             " WHERE game = :game AND address = :address AND port = :port)", keys)
 
     def _insert_listed(self, db, rows):
-        """List these rows, new or changed."""
+        """Insert ListedRows into the list, or replace them if their servers are listed already."""
         names = ListedRow._fields
         values = [dict(zip(names, row)) for row in rows]
         db.executemany(
@@ -2271,9 +2307,10 @@ class Database:
             " WHERE game = :game AND address = :address AND port = :port", values)
 
     def _keep_names(self, db, departed):
-        """Drop everything but the names, the first of the fields, of servers that have left. A
-        stranger could have thousands of servers listed, one after another, each with many
-        texts."""
+        """Drop all fields but the first, the name, of the servers with these keys.
+
+        Otherwise a stranger could fill the disk: he could have thousands of servers listed, one
+        after the other, each with long texts."""
         for game, address, port in departed:
             server_id = self._server_id(db, game, address, port)
             row = db.execute("SELECT fields FROM server WHERE id = :id AND fields NOTNULL",
@@ -2285,8 +2322,9 @@ class Database:
                            {"fields": name_alone, "id": server_id})
 
     def known(self, game, address, port):
-        """Return what is Remembered of a server, also of one that left within the year; None if it
-        is not known."""
+        """Return the Remembered of a server that is listed or left within the last year.
+
+        Return None if the database does not know the server."""
         def work(db):
             row = db.execute(
                 "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
@@ -2302,8 +2340,9 @@ class Database:
         return self._run(work)
 
     def installation_id(self, proposed):
-        """Return the number that is kept with this file. If there is none, keep the proposed
-        one."""
+        """Return the number that identifies this installation. It is stored in the file.
+
+        If the file has none yet, the proposed number is stored and returned."""
         def work(db):
             db.execute("INSERT INTO server (game, address, port) SELECT '', '', :proposed WHERE NOT"
                        " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)",
@@ -2317,14 +2356,16 @@ class Database:
     # The history
 
     def add_samples(self, wall, samples):
-        """Store one minute's samples: (game, address, port, players) of every server that responds;
-        address "" and port 0 are the sum of a game. A second call in the same minute replaces the
-        first.
+        """Store the player counts of one minute. A second call in the same minute replaces them.
 
-        Return hourly_players() if a quarter of an hour has ended, else None."""
+        `samples` has a tuple (game, address, port, players) for each server that responds, and one
+        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
+        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
+        None."""
         self._wall = wall
         minute = int(wall) // MINUTE * MINUTE
-        quarter_ended = minute // QUARTER != self._quarter      # whichever way the clock went
+        # The comparison with != also notices a quarter that the clock has gone back to
+        quarter_ended = minute // QUARTER != self._quarter
 
         def work(db):
             steady_s = self._note_clock(db, wall)
@@ -2342,11 +2383,14 @@ class Database:
         return self.hourly_players(wall) if quarter_ended else None
 
     def history(self, game, address, port, span, wall):
-        """Return the last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or
-        'year' (8,784 hours) of a server, or with address "" and port 0 of a game, as a Series. For
-        minutes, means and peaks are the same. Raises KeyError for another span."""
+        """Return the player counts of a server for one of the SPANS, as a Series.
+
+        With address "" and port 0, return those of a whole game. The series has 1,440 minutes, 672
+        or 2,976 quarters of an hour, or 8,784 hours. In a series of minutes, means and peaks are
+        the same."""
         step, length = SPANS[span]
-        form, end = BLOCK_FORMS[step], series_end(step, wall)
+        form = BLOCK_FORMS[step]
+        end = series_end(step, wall)
         times = range(end - length, end, step)
 
         def work(db):
@@ -2361,9 +2405,11 @@ class Database:
         return Series(times.start, step, means(samples, times), peaks(samples, times))
 
     def hourly_players(self, wall):
-        """Return the hourly means of the last 24 hours, by the key of every server and game that
-        has any."""
-        form, end = BLOCK_FORMS[HOUR], series_end(HOUR, wall)
+        """Return the mean player counts of the last 24 hours, a list of 24 by key.
+
+        The keys are those of all servers that were there, and (game, "", 0) for each game."""
+        form = BLOCK_FORMS[HOUR]
+        end = series_end(HOUR, wall)
         times = range(end - DAY, end, HOUR)
         blocks = {"step": HOUR, "first": form.block_start(times.start), "end": times.stop}
 
@@ -2381,7 +2427,7 @@ class Database:
         return {key: means(samples, times) for key, samples in self._run(work).items()}
 
     def _server_id(self, db, game, address, port):
-        """Return the id of a server; None if nobody has seen it."""
+        """Return the id of a server in the table `server`, or None if it has no row there."""
         row = db.execute("SELECT id FROM server"
                          " WHERE game = :game AND address = :address AND port = :port",
                          {"game": game, "address": address, "port": port}).fetchone()
@@ -2391,8 +2437,10 @@ class Database:
         return server_id
 
     def _note_seen(self, db, game, address, port, wall):
-        """Return the id of a server or of a game's sum, after inserting it if it is new. Keep the
-        time for a sum; a server's time is kept with the list."""
+        """Return the id of a server or of a whole game, which is inserted if it is new.
+
+        For a whole game, also note that it was seen now. For a server, the table `listed` has that
+        time."""
         db.execute(
             "INSERT INTO server (game, address, port, first_seen, last_seen)"
             " VALUES (:game, :address, :port, :wall, :wall)"
@@ -2402,8 +2450,9 @@ class Database:
         return self._server_id(db, game, address, port)
 
     def _block(self, db, form, start, server_id):
-        """Return the bytes of the block that begins at `start`; a block of gaps if there is
-        none."""
+        """Return the bytes of a server's block that begins at `start`.
+
+        If it is not stored, return an empty block."""
         row = db.execute(
             "SELECT samples FROM block WHERE step = :step AND start = :start AND server = :server",
             {"step": form.step, "start": start, "server": server_id}).fetchone()
@@ -2412,11 +2461,13 @@ class Database:
         block, = row
         return block
 
-    def _write_samples(self, db, form, at, server_id, samples):
-        """Write stored samples, which begin at the time `at` and belong to one block of this
-        BlockForm."""
-        start = form.block_start(at)
-        offset = form.offset(at)
+    def _write_samples(self, db, form, first_time, server_id, samples):
+        """Write a server's samples into a block of this BlockForm.
+
+        `samples` are the packed samples of consecutive steps, the first of them at `first_time`.
+        All must belong to the same block."""
+        start = form.block_start(first_time)
+        offset = form.offset(first_time)
         end = offset + len(samples)
         block = bytearray(self._block(db, form, start, server_id))
         block[offset:end] = samples
@@ -2424,8 +2475,10 @@ class Database:
         db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)", row)
 
     def _roll_up(self, db, minute):
-        """Compute the quarter hours and the hour of the last block of minutes that is not after
-        `minute` (a clock that ran ahead leaves such blocks). Doing it again changes nothing."""
+        """Compute the samples of quarters and hours from the latest blocks of minutes.
+
+        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
+        To compute the same samples again does no harm."""
         hour, = db.execute(
             "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
             {"step": MINUTE, "minute": minute}).fetchone()
@@ -2440,12 +2493,13 @@ class Database:
             self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
 
     def _note_clock(self, db, wall):
-        """Store the time of this sample. Return for how many seconds samples have come without a
-        jump of the clock."""
+        """Store the time of the present sample.
+
+        Return the number of seconds for which samples have come without a jump of the clock."""
         row = db.execute("SELECT first_seen, last_seen FROM server WHERE game = '' AND port = -1"
                          ).fetchone()
         if row is None:
-            # A new file, or one of an old program that did not keep the time of sums
+            # The file is new, or an older version wrote it, which did not keep the times of games
             db.execute("UPDATE server SET last_seen = :wall WHERE address = '' AND game != ''",
                        {"wall": wall})
             row = wall, wall
@@ -2461,13 +2515,15 @@ class Database:
         return wall - steady_since
 
     def _drop_old(self, db, minute, steady_s):
-        """Delete what is too old, and what lies in the future, if the clock has been steady for
-        long enough. `steady_s`: for how many seconds."""
+        """Delete samples that are too old or lie in the future, and servers not seen for a year.
+
+        `steady_s` is the number of seconds for which the clock has not jumped. If it is too short,
+        the clock may be wrong, and nothing is deleted."""
         if steady_s >= STEADY_S:
             for form in BLOCK_FORMS.values():
                 db.execute("DELETE FROM block WHERE step = :step AND start < :oldest",
                            {"step": form.step, "oldest": form.oldest_kept(minute)})
-            # Servers and sums are deleted with their last block
+            # The rows of servers and games are kept as long as their last hourly samples
             db.execute("DELETE FROM server WHERE game != '' AND last_seen < :oldest"
                        " AND id NOT IN (SELECT server FROM listed)",
                        {"oldest": BLOCK_FORMS[HOUR].oldest_kept(minute)})
@@ -2475,31 +2531,34 @@ class Database:
             for form in BLOCK_FORMS.values():
                 db.execute("DELETE FROM block WHERE step = :step AND start > :minute",
                            {"step": form.step, "minute": minute})
-            # Servers seen in the future count as seen now, and so are deleted within a year
+            # Servers that were seen in the future now count as seen at present, because they would
+            # be kept for longer than a year otherwise
             db.execute("UPDATE server SET first_seen = min(first_seen, :minute),"
                        " last_seen = :minute WHERE game != '' AND last_seen > :minute",
                        {"minute": float(minute)})
 
     def _drop_excess(self, db):
-        """If there are too many servers that are not listed, or too many games, forget those that
-        were here for the shortest time.
+        """Forget servers that are not listed, and games, if there are too many of them.
 
-        So a stranger who lists one server after another, or renames one again and again, neither
-        drives out others nor fills the disk."""
-        servers = db.execute(
+        Those that were here for the shortest time go first. So a stranger who lists one server
+        after another, or renames one again and again, neither drives out old servers nor fills the
+        disk."""
+        # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
+        excess_servers = db.execute(
             "SELECT id, first_seen FROM server"
             " WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
-            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :limit",
-            {"limit": KNOWN_SERVERS}).fetchall()
-        game_sums = db.execute(
+            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
+            {"kept": KNOWN_SERVERS}).fetchall()
+        excess_games = db.execute(
             "SELECT id, first_seen FROM server WHERE address = '' AND game != ''"
-            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :limit",
-            {"limit": KNOWN_GAMES}).fetchall()
-        excess = servers + game_sums
+            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
+            {"kept": KNOWN_GAMES}).fetchall()
+        excess = excess_servers + excess_games
         if not excess:
             return
-        db.executemany("DELETE FROM server WHERE id = :id", [{"id": id} for id, _ in excess])
-        # Only blocks since the first of them came are read, because most of them came lately
+        ids = [{"id": server_id} for server_id, _ in excess]
+        db.executemany("DELETE FROM server WHERE id = :id", ids)
+        # Older blocks cannot belong to the forgotten rows, and most of these rows are young
         first_seen = min(first_seen for _, first_seen in excess)
         for form in BLOCK_FORMS.values():
             db.execute("DELETE FROM block WHERE step = :step AND start >= :start"
@@ -2509,20 +2568,25 @@ class Database:
     # The file
 
     def _run(self, work):
-        """Return what `work(db)` returns, done in a transaction. If the file turns out to be
-        damaged, set it aside and do the work once more in a new file."""
+        """Call `work(db)` in a transaction and return its result.
+
+        If the file turns out to be damaged, rename it and call `work` once more, with a new
+        file."""
         try:
             return self._transact(work)
         except Exception as error:
             if not is_damage(error):
                 raise
-        # After `except`: the exception keeps the file open, and Windows renames no open file
+        # This stands after the `except` block, because the exception keeps the file open, and
+        # Windows does not rename open files
         self._rename_damaged()
         return self._transact(work)
 
     def _transact(self, work):
-        """Return what `work(db)` returns, done in a transaction. An exception rolls it back and
-        closes the file, so that the next call sees whether the trouble has ended."""
+        """Call `work(db)` in a transaction and return its result.
+
+        An exception rolls the transaction back and closes the file. The next call opens it again,
+        and so finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
                 return work(db)
@@ -2544,20 +2608,21 @@ class Database:
             # Version 0 is a file restored from a .dump, which does not have the version
             raise sqlite3.OperationalError("it belongs to another program or to a later version of"
                                            " this one; change [server] database")
-        # A file system without shared memory allows no log. Then SQLite's default, which is slower
-        # and as safe, stays in force
+        # A write-ahead log needs a file system with shared memory. Without it, SQLite's default
+        # stays in force, which is slower and just as safe
         with contextlib.suppress(sqlite3.OperationalError):
-            # With the log and NORMAL a commit is a write without fsync. It outlives the process. A
-            # power cut costs the last seconds and never the file
+            # With these two, a commit is a write without fsync. A crash of the program loses
+            # nothing. A power cut loses the last seconds, but does not damage the file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
         return db
 
     def _rename_damaged(self):
-        """Rename the file and SQLite's log files: add the time of the last call to their names."""
-        at = datetime.fromtimestamp(self._wall, timezone.utc)
-        new_path = self.path + at.strftime(".damaged-%Y%m%d-%H%M%S")
-        # The file itself is the last: if the program ends before that, no new file reads an old log
+        """Append the time of the last call to the names of the damaged file and its log files."""
+        called_at = datetime.fromtimestamp(self._wall, timezone.utc)
+        new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
+        # The file itself comes last. If the program dies before that, the next start finds the
+        # damaged file again, and not an old log beside a new file
         for suffix in ("-wal", "-shm", "-journal", ""):
             if os.path.lexists(self.path + suffix):
                 os.replace(self.path + suffix, new_path + suffix)
@@ -2568,16 +2633,19 @@ class Database:
 
 # --- The list on disk ----------------------------------------------------------------------------
 
-SAVE_LATE_S = 10.0          # a batch takes milliseconds; a disk that has to spin up takes seconds
-# After a restart, a server whose connection has ended (AIO's) has this long to come back. A server
-# that no protocol here can hear, because its listener is switched off, stays no longer either.
+# A batch that takes longer is reported as trouble. Most take milliseconds, and some seconds if the
+# disk has to spin up
+SAVE_LATE_S = 10.0
+# After a restart, an AIO server, whose connection has ended, has this long to connect again. A
+# server whose protocol is switched off now cannot be heard any more, and leaves after this time too
 RESTORED_S = 60.0
-RESTORE_WITHIN_S = HOUR     # a server that was last seen before that is not worth showing
-# An infinite lifetime is stored as a day, because a stored time must be finite.
+# A server that was last seen longer ago is not restored, because it has probably gone
+RESTORE_WITHIN_S = HOUR
+# An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored beside its identity and its times, in this order, with
-# their types. New ones are added at the end; values beyond the last are ignored.
+# The attributes of Server that are stored in the column `fields`, in this order, with their types.
+# New ones must be added at the end. An older version ignores values beyond its last one
 STORED_FIELDS: Dict[str, type] = {
     "name": str,
     "mode": str,
@@ -2599,7 +2667,9 @@ STORED_FIELDS: Dict[str, type] = {
 
 
 class ServerRecord(NamedTuple):
-    """A server on its way to a ListedRow: `values` are not encoded yet."""
+    """A ListedRow whose fields are not encoded as JSON yet. Its times are in seconds since 1970.
+
+    The event loop makes it quickly; the disk thread encodes it."""
 
     game: str
     address: str
@@ -2611,7 +2681,7 @@ class ServerRecord(NamedTuple):
 
 
 def server_record(server, epoch):
-    """Return the ServerRecord of a server. `epoch`: wall clock minus monotonic clock."""
+    """Return the ServerRecord of a server. `epoch` is the wall clock minus the monotonic clock."""
     last_seen = server.last_seen + epoch
     return ServerRecord(
         server.game, server.address, server.port,
@@ -2622,17 +2692,18 @@ def server_record(server, epoch):
 
 
 def encoded_row(record):
-    """Return the ListedRow of a ServerRecord. For 10,000 servers this takes 60 ms."""
+    """Return the ListedRow of a ServerRecord. To encode 10,000 of them takes 60 ms."""
     return ListedRow(
         record.game, record.address, record.port, record.expires, record.first_seen,
         record.last_seen, fields=ENCODER.encode(record.values))
 
 
 def restored_server(row, now, wall, clean_luanti):
-    """Return the server that a ListedRow describes, marked as unconfirmed, or None if the row
-    cannot be understood. Raise Refused for a wrong Luanti announcement.
+    """Return the Server that a ListedRow describes, marked as unconfirmed.
 
-    `clean_luanti(announcement)` checks and cleans a Luanti server's announcement."""
+    `now` and `wall` are the same moment by the monotonic and by the wall clock.
+    `clean_luanti(announcement)` checks and cleans the announcement of a Luanti server. Return None
+    if the row has impossible values, and raise Refused if the announcement has."""
     fields = restored_fields(row.fields, clean_luanti)
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
@@ -2646,40 +2717,45 @@ def restored_server(row, now, wall, clean_luanti):
     server = Server(row.game, row.address, row.port, source, now, lifetime, **fields)
     server.confirmed = False
     server.pinned = pinned
-    # Never in the future, though the clock may have been put back since
+    # Neither time may lie in the future, even if the wall clock has been put back since
     server.first_seen = min(now, row.first_seen + now - wall)
     server.last_seen = min(now, row.last_seen + now - wall)
     return server
 
 
 def restored_fields(fields, clean_luanti):
-    """Return the attributes in the column `fields` of a row, cleaned, by name. A value of the wrong
-    type is left out."""
-    cleaned = {}
-    for (name, kind), value in zip(STORED_FIELDS.items(), stored_values(fields)):
-        if type(value) is not kind:
+    """Return the attributes of Server in the column `fields` of a row, by name.
+
+    They are cleaned again, because another master may have written them. A value of the wrong type
+    is left out. `clean_luanti` is that of restored_server()."""
+    attributes = {}
+    for (name, expected_type), value in zip(STORED_FIELDS.items(), stored_values(fields)):
+        if type(value) is not expected_type:
             continue
         if name == "luanti_announcement":
-            cleaned[name] = clean_luanti(value) if value else {}
+            attributes[name] = clean_luanti(value) if value else {}
         else:
-            cleaned[name] = clean_value(kind, value)
-    return cleaned
+            attributes[name] = clean_value(value)
+    return attributes
 
 
-def clean_value(kind, value):
-    """Return a stored value of this type, cleaned."""
-    if kind is str:
+def clean_value(value):
+    """Return a stored value with its text cleaned, or its number clamped.
+
+    A bool is returned unchanged."""
+    if isinstance(value, str):
         return clean(value, TEXT_CHARACTERS)
-    if kind is int:
-        return clamp(value)
-    if kind is dict:
+    if isinstance(value, dict):
         return {clean(name): clean(str(text)) for name, text in value.items()}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return clamp(value)
     return value
 
 
 def report(health, where, trouble):
-    """Note that something does not work: /healthz shows it as long as it lasts, and the log says it
-    once. `health`: as in Core."""
+    """Note in Core.health that a part of the program, `where`, does not work.
+
+    /healthz shows `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
     health[where] = trouble
@@ -2688,24 +2764,28 @@ def report(health, where, trouble):
 class SavedList:
     """Saves the registry's servers to the database, and restores them after a restart.
 
-    One batch is written at a time. If that fails, the next batch has everything."""
+    One batch is written at a time. If a batch fails, the next one has all servers."""
 
     def __init__(self, database, registry, disk, health, clean_luanti):
-        """`disk`: the WorkerThread for the database; `health`: as in Core; `clean_luanti`: as in
-        restored_server()."""
+        """Connect a Database and a Registry. `disk` is the WorkerThread that calls the Database.
+
+        `health` is that of Core. `clean_luanti` is that of restored_server()."""
         self.database = database
         self.registry = registry
         self.disk = disk
         self.health = health
         self.clean_luanti = clean_luanti
-        self.hourly_players = {}                        # the last day's counts; see Database
-        # When the batch was begun that is being written; None if there is none
+        self.hourly_players = {}        # the last result of Database.hourly_players()
+        # The time at which the present batch was begun; None if no batch is being written
         self.batch_began: Optional[float] = None
-        self.sampled_minute = -1.0                      # when a batch last had all servers
+        # The minute, counted from 1970, in which a batch last had all servers
+        self.sampled_minute = -1.0
 
     def restore(self, now, wall, protocols):
-        """List the servers that were listed before the restart. `protocols`: those that run
-        now."""
+        """List the servers that were listed before the restart, at the start of the program.
+
+        `protocols` are the protocols that run now. If the database cannot be read, the list begins
+        empty, and /healthz says why."""
         try:
             rows = self.database.load(wall)
             self.hourly_players = self.database.hourly_players(wall)
@@ -2715,28 +2795,34 @@ class SavedList:
         registry = self.registry
         registry.silence_counts_from = now
         for row in rows:
-            registry.altered.add(row.key)           # a server that is not restored is deleted
+            # The next batch saves the server again, or deletes it if it is not restored
+            registry.altered.add(row.key)
             with contextlib.suppress(Refused):
                 self.restore_row(row, now, wall, protocols)
         log.info("%d servers restored from before the restart, not confirmed until heard again",
                  registry.total)
 
     def restore_row(self, row, now, wall, protocols):
-        """List the server of a row, unless it was last seen too long ago. Raise Refused if the
-        rules forbid it."""
+        """List the server of a ListedRow, unless it was last seen too long ago.
+
+        Raise Refused if the rules forbid the server."""
         if wall - row.last_seen > RESTORE_WITHIN_S:
             return
         server = restored_server(row, now, wall, self.clean_luanti)
-        if server is None or not server.responding:     # the ini names a server that does not
-            return                                      # respond, so it is listed again anyway
+        # Only servers that the ini names are listed without responding. Those need not be restored,
+        # because the poller lists them again anyway
+        if server is None or not server.responding:
+            return
         if not any(protocol.serves(server) for protocol in protocols):
             server.lifetime = min(server.lifetime, RESTORED_S)
         self.registry.check_admission(server.key, server.source, server.name)
         self.registry.insert(server)
 
     def tick(self, now, wall):
-        """Once a second: save what has changed, and once a minute all servers with their
-        players."""
+        """Begin a batch, unless one is being written. The event loop calls this once a second.
+
+        A batch has the servers that have changed; once a minute it has all servers, with their
+        player counts."""
         if self.batch_began is not None:
             if now - self.batch_began >= SAVE_LATE_S:
                 report(self.health, "database",
@@ -2751,8 +2837,10 @@ class SavedList:
             self.save(now, wall, samples)
 
     def minute_samples(self):
-        """Return (game, address, port, players) of every server that responds, and the sum of each
-        game, as Database.add_samples() takes them."""
+        """Return the player counts of this minute, as Database.add_samples() takes them.
+
+        They are a list of (game, address, port, players), with an entry for each server that
+        responds, and one with address "" and port 0 for each game."""
         samples = []
         for game, servers in self.registry.games.items():
             total = 0
@@ -2764,19 +2852,21 @@ class SavedList:
         return samples
 
     def save_all_times(self):
-        """Have the next batch save all servers of this master, because their times have changed."""
+        """Put all servers of this master into the next batch, because their times have changed."""
         for servers in self.registry.games.values():
             for server in servers.values():
                 if not server.master:
                     self.registry.altered.add(server.key)
 
     def save(self, now, wall, samples):
-        """Have the disk thread write the servers that have changed, and these samples."""
-        keys = self.registry.altered
+        """Begin a batch: let the disk thread write the servers that have changed, and `samples`.
+
+        `samples` is the result of minute_samples(), or empty."""
+        changed_keys = self.registry.altered
         self.registry.altered = set()
         records = []
-        departed = set(keys)
-        for key in keys:
+        departed = set(changed_keys)
+        for key in changed_keys:
             server = self.registry.get(*key)
             if server and not server.master:
                 records.append(server_record(server, wall - now))
@@ -2784,20 +2874,25 @@ class SavedList:
         self.batch_began = now
 
         def write():
-            self.database.save([encoded_row(record) for record in records], departed)
-            return self.database.add_samples(wall, samples) if samples else None
+            rows = [encoded_row(record) for record in records]
+            self.database.save(rows, departed)
+            if not samples:
+                return None
+            return self.database.add_samples(wall, samples)
 
         def on_written(result, now):
-            self.on_written(keys, result)
+            self.on_written(changed_keys, result)
 
         self.disk.submit(write, on_written)
 
     def on_written(self, keys, result):
-        """Take the result of a batch: hourly_players, None, or an exception. `keys`: the servers
-        in the batch."""
+        """End a batch that had the servers with these keys.
+
+        `result` is the hourly player counts if the batch has computed them, None if it has not, and
+        an exception if the batch has failed."""
         self.batch_began = None
         if isinstance(result, Exception):
-            # The next batch has all servers, and those that have left
+            # The next batch is to have all servers, and those that left before this one failed
             self.sampled_minute = -1.0
             if len(keys) < ALTERED_SERVERS:
                 self.registry.altered |= keys
@@ -2812,11 +2907,11 @@ class SavedList:
 # ================================================================================================
 # 7  Protocols
 #
-# Each game is one class (or two) with real bytes of its protocol in the docstring. A protocol is
-# given bytes, the peer that sent them and the time, and it returns bytes. It keeps what it learns
-# in the registry, and raises Malformed for everything that its document does not have. "The
-# document" is the game's own description of the protocol; the docstring of the class has its title.
-# If the document leaves something open, the class does it as deployed programs do.
+# Each game is one class or two, with real bytes of its protocol in the docstring. A protocol is
+# given bytes, the peer that sent them and the time, and returns bytes. It lists servers in the
+# registry, and raises Malformed for bytes that are not in its document. "The document" is the
+# game's own description of the protocol; the docstring of the class gives its title. If the
+# document leaves something open, the class does the same as deployed programs.
 # ================================================================================================
 
 class UdpProtocol:
@@ -2824,11 +2919,12 @@ class UdpProtocol:
 
     Replies are a list of (datagram, peer) pairs, which the event loop sends."""
 
-    # The id that the game has in the registry; "" if there are several: see serves()
+    # The id of the game in the registry. It is "" if the protocol has several games; then serves()
+    # is overridden
     game = ""
-    # True if the game's lists have room for IPv4 addresses alone; it then gets IPv4 sockets only
+    # True if the game's lists cannot hold IPv6 addresses. The protocol then gets IPv4 sockets only
     ipv4_only = True
-    # A longer datagram is cut off here
+    # A longer datagram is truncated to this length
     datagram_bytes = MAX_DATAGRAM_BYTES
 
     def answer_repeats(self, data: Sequence[bytes], peers: Sequence[Peer],
@@ -2866,46 +2962,50 @@ class UdpProtocol:
 class Session:
     """One TCP connection.
 
-    The bytes that a method returns are written to the peer, those of each call in one piece."""
+    The bytes that a method returns are sent to the peer, those of each call in one piece."""
 
-    # True once no more is to come: what is still unsent is written, then the connection is closed
+    # True if the session will send nothing more. The connection is closed when all is sent
     done = False
-    # Bytes that have been received and not yet answered
+    # Received bytes that have not been answered yet
     buffer = b""
     # True for the connection of a game server that publishes itself here. If there are too many
-    # connections, those of such servers are closed last
+    # connections, those of game servers are closed last
     kept = False
-    # Work for the disk thread; its result is handed to resume()
+    # A function for the disk thread, or None. Its result is passed to resume()
     job: Optional[Callable[[], Any]] = None
 
     def opened(self, now: float) -> bytes:
-        """Return what the master sends before it has received anything."""
+        """Return the bytes that the master sends first on a new connection."""
         return b""
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """Answer one message at most, and keep the bytes behind it in `buffer`.
+        """Add received bytes to `buffer`, and return the answer to the first message in it.
 
-        Once the answer has been written, this method is called again with b"". The answers are
-        the same however the network splits the input. Raise Malformed for bytes that the protocol
-        does not have."""
+        Return b"" if the message is not complete yet. Only one message is answered; after the
+        answer has been sent, this method is called again with b"", for the next message. Raise
+        Malformed if the bytes do not follow the protocol."""
         return b""
 
     def ended(self, now: float) -> bytes:
-        """Return what is still to be sent to a peer that sends no more but may still read."""
+        """Return the last bytes for a peer that has ended its side of the connection.
+
+        The peer sends nothing more, but may still read."""
         return b""
 
     def resume(self, result: Any, now: float) -> bytes:
-        """Answer with the result of `job`, or with the exception that the job raised."""
+        """Return the answer that needed the result of `job`.
+
+        `result` is what the job has returned, or the exception that it has raised."""
         return b""
 
     def tick(self, now: float) -> bytes:
-        """Return a greeting that is due, or set `done` after a timeout.
+        """Return bytes that are due now, such as a greeting, and set `done` after a timeout.
 
-        The event loop calls this a few times a second while no output waits."""
+        The event loop calls this a few times a second while no output is waiting to be sent."""
         return b""
 
     def closed(self, now: float) -> None:
-        """Clean up after the connection, whichever side has ended it."""
+        """Clean up after the connection has been closed, by either side."""
 
 
 class TcpProtocol:
@@ -2914,7 +3014,7 @@ class TcpProtocol:
     # As in UdpProtocol
     game = ""
     ipv4_only = False
-    # False if clients send the first bytes, which are then read as soon as they connect
+    # False if clients send first. Their first bytes are then read as soon as they connect
     speaks_first = True
 
     def session(self, address: str, now: float) -> Session:
@@ -2922,9 +3022,9 @@ class TcpProtocol:
         raise NotImplementedError
 
     def refusal(self, address: str, now: float) -> Session:
-        """Return the session for a connection over a limit.
+        """Return the session for a new connection that exceeds a limit.
 
-        The connection is closed once the bytes that its opened() returns have been sent."""
+        It has `done` set: the connection is closed after the bytes of opened() have been sent."""
         session = Session()
         session.done = True
         return session
@@ -2946,24 +3046,24 @@ class Core(NamedTuple):
     settings: Settings
     registry: Registry
     poller: Poller
-    # resolve(host, done, source, like="") has the address of a host name looked up in another
-    # thread, and returns at once. The event loop later calls done(address, now); the address is
-    # "" if the host has none. `source` is the address of the client that named the host, or "" if
-    # the ini names it. If a host has several addresses, `like` is chosen if it is one of them, and
-    # otherwise one of the same family as `like`, if there is one. resolve() raises Refused if too
-    # many look-ups for clients are waiting; the client then has to try again
+    # resolve(host, done, source, like="") lets another thread look up the address of a host name,
+    # and returns at once. When the address is known, the event loop calls done(address, now). The
+    # address is "" if the host has none. `source` is the address of the client that named the host,
+    # or "" if the ini names it. If a host has several addresses, `like` is preferred, and after
+    # that an address of the same family as `like`. resolve() raises Refused if too many look-ups
+    # for clients are waiting
     resolve: Callable[..., None]
     # The games whose servers may be announced by HTTP, by their ids
     http_announcers: Dict[str, PolledGame]
-    # Only for jobs of the disk thread
+    # None if nothing is stored. Only jobs of the disk thread may use it
     database: Optional[Database] = None
-    # How much each protocol has received and sent, by its name
+    # Counts of the packets that each protocol has received and sent, by its name
     tallies: Mapping[str, Tally] = {}
-    # The parts of the program that do not work, with the reason; empty while all is well
+    # The parts of the program that do not work, with the reasons; empty if all of them work
     health: Mapping[str, str] = {}
     # The open ports; each has .protocol, .transport, .host and .port
     listeners: Sequence[Any] = ()
-    # Measured values for /metrics that are in no tally, by their names
+    # Other measured values for /metrics, by their names
     gauges: Mapping[str, float] = {}
     # Returns the hourly player counts of the last day, by server
     hourly_players: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
@@ -2973,8 +3073,8 @@ class Core(NamedTuple):
 
 # --- Poller --------------------------------------------------------------------------------------
 #
-# A query is one datagram to a game server. A poll is everything that it takes to learn the state of
-# the server: one query, or several if its game has further questions or if a datagram is lost.
+# A query is one datagram to a game server. A poll is all the queries that it takes to learn the
+# state of the server: usually one, and more if the game needs several or if a datagram is lost.
 
 # The longest answer that is read. AIO's descriptions have no limit, but only their first
 # TEXT_CHARACTERS are shown
@@ -3002,9 +3102,9 @@ RESOLVE_RETRY_S = 60.0
 class Target:
     """One game server that the poller queries."""
 
-    # True if the ini names the server: it is then queried however long it is silent
+    # True if the ini names the server. It is then polled even if it never answers
     pinned = False
-    # The time of the next query; while a query is open, the time at which the poller gives it up
+    # The time of the next query or, while a query is open, the time at which it is given up
     due = 0.0
     # The time at which the open query was sent; None if no query is open
     asked_at: Optional[float] = None
@@ -3020,7 +3120,7 @@ class Target:
     ping_ms = 0.0
     # The reason why a datagram that came in this poll is not an answer, or ""
     answer_error = ""
-    # For the querier alone: whatever it has to remember during a poll
+    # The querier may keep anything here during a poll
     querier_data: Any = None
 
     def __init__(self, querier, address, server_port):
@@ -3033,7 +3133,8 @@ class Target:
         self.source = source_key(address)
         # The game under which the server is listed; a Quake III server's answer names it
         self.game = querier.game
-        # When the server is polled within each interval: 0 is its start, 1 its end
+        # The part of each interval, from 0 to 1, after which the server is polled. It is random, so
+        # that the polls of all servers are spread over the interval
         self.phase = RANDOM.random()
 
 
@@ -3043,9 +3144,9 @@ class Querier:
     The poller decides when a query is sent. The querier knows the bytes of its game."""
 
     registry: Registry
-    # The id that the game has in the registry. Quake III's family is one querier with many games
+    # The id of the game in the registry. Quake III's family is one querier with many games
     game = ""
-    # The port that answers queries is the server's own port plus this
+    # The difference between the port that answers queries and the port that players use
     offset = 0
     # How long a query waits for its answer
     timeout_s = POLL_TIMEOUT_S
@@ -3063,18 +3164,17 @@ class Querier:
     def answer(self, target: Target, data: bytes, now: float) -> Optional[bytes]:
         """Read the answer to the target's open query.
 
-        Return None if the poll has a further question, which then goes out at the next tick.
-        Otherwise the poll is complete, and the bytes that this returns go to the server as a
-        goodbye (b"": nothing is sent).
+        Return None if the poll needs another query; it is sent at the next tick. Otherwise the poll
+        is complete: return the bytes that end it and are sent to the server, or b"" for nothing.
 
-        Raise Malformed if the bytes are not an answer to this query. If this raises Refused, the
-        poller also behaves as if no answer had come."""
+        Raise Malformed if the data are not an answer to this query, and Refused if the server may
+        not be listed. In both cases the query stays open."""
         raise NotImplementedError
 
     def poll_missed(self, target: Target, now: float) -> bool:
-        """Handle a poll without an answer, the `target.missed_polls`th in a row.
+        """Handle a poll that got no answer. `target.missed_polls` counts them, with this one.
 
-        Return True if the poller is to query this target no longer."""
+        Return True if the poller should remove the target."""
         raise NotImplementedError
 
     def record_silence(self, target: Target, now: float) -> None:
@@ -3111,7 +3211,7 @@ class Poller(UdpProtocol):
     datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings):
-        """Begin without targets. `settings`: a Settings object."""
+        """Begin without targets. The Settings give the interval and the rate of polls."""
         # Every querier that has added a target
         self.queriers = set()
         # The targets by game, address and the server's own port
@@ -3144,10 +3244,10 @@ class Poller(UdpProtocol):
         return self.targets.get(key)
 
     def keep_polling(self, querier, address, server_port):
-        """Return the target for a server that is listed or named in the ini; add it if it is new.
+        """Poll a server that is listed or named in the ini from now on, and return its target.
 
-        A new target is queried at the next tick, and from then on in its slot of each interval.
-        If the target was a newcomer, it no longer is."""
+        If the server has no target yet, one is added and queried at the next tick, and from then on
+        in its slot of each interval. If the server was a newcomer, it no longer is."""
         target = self.find(querier, address, server_port)
         if target is None:
             target = Target(querier, address, server_port)
@@ -3159,8 +3259,8 @@ class Poller(UdpProtocol):
     def add_newcomer(self, querier, address, server_port):
         """Add a target for a game server that has announced itself and is not a target yet.
 
-        Return None if there is room for it. Otherwise a newcomer has been removed, perhaps this
-        one; return its target."""
+        If there are too many newcomers, one of them, perhaps this one, is removed. Return the
+        removed target, or None."""
         newcomer = Target(querier, address, server_port)
         self.insert(newcomer)
         same_source = self.newcomers.setdefault(newcomer.source, {})
@@ -3171,7 +3271,7 @@ class Poller(UdpProtocol):
         return self.remove_one_newcomer()
 
     def insert(self, target):
-        """Enter this new target into the tables."""
+        """Add a new target to the tables of targets and sources."""
         self.queriers.add(target.querier)
         self.targets[target.key] = target
         for key in source_keys(target.address):
@@ -3181,8 +3281,8 @@ class Poller(UdpProtocol):
         """Remove and return the oldest newcomer of the source that has the most newcomers.
 
         Thus a source that sends many announcements pushes out its own newcomers only."""
-        # Of sources with equally many, max() takes its first one: here the one that came or was
-        # queried last, because the other sources have waited for longer
+        # Among sources with equally many newcomers, max() chooses the first. In this order that is
+        # the source that came or was queried last; the others have waited for longer
         latest_first = reversed(list(self.newcomers.values()))
         same_source = max(latest_first, key=len)
         oldest = next(iter(same_source.values()))
@@ -3195,7 +3295,7 @@ class Poller(UdpProtocol):
         return target.key in same_source
 
     def end_newcomer(self, target):
-        """Take this target out of the newcomers, if it is one; it stays a target."""
+        """Remove a target from the newcomers, if it is one of them. It stays a target."""
         if not self.is_newcomer(target):
             return
         same_source = self.newcomers[target.source]
@@ -3204,7 +3304,9 @@ class Poller(UdpProtocol):
             del self.newcomers[target.source]
 
     def remove(self, target):
-        """Query this target no longer. Do nothing for None or a target that is removed already."""
+        """Remove a target, so that it is not queried any more.
+
+        Do nothing if it is None, or has been removed already."""
         if target is None:
             return
         is_removed_already = self.targets.get(target.key) is not target
@@ -3220,10 +3322,9 @@ class Poller(UdpProtocol):
     def poll_now(self, querier, address, server_port, now):
         """Begin a new poll of this game server at the next tick, and return its target.
 
-        A server that is no target yet becomes one, as in keep_polling(). A poll that is under way
-        starts again, without what the querier remembers of it. This restarts at most
-        RESTARTED_POLLS_LIMIT polls in a row, so that a server that announces itself every few
-        seconds and never answers is missed like every silent server."""
+        If the server has no target yet, one is added. A poll that is under way starts again, but
+        only RESTARTED_POLLS_LIMIT times in a row. Otherwise a server that announces itself every
+        few seconds, and never answers, would never miss a poll."""
         target = self.find(querier, address, server_port)
         if target is None:
             target = self.keep_polling(querier, address, server_port)
@@ -3240,13 +3341,14 @@ class Poller(UdpProtocol):
         return target
 
     def datagram(self, data, peer, now):
-        """Give an answer to the querier that waits for it, and return the goodbye, if any.
+        """Pass an answer to the querier that waits for it, and return the replies.
 
         Raise Malformed if no query to this peer is open, or if no querier can read the answer."""
         source, source_port = peer[:2]
         address = canonical_address(source)
         error_text = "an answer that nobody asked for"
-        # Servers of two games may be at one endpoint, so that each querier gets its chance
+        # Two games may have targets at the same endpoint, so every querier with an open query tries
+        # to read the answer
         for querier in self.queriers:
             target = self.find(querier, address, source_port - querier.offset)
             if target is None or target.asked_at is None:
@@ -3263,9 +3365,10 @@ class Poller(UdpProtocol):
         raise Malformed(error_text)
 
     def end_query(self, target, has_further_question, now):
-        """Schedule what comes after an answer to this target's query.
+        """End the query of a target that has answered.
 
-        A further question goes out at the next tick. Without one the poll is over."""
+        If the game has a further question, it is sent at the next tick. Otherwise the poll is
+        over."""
         target.missed_polls = 0
         target.restarted_polls = 0
         if has_further_question:
@@ -3290,8 +3393,10 @@ class Poller(UdpProtocol):
         return [self.open_query(target, now) for target in chosen]
 
     def due_targets(self, now):
-        """Return the targets with a query to send or to give up now, the longest overdue first."""
-        # Looking at all 10,000 takes a millisecond, less than keeping them in order
+        """Return the targets that are due, the longest overdue first.
+
+        Their next query has to be sent now, or their open query has not been answered in time."""
+        # To look at 10,000 targets takes a millisecond; to keep them sorted would take longer
         due = []
         for target in self.targets.values():
             if target.due <= now:
@@ -3324,7 +3429,7 @@ class Poller(UdpProtocol):
                 newcomers.append(target)
             else:
                 listed.append(target)
-        # At most half, because a rate of 1 would otherwise leave nothing to listed servers
+        # The share is at most half, because a rate of 1 would leave nothing to listed servers
         share = max(1, self.rate // NEWCOMER_SHARE)
         share = min(share, self.rate // 2, len(newcomers))
         listed = listed[:self.rate - share]
@@ -3389,17 +3494,16 @@ class PolledGame(Querier):
     """
 
     def __init__(self, core):
-        """`core`: the Core of this program. Servers of this game can then be announced by HTTP,
-        too."""
+        """Join a Core: its poller, its registry, and the games that can be announced by HTTP."""
         self.core = core
         self.registry = core.registry
         self.poller = core.poller
         self.rules = core.registry.rules
-        # The servers that the ini names, by host and port. What the values are is up to the game
+        # The servers that the ini names, by (host, port). The subclass decides what the values are
         self.pinned_by_host = {}
         # The same values by the addresses and ports that the hosts lead to
         self.pinned_by_address = {}
-        # The address of each host, "" if it has none
+        # The address of each host that the ini names, "" if the host has none
         self.addresses = {}
         # The hosts that are being looked up
         self.hosts_being_resolved = set()
@@ -3435,7 +3539,7 @@ class PolledGame(Querier):
     def check_newcomer(self, source, port, name):
         """Raise Refused if a game server that has announced itself may not be queried.
 
-        `name` is None if the server has not said its name."""
+        `name` is None if the server has not announced a name."""
         registry = self.registry
         address = self.rules.listed_address(source)
         key = self.game, address, port
@@ -3454,8 +3558,8 @@ class PolledGame(Querier):
     def add_newcomer(self, source, port, now):
         """Add a newcomer to the poller.
 
-        If there are too many newcomers, one of them is removed, and /check shows the reason to its
-        operator. Raise Refused if it is this one."""
+        If that makes too many, the poller removes one. Raise Refused if it is this one. Otherwise
+        record the reason, so that /check shows it to the operator of the removed server."""
         removed = self.poller.add_newcomer(self, source, port)
         if removed is None:
             return
@@ -3474,9 +3578,9 @@ class PolledGame(Querier):
         return server.responding
 
     def stop_polling(self, source, port):
-        """Query this server no longer, because it has left or says that it leaves.
+        """Stop querying a server that has left or signs off. A server that the ini names stays.
 
-        A server that the ini names stays a target. Return False if the server was no target."""
+        Return whether the server was a target."""
         target = self.poller.find(self, source, port)
         if target is None:
             return False
@@ -3485,9 +3589,9 @@ class PolledGame(Querier):
         return True
 
     def on_registry_event(self, event, server):
-        """Poll every server that is listed, and no server that is gone.
+        """Start polling a server that has been listed, or stop polling one that is gone.
 
-        `event` is "listed" or "gone". Servers restored from the disk are listed in this way too."""
+        `event` is "listed" or "gone". Servers that are restored from the disk are "listed" too."""
         if event == "listed":
             target = self.poller.keep_polling(self, server.source, server.port)
             target.game = server.game
@@ -3509,15 +3613,15 @@ class PolledGame(Querier):
     # Servers that the ini names
 
     def set_pinned(self, pinned_by_host):
-        """Set the servers that the ini names: a dict by (host, port)."""
+        """Replace the servers that the ini names. They are a dict by (host, port)."""
         self.pinned_by_host = pinned_by_host
         self.resolve_at = -math.inf
 
     def resolve_pinned(self, now):
-        """Poll the servers that the ini names, at the addresses that their hosts lead to now.
+        """Poll the servers that the ini names, at the present addresses of their hosts.
 
-        Called once a second. Servers that the ini has named before and names no longer are
-        removed; they may announce themselves again."""
+        The game calls this once a second. Servers that the ini named before a reload and does not
+        name now are removed; they may announce themselves again."""
         hosts = {host for host, _ in self.pinned_by_host}
         if now >= self.resolve_at:
             self.resolve_at = now + RESOLVE_S
@@ -3535,19 +3639,20 @@ class PolledGame(Querier):
             self.remove_unpinned()
 
     def resolve_hosts(self, hosts):
-        """Look up the addresses of these hosts. The results go to pinned_resolved()."""
+        """Begin to look up the addresses of these hosts. The results go to on_host_resolved()."""
         for host in hosts:
             if is_unicast(host):
                 self.addresses[host] = canonical_address(host)
             elif host not in self.hosts_being_resolved:
                 self.hosts_being_resolved.add(host)
-                done = functools.partial(self.pinned_resolved, host)
-                self.core.resolve(host, done, "")
+                done = functools.partial(self.on_host_resolved, host)
+                self.core.resolve(host, done, source="")
 
-    def pinned_resolved(self, host, address, now):
+    def on_host_resolved(self, host, address, now):
         """Remember the address of a host that the ini names.
 
-        `address` is "" if the look-up found none. The host's last address then stays in use."""
+        `address` is "" if the look-up found none. The last known address then stays in use, and the
+        host is looked up again soon."""
         self.hosts_being_resolved.discard(host)
         if is_unicast(address):
             self.addresses[host] = address
@@ -3559,10 +3664,10 @@ class PolledGame(Querier):
                         "it will be looked up again", self.game, ascii(host))
 
     def remove_unpinned(self):
-        """Remove the targets and servers that the ini named before and names no longer."""
+        """Remove the targets and servers that the ini named before a reload and not now."""
         for target in list(self.poller.targets.values()):
-            was_named = target.querier is self and target.pinned
-            if not was_named:
+            was_named_for_this_game = target.querier is self and target.pinned
+            if not was_named_for_this_game:
                 continue
             endpoint = target.address, target.server_port
             if endpoint in self.pinned_by_address:
@@ -3576,9 +3681,9 @@ class PolledGame(Querier):
     def list_polled(self, target, fields, now, lifetime=math.inf):
         """List the target's server with the contents of its answer, or refresh it.
 
-        `fields` has attributes of Server, `lifetime` is in seconds. Return the Server. Return None
-        if it is refused: it is then removed from the list, and from the poller unless the ini names
-        it."""
+        `fields` has attributes of Server by name; `lifetime` is in seconds. Return the Server, or
+        None if the rules or a limit refuse it. A refused server leaves the list, and is not polled
+        any more unless the ini names it."""
         source = target.address
         port = target.server_port
         server_before = self.listed_server(target)
@@ -3622,9 +3727,9 @@ class PolledGame(Querier):
         return self.game
 
     def poll_missed(self, target, now):
-        """Handle a missed poll: remove a server that is gone, or show it as not responding.
+        """Handle a missed poll: after several, remove the server, or show it as not responding.
 
-        Return True if the poller is to query this target no longer."""
+        Return True if the poller should remove the target."""
         is_gone = (target.missed_polls >= MISSED_POLLS_LIMIT
                    or self.poller.is_newcomer(target))
         server = self.listed_server(target)
@@ -3640,19 +3745,19 @@ class PolledGame(Querier):
         return is_gone
 
     def is_listed_otherwise(self, server, target):
-        """Return whether this server is in the list for another reason than the target's answers.
+        """Return whether this server would be listed even without the target's answers.
 
-        Either another master has heard the server, or the server is behind a router and has
-        announced itself from an address that is not the target's."""
+        That is so if another master has heard the server, or if the server is behind a router and
+        has announced itself from another address than the target's."""
         if server.master:
             return True
         return server.source != target.address
 
     def list_silent(self, target, server, is_gone, now):
-        """Show a server that the ini names and that is silent as not responding.
+        """Show a server that the ini names, but that does not answer, as not responding.
 
-        `server` is None if it is not listed yet. If it is listed, nothing changes as long as
-        `is_gone` is False, because only few polls have been missed so far."""
+        `server` is None if it is not listed yet; it is listed then. A listed server is changed only
+        if it `is_gone`, that is, after several missed polls."""
         if server is None:
             name = endpoint_text(*self.listed_endpoint(target))
             self.list_polled(target, {"name": name, "responding": False}, now)
