@@ -13555,13 +13555,14 @@ class MasterServer:
 #
 # The commands: serve, check the settings, announce a game server that cannot do it itself, query
 # game servers and masters. The tools use the codecs of section 7. They are ordinary blocking
-# programs, and say at the end what went wrong. They never use the event loop; only
-# command_serve() starts it.
+# programs that report an error and end. None of them uses the event loop; only command_serve()
+# starts it.
 # ================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-# Listed servers live long and have no reference cycles. Python would look for cycles after every
-# 700 new objects (2,000 from 3.13 on), which makes listing servers 4 % slower.
+# The thresholds of Python's garbage collector. By default it looks for reference cycles after every
+# 700 new objects (2,000 from Python 3.13 on). Listed servers have no cycles, and without these
+# searches they are listed 4 % faster
 GC_THRESHOLDS = 10_000, 20, 20
 EXIT_STATUSES = """exit status:
   0  ended as told, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or the
@@ -13578,15 +13579,15 @@ Only what was asked for goes to standard output; the log goes to standard error 
 # To announce another game in its own protocol, add an Announcer and its entry in ANNOUNCERS.
 
 ICEBALL_VERSION = "0.2.1-37"        # the default of [iceball] version
-# The pause after each announcement of a burst. The document has five announcements, 1 s apart, and
-# a burst every 40 s.
+# The pause after each announcement of a burst. In the document a burst has five announcements, 1 s
+# apart, and a burst begins every 40 s
 ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
 SUBSPACE_PERIOD_S = 60.0            # between two announcements; the zone server asss does the same
-# Deployed AIO servers send a keepalive every 20 to 40 s, and the master answers each.
+# Deployed AIO servers send a keepalive every 20 to 40 s, and the master answers each of them
 AIO_KEEPALIVE_EVERY_S = 30.0
 AIO_MASTER_BYTES = 4096             # a master's message has 20 bytes; with a reason perhaps 200
-# A server that was refused asks again after this time, as Iceball's game servers do. By HTTP it
-# asks again after RETRY_MAX_S.
+# A refused server is announced again after this time, as Iceball's game servers do. By HTTP it is
+# announced again after RETRY_MAX_S
 REFUSED_S = 1800.0
 RETRY_S, RETRY_MAX_S = 1.0, 60.0    # the pauses after failures grow: 1, 2, 4 and so on up to 60 s
 CONNECT_S = 10.0                    # for a TCP connection to be established
@@ -13608,42 +13609,43 @@ AIO_FRAMED_REFUSAL = AIO_REFUSED + AIO_PUBLISH_PORT
 
 
 class MasterRefused(Exception):
-    """A master does not list this game server; the text says why."""
+    """Raised if a master does not list this game server. The text gives the master's reason."""
 
 
 class Announcer:
     """Announces one game server to one master, in the game's own protocol.
 
-    It does no I/O except for the log: bytes and the time come in, bytes go out. If a method
-    raises an exception, its caller ends the connection and passes the exception to on_error().
+    It does no I/O except for the log: its methods are given bytes and the time, and return bytes.
+    If a method raises an exception, its caller ends the connection and calls on_error().
 
     server        the game server, with the values to announce
-    host, port    the master, as named by the user; announcements go there
-    master        the same as text, for the log
-    address       the address at which the master was last reached
-    due           when to announce next, or, without a connection, when to connect
-    state         how the announcements are going, in words
-    was_accepted  True once the master has accepted the server; False if it has refused from the
-                  beginning; None before its first answer
+    host, port    the master, as the user has named it
+    master        host and port as text, for the log
+    address       the IP address at which the master was last reached
+    due           the time of the next announcement, or of the next attempt to connect
+    state         the success of the last announcement, in words
+    was_accepted  True if the master has ever accepted the server, False if it has only refused it,
+                  None before its first answer
 
     Subclasses for TCP also have opened(now), which returns the first bytes of a new connection.
     Subclasses of games whose servers are queried by masters also have answer(data), which returns
     the answer to such a query and raises Malformed if the data are no query."""
 
-    # "udp"; "tcp" for one connection that is kept; "http" for one request per announcement
+    # "udp", "tcp" for one connection that is kept open, or "http" for a request per announcement
     transport = "udp"
     refused_s = REFUSED_S
-    master_port = 27790             # the port of this game's masters, if the user names none
-    # The difference between the master's named port and the one for announcements
+    master_port = 27790             # the default port of this game's masters
+    # The difference between the master's port and the port for announcements
     port_offset = 0
-    # From the game server's port to the UDP port that masters query; None if they query none
+    # The difference between the UDP port that masters query and the game server's port; None if
+    # masters of this game do not query
     query_offset: Optional[int] = None
     address = state = ""
     due = 0.0
     was_accepted: Optional[bool] = None
 
     def __init__(self, server, host, port):
-        """`server`: a Server with the values to announce; `host`, `port`: of the master."""
+        """Announce a Server, with its present values, to the master at `host` and `port`."""
         self.server = server
         self.host = host
         self.port = port
@@ -13651,59 +13653,64 @@ class Announcer:
         self.pause_s = RETRY_S          # the pause after the next failure
 
     def announce(self, now: float) -> bytes:
-        """Return the announcement to send now, and set `due` for the next one. Raise OSError if
-        the master does not answer any more."""
+        """Return the announcement to send now, and set `due` for the next one.
+
+        Raise OSError if the master has stopped answering."""
         raise NotImplementedError
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """Return the answer to what the master has sent, b"" for none. By TCP the data can be
-        split anywhere. Raise MasterRefused if the master refuses the server, and Malformed for bad
-        data."""
+        """Read data from the master, and return the answer to send, perhaps b"".
+
+        By UDP the data are one datagram; by TCP they may begin and end in the middle of a message.
+        Raise MasterRefused if the master refuses the server, and Malformed if the data do not
+        follow the protocol."""
         return b""
 
     def set_state(self, state, level=logging.WARNING):
-        """Remember how the announcements are going, and log it if it has changed."""
+        """Set `state`, and log it if it has changed."""
         if state != self.state:
             self.state = state
             log.log(level, "%s: %s", self.master, state)
 
     def on_accepted(self, state):
-        """Note that the master has accepted the server."""
+        """Note that the master has accepted the server. `state` says so in words, for the log."""
         self.was_accepted = True
         self.pause_s = RETRY_S
         self.set_state(state, logging.INFO)
 
     def on_error(self, error, now):
-        """Log the error, and set `due` to try again after a pause."""
-        # Before `was_accepted` changes, because run() may then end with this state as its reason
+        """Log the error, and set `due` for another attempt after a pause."""
+        # The state is set before `was_accepted`: as soon as that is False, the thread in run() may
+        # end the program and give this state as its reason
         self.set_state(clean(str(error), TEXT_CHARACTERS))
         if isinstance(error, MasterRefused):
             self.due = now + self.refused_s
-            self.was_accepted = bool(self.was_accepted)
+            if self.was_accepted is None:
+                self.was_accepted = False
         else:
             self.due = now + self.pause_s
             self.pause_s = min(2 * self.pause_s, RETRY_MAX_S)
 
 
 def text_field(text, max_bytes, encoding="utf-8"):
-    """Return the text as bytes, cut after a whole character to at most `max_bytes`. Characters
-    that the encoding lacks become "?"."""
+    """Encode a text and cut it to at most `max_bytes` bytes, but never within a character.
+
+    Characters that the encoding lacks become "?"."""
     cut = text.encode(encoding, "replace")[:max_bytes]
     whole_characters = cut.decode(encoding, "ignore")
     return whole_characters.encode(encoding)
 
 
 class IceballAnnouncer(Announcer):
-    """Announces an Iceball server in bursts of five, and answers each MSOK with a HSHK.
+    """Announces an Iceball server in bursts of five packets, and answers each MSOK with a HSHK.
 
-    After BADV or BADF it is silent for 30 minutes, as deployed game servers are."""
+    After a refusal (BADV or BADF) it pauses for 30 minutes, as deployed game servers do."""
 
-    sent_in_burst = 0               # announcements of the present burst that were sent
-    is_answered = False             # the master has answered since the end of the last burst
+    sent_in_burst = 0               # the number of packets of the present burst that were sent
+    is_answered = False             # True if the master has answered since the last burst ended
 
     def announce(self, now):
-        """Return the announcement of 86 bytes, and set `due` for the next one of the burst or of
-        the next burst."""
+        """Return an announcement of 86 bytes, and set `due` for the next one."""
         self.due = now + ICEBALL_GAPS_S[self.sent_in_burst]
         self.sent_in_burst += 1
         if self.sent_in_burst == len(ICEBALL_GAPS_S):
@@ -13718,20 +13725,21 @@ class IceballAnnouncer(Announcer):
             name, mode, map)
 
     def end_burst(self):
-        """Begin a new burst; say so if the master has not answered the old one."""
+        """Prepare the next burst. Log a warning if the master has not answered the last one."""
         self.sent_in_burst = 0
         if not self.is_answered:
             self.set_state("no answer; are address and port right, and does UDP get through?")
         self.is_answered = False
 
     def receive(self, data, now):
-        """Return the HSHK for the master's MSOK, b"" for other packets. Raise MasterRefused for
-        BADF and BADV."""
-        kind, content = data[:4], data[4:]
+        """Return the HSHK that answers the master's MSOK, or b"" for any other packet.
+
+        HSHK repeats the bytes that follow MSOK. Raise MasterRefused for BADF and BADV."""
+        kind, handshake = data[:4], data[4:]
         if kind == b"MSOK":
             self.is_answered = True
             self.on_accepted("announced")
-            return b"HSHK" + content
+            return b"HSHK" + handshake
         if kind == b"BADF":
             raise MasterRefused("refused: the master cannot read the announcement")
         if kind == b"BADV":
@@ -13742,73 +13750,79 @@ class IceballAnnouncer(Announcer):
 
 
 class SubSpaceAnnouncer(Announcer):
-    """Announces a zone at once, and then every 60 s. (The zone server asss first waits for 10 s
-    until its modules are loaded, but this zone runs already.)
+    """Announces a zone of SubSpace every 60 s, and answers pings for it.
 
-    The master pings the zone on its game port + 1. The answer has all players in one arena: the
-    one that the map names, or the public one. Clients show texts as Windows-1252."""
+    Masters ping the UDP port above the zone's game port. In the answer, all players are in one
+    arena: the one that `map` names, or the public one. Text is encoded as Windows-1252, because
+    clients show it so."""
 
     master_port = 4990
     port_offset = query_offset = 1
 
     def announce(self, now):
-        """Return the announcement, and set `due` for the next one."""
+        """Return the announcement, and set `due` for the next one.
+
+        It counts as accepted at once, because masters of this game do not answer it."""
         self.due = now + SUBSPACE_PERIOD_S
         self.on_accepted("announced; masters of this game do not answer but ping the next UDP port")
         server = self.server
-        scores = 1                      # the zone keeps scores
+        scores = 1                      # true: the zone keeps scores
         name = text_field(server.name, ZONE_NAME_BYTES, "cp1252")
-        ignored_address = bytes(4)      # masters use the address that the packet comes from
+        # The packet begins with an IPv4 address, which masters ignore: they use its source
+        ignored_address = bytes(4)
         head = ZONE_ANNOUNCEMENT_HEAD.pack(
             ignored_address, server.port, server.players, scores, ZONE_VERSION, name, ZONE_PASSWORD)
         description = text_field(server.description, ZONE_ANNOUNCED_DESCRIPTION_BYTES, "cp1252")
         return head + description + b"\0"
 
     def answer(self, data):
-        """Return the answer to a ping: the players, and the arena where all of them are. Raise
-        Malformed if it is not a ping."""
+        """Return the answer to a ping of 4 or 8 bytes. Raise Malformed for any other datagram."""
         if len(data) not in (4, 8):
             raise Malformed("a ping has 4 or 8 bytes")
-        total, playing = self.server.players, self.server.playing
-        if playing is None:
+        total = self.server.players
+        playing = self.server.playing
+        if playing is None:             # it is not known how many only watch
             playing = total
         arena = text_field(self.server.map, ARENA_NAME_BYTES, "cp1252") or b"0"
         return build_ping_answer(data, total, playing, [(arena, total, playing)])
 
 
 class AioAnnouncer(Announcer):
-    """Keeps a connection in AIO's text dialect.
+    """Announces an AIO server in the text dialect, by a connection that is kept open.
 
-    This dialect has no message for a refusal. A refusal may end later, so each keepalive is
-    followed by the publication. The player count is put into the name, as the game's own servers do
-    it."""
+    In this dialect a master that refuses a server does not say so. The reason may end later, so the
+    server is published again with each keepalive. The number of players is a part of the name, as
+    it is with the game's own servers."""
 
     transport = "tcp"
     master_port = 27011
     keepalive = b"KEEPALIVE#%\n"
 
     def opened(self, now):
-        """Publish the server on a new connection."""
+        """Return the first bytes of a new connection: they publish the server."""
         self.buffer = b""
-        self.is_heard = False               # the master has sent anything since the last keepalive
-        self.is_confirmed = False           # it has confirmed the publication since then
+        # Since the last keepalive, has the master sent anything, and has it confirmed the server?
+        self.is_heard = False
+        self.is_confirmed = False
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.publication()
 
     def announce(self, now):
-        """Return a keepalive and the publication. Raise ConnectionError if nothing has come from
-        the master since the last ones."""
+        """Return a keepalive and the message that publishes the server.
+
+        Raise ConnectionError if the master has sent nothing since the last keepalive."""
         if not self.is_heard:
             raise ConnectionError("the master has fallen silent")
         if not self.is_confirmed:
             self.set_state("the master does not confirm it; has it banned this address, "
                            "refused the name, or run out of room?")
-        self.is_heard = self.is_confirmed = False
+        self.is_heard = False
+        self.is_confirmed = False
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.keepalive + self.publication()
 
     def publication(self):
-        """Return the message that publishes the server."""
+        """Return the message that publishes the server: 13#NAME#DESCRIPTION#PORT#%, newline."""
         server = self.server
         name = server.name
         if server.players or server.max_players:
@@ -13819,15 +13833,16 @@ class AioAnnouncer(Announcer):
 
     @staticmethod
     def escaped(text):
-        """Return the text without the separator "#", and without a "%" at its beginning, which
-        would end the message."""
+        """Return a text without characters that have a meaning in this dialect.
+
+        A "#" separates fields, and a "%" at the beginning of a field ends the message."""
         return text.replace("#", "<num>").lstrip("%")
 
     def receive(self, data, now):
-        """Look for the master's confirmation; nothing is answered."""
+        """Look for the master's confirmation in the data. Return b"", because none is answered."""
         self.is_heard = True
         received = self.buffer + data
-        # The confirmation may come in pieces: keep one byte less than it has
+        # The confirmation may come in pieces, so the bytes that may be its beginning are kept
         self.buffer = received[1 - len(AIO_TEXT_CONFIRMATION):]
         if AIO_TEXT_CONFIRMATION in received:
             self.is_confirmed = True
@@ -13836,18 +13851,21 @@ class AioAnnouncer(Announcer):
 
 
 class FramedAioAnnouncer(AioAnnouncer):
-    """Keeps a connection in AIO's framed dialect. It announces only the port; masters query that
-    port by UDP for everything else."""
+    """Announces an AIO server in the framed dialect, by a connection that is kept open.
+
+    The announcement has only the port. Masters query that port by UDP for everything else."""
 
     query_offset = 0
     keepalive = aio_frame(AIO_KEEPALIVE)
 
     def publication(self):
+        """Return the frame that publishes the server's port."""
         return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
 
     def receive(self, data, now):
-        """Take all complete frames; nothing is answered. Raise MasterRefused if one is a refusal,
-        and Malformed if one cannot be read."""
+        """Read all complete frames. Return b"", because none of them is answered.
+
+        Raise MasterRefused if one of them is a refusal, and Malformed if one cannot be read."""
         self.is_heard = True
         self.buffer += data
         while True:
@@ -13858,7 +13876,9 @@ class FramedAioAnnouncer(AioAnnouncer):
             self.receive_message(payload)
 
     def receive_message(self, payload):
-        """Take the payload of one frame; raise MasterRefused if it is a refusal."""
+        """Read the payload of one frame. Raise MasterRefused if it is a refusal.
+
+        Only confirmations and refusals of the publication matter; other payloads are ignored."""
         if payload.startswith(AIO_FRAMED_CONFIRMATION):
             self.is_confirmed = True
             self.on_accepted("announced")
@@ -13867,8 +13887,7 @@ class FramedAioAnnouncer(AioAnnouncer):
             raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
 
     def answer(self, data):
-        """Return the answer to the query that consists of one byte 00. Raise Malformed for anything
-        else."""
+        """Return the answer to a query, which is one byte 00. Raise Malformed for other data."""
         if data != AIO_FRAMED_QUERY:
             raise Malformed("a query is the one byte 00")
         server = self.server
@@ -13882,39 +13901,46 @@ class FramedAioAnnouncer(AioAnnouncer):
 
 
 class HttpAnnouncer(Announcer):
-    """Announces a server by POST /announce, each time after half of the lifetime that the master
-    has granted, and with action=stop at the end."""
+    """Announces a server of any game by POST /announce.
+
+    The master's response says for how long the server stays listed. After half of that time it is
+    announced again. The last announcement has action=stop."""
 
     transport = "http"
     refused_s = RETRY_MAX_S             # the master's operator may lift the refusal at any time
 
     def fields(self):
-        """Return the fields to post, by name."""
+        """Return the fields of the announcement, by name."""
         fields = {"game": self.server.game, "port": self.server.port}
         for name in ANNOUNCEMENT_FIELDS:
             fields[name] = getattr(self.server, name)
         return fields
 
     def on_response(self, status, body, now):
-        """Take the master's HTTP response. Raise MasterRefused, or OSError if the announcement is
-        to be tried again."""
+        """Read the master's response to an announcement.
+
+        Raise MasterRefused if the master refuses the server, and OSError if the announcement failed
+        for a reason that may end soon."""
         response, lifetime_s = self.read_response(body)
         if response.get("listed") is True:
-            # max() comes first, so that a lifetime that is not a number (NaN) becomes TTL_MIN_S
+            # max() is called first because it turns a lifetime of NaN into TTL_MIN_S
             lifetime_s = min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
             self.due = now + lifetime_s / 2
             self.on_accepted("listed")
             return
         reason = str(response.get("reason", "HTTP status %d" % status))
-        is_final = 400 <= status < 500 and status not in (408, 429)
-        if is_final:
+        # 408 and 429 mean that the request came too slowly, or too soon after others
+        is_temporary = status in (408, 429)
+        is_client_error = 400 <= status < 500
+        if is_client_error and not is_temporary:
             raise MasterRefused("refused: " + reason)
         raise OSError("not listed yet: " + reason)
 
     @staticmethod
     def read_response(body):
-        """Return the JSON object of a response and its lifetime in seconds; {} and 0.0 where the
-        body has none."""
+        """Return the JSON object in a response, and the lifetime in seconds that it grants.
+
+        If the body is not a JSON object, or has no lifetime, these are {} or 0.0."""
         response, lifetime_s = {}, 0.0
         with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
             response = dict(json.loads(body))
@@ -13923,13 +13949,16 @@ class HttpAnnouncer(Announcer):
 
 
 class HyperbolAnnouncer(HttpAnnouncer):
-    """Announces a Hyperbol server by POST /announce. The master then queries the server itself,
-    on its game port, every 30 s."""
+    """Announces a Hyperbol server by POST /announce, and answers queries for it.
+
+    Masters query the server's game port by UDP, every 30 s by default."""
 
     query_offset = 0
 
     def answer(self, data):
-        """Return the answer to the master's query. Raise Malformed if it is not a query."""
+        """Return the answer to a query: the byte 02 and a timestamp, which the answer repeats.
+
+        Raise Malformed for other data."""
         if len(data) != HYPERBOL_MESSAGE_HEAD.size:
             raise Malformed("a query is 02 and a timestamp")
         message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
@@ -13951,7 +13980,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
         return head + HYPERBOL_INFO.pack(*info)
 
 
-# By game, and for AIO also by dialect; every other game is announced by HTTP
+# The Announcers by game, and for AIO by game and dialect. All other games are announced by HTTP
 ANNOUNCERS = {
     "iceball": IceballAnnouncer,
     "subspace": SubSpaceAnnouncer,
@@ -13962,8 +13991,10 @@ ANNOUNCERS = {
 
 
 def post_announcement(announcer, **extra_fields):
-    """Announce a server by HTTP. Raise OSError if the master cannot be reached, and MasterRefused
-    if it refuses."""
+    """Announce a server by HTTP, with extra fields such as action="stop".
+
+    Raise OSError if the master cannot be reached or does not list the server yet, and MasterRefused
+    if it refuses the server."""
     announcer.address = resolved(announcer.host)
     body = json.dumps({**announcer.fields(), **extra_fields})
     headers = {"Host": announcer.master, "Content-Type": "application/json"}
@@ -13980,14 +14011,14 @@ def post_announcement(announcer, **extra_fields):
     announcer.on_response(response.status, response_body, time.monotonic())
 
 
-# The fields that Announcement accepts beside the game and the port
+# The fields that Announcement accepts besides the game and the port, with their types
 ANNOUNCEMENT_FIELDS = {
     "name": str, "players": int, "max_players": int, "playing": int, "mode": str, "map": str,
     "version": str, "description": str}
 
 
 class Announcement:
-    """Announces a game server to masters, for games that cannot do it and for bundles.
+    """Announces a game server to masters, for games that cannot announce themselves.
 
         announcement = masterserver.Announcement("iceball", 21737,
                                                  ["master.example", "other.example:27790"],
@@ -13998,32 +14029,33 @@ class Announcement:
 
     game          iceball, subspace, aio, hyperbol, or another name that the masters list
     port          the game server's port, where players find it
-    masters       HOST or HOST:PORT, or a list of such texts
+    masters       HOST or HOST:PORT, or a list of them
     dialect       for AIO, "text" or "framed"; by default "text" if there is a name
-    players_from  a file whose last line is as for read_players(); read again when it changes
-    give_up       True: run() ends when every master has refused from the beginning, and `failure`
-                  then says why
+    players_from  a file whose last line gives the players in the format of read_players(); it is
+                  read a few times a second
+    give_up       if True, run() ends when all masters have only refused; `failure` then says why
     **fields      name, players, max_players, playing, map, mode, version, description
 
     A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's on
-    port + 1, Hyperbol's and AIO's (framed) on the port. They are answered here if that port is
-    free; otherwise the game server answers. An instance runs once.
+    port + 1, Hyperbol's and AIO's (framed) on the port itself. If that port is free, the queries
+    are answered here; otherwise the game server has to answer them. An instance can run only once.
     """
 
     failure = ""
-    # A plain attribute and no threading.Event: stop() may be called in a signal handler, which
-    # could interrupt a thread that holds the Event's lock
+    # This is not a threading.Event, because stop() may be called in a signal handler, and that may
+    # have interrupted the thread that holds the Event's lock
     stopping = False
-    has_complained = False              # the players could not be read, and the log has said so
+    has_complained = False              # True if the log says already that the players are unknown
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
                  dialect: str = "", players_from: str = "", give_up: bool = False,
                  **fields: Any) -> None:
-        """Check the arguments; start() or run() begins to announce."""
+        """Check the arguments. Nothing is announced before start() or run() is called."""
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
-        # SubSpace also uses the next port, so 65535 is left out. The port may be given as text
+        # 65535 is no game's port here, because SubSpace needs the port above it too. The number may
+        # be given as text
         game_port = read_number(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
@@ -14042,22 +14074,27 @@ class Announcement:
 
     @staticmethod
     def announcer_class(game: str, dialect: str) -> Any:
-        """Return the class that announces this game. Raise ValueError for an unknown dialect."""
+        """Return the subclass of Announcer for a game and, for AIO, a dialect.
+
+        Raise ValueError if the game does not have this dialect."""
         announcer_class = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
         if dialect and announcer_class is HttpAnnouncer:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         return announcer_class
 
     def announcer(self, announcer_class, master):
-        """Return an announcer for one master, given as HOST or HOST:PORT."""
+        """Return the Announcer for one master, which the user names as HOST or HOST:PORT.
+
+        Raise ValueError if the host cannot be a host name."""
         host, named_port = read_place(master)
-        ascii_host = host.encode("idna").decode("ascii")    # a ValueError if it can be no name
+        ascii_host = host.encode("idna").decode("ascii")
         port = named_port or announcer_class.master_port
         return announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
 
     def update(self, **fields: Any) -> None:
-        """Announce these values from now on; from any thread. Raises ValueError for a value that
-        cannot be announced."""
+        """Announce these values from now on. Any thread may call this.
+
+        Raise ValueError if a value cannot be announced; then none of them is."""
         for name, value in fields.items():
             if not self.may_be_announced(name, value):
                 raise ValueError("%s=%r cannot be announced" % (name, value))
@@ -14070,19 +14107,22 @@ class Announcement:
 
     @staticmethod
     def may_be_announced(name, value):
-        """Is there a field of this name, and does it have values of this type and size?"""
+        """Does ANNOUNCEMENT_FIELDS have this name, with the type of this value?
+
+        A number must also be within its bounds."""
         if type(value) is not ANNOUNCEMENT_FIELDS.get(name):
             return False
         return type(value) is not int or 0 <= value <= PLAYERS_MAX
 
     def start(self):
-        """Announce in threads of its own. A second call changes nothing."""
+        """Begin to announce in new threads, and return at once. A second call does nothing."""
         if not self.thread.is_alive():
             self.thread.start()
 
     def stop(self):
-        """Sign off and end; from any thread or a signal handler. A master that does not answer
-        delays this by 3 s."""
+        """Sign off from all masters and stop. Any thread and any signal handler may call this.
+
+        Each master that does not answer delays the return by 3 s."""
         self.stopping = True
         if self.thread.is_alive():
             self.thread.join()
@@ -14095,8 +14135,9 @@ class Announcement:
         self.stop()
 
     def run(self):
-        """Announce until stop() is called, or, with give_up, until no master is left."""
-        # The socket is opened first, because a master may query the server at once
+        """Announce until stop() is called or, with give_up, until all masters have refused."""
+        # The socket is opened before the threads start, because a master may query the server as
+        # soon as it is announced
         query_socket = self.open_query_socket()
         threads = []
         for announcer in self.announcers:
@@ -14118,15 +14159,18 @@ class Announcement:
             query_socket.close()
 
     def stop_if_refused(self):
-        """Stop, and set `failure`, if every master has refused from the beginning."""
-        if any(announcer.was_accepted is not False for announcer in self.announcers):
-            return
-        reasons = ["%s: %s" % (announcer.master, announcer.state) for announcer in self.announcers]
+        """Stop, and set `failure`, if all masters have refused the server and none has accepted it.
+        """
+        reasons = []
+        for announcer in self.announcers:
+            if announcer.was_accepted is not False:
+                return
+            reasons.append("%s: %s" % (announcer.master, announcer.state))
         self.failure = "; ".join(reasons)
         self.stopping = True
 
     def keep_announced(self, announcer):
-        """Announce to one master until stop(); runs in a thread of its own."""
+        """Announce to one master until stop() is called. A thread for each master runs this."""
         by_http = announcer.transport == "http"
         while not self.stopping:
             try:
@@ -14143,30 +14187,36 @@ class Announcement:
                 post_announcement(announcer, action="stop")
 
     def talk_to_master(self, announcer):
-        """Send what is due and answer the master: by TCP until it closes the connection, by UDP
-        until its name must be looked up again. Raise OSError, Malformed and MasterRefused."""
+        """Announce to one master by TCP or UDP, and answer what it sends, until stop() is called.
+
+        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
+        if the master cannot be reached or closes the connection, Malformed if it breaks the
+        protocol, and MasterRefused if it refuses the server."""
         announcer.address = resolved(announcer.host)
         endpoint = announcer.address, announcer.port
         now = time.monotonic()
         if announcer.transport == "tcp":
             with socket.create_connection(endpoint, CONNECT_S) as sock:
-                sock.settimeout(STEP_S)
                 sock.sendall(announcer.opened(now))
-                while not self.stopping:
-                    with contextlib.suppress(socket.timeout):
-                        self.send_and_receive(announcer, sock)
+                self.exchange_until(math.inf, announcer, sock, ignored_errors=(socket.timeout,))
         else:
             with udp_socket(*endpoint) as sock:
-                sock.settimeout(STEP_S)
-                while time.monotonic() < now + RESOLVE_S and not self.stopping:
-                    # By UDP a ConnectionError says that nobody has the port just now
-                    with contextlib.suppress(socket.timeout, ConnectionError):
-                        self.send_and_receive(announcer, sock)
+                # By UDP a ConnectionError only means that nobody has the port at the moment
+                ignored_errors = socket.timeout, ConnectionError
+                self.exchange_until(now + RESOLVE_S, announcer, sock, ignored_errors)
+
+    def exchange_until(self, end, announcer, sock, ignored_errors):
+        """Call send_and_receive() again and again, until the time `end` or stop()."""
+        sock.settimeout(STEP_S)
+        while time.monotonic() < end and not self.stopping:
+            with contextlib.suppress(*ignored_errors):
+                self.send_and_receive(announcer, sock)
 
     @staticmethod
     def send_and_receive(announcer, sock):
-        """Send an announcement if one is due, then wait for data from the master and reply to them.
-        Raise socket.timeout if none have come within STEP_S."""
+        """Send the announcement if it is due. Then wait for data from the master and answer them.
+
+        Raise socket.timeout if no data come within STEP_S."""
         now = time.monotonic()
         if now >= announcer.due:
             sock.sendall(announcer.announce(now))
@@ -14178,8 +14228,10 @@ class Announcement:
             sock.sendall(answer)
 
     def open_query_socket(self):
-        """Return the UDP socket on which masters query the game server. Return None if masters of
-        this game do not query, or if the game server itself has the port."""
+        """Open the UDP port on which masters query the game server, and return its socket.
+
+        Return None if masters of this game do not query, or if the game server itself has the
+        port."""
         first_announcer, *_ = self.announcers
         offset = first_announcer.query_offset
         if offset is None:
@@ -14195,7 +14247,7 @@ class Announcement:
         return sock
 
     def answer_query(self, sock):
-        """Answer one query, if one comes within STEP_S."""
+        """Wait up to STEP_S for a query, and answer it. Malformed queries are dropped."""
         first_announcer, *_ = self.announcers
         with contextlib.suppress(OSError, Malformed):
             data, peer = sock.recvfrom(MAX_DATAGRAM_BYTES)
@@ -14204,11 +14256,12 @@ class Announcement:
                 sock.sendto(answer, peer)
 
     def may_answer(self, peer, surplus):
-        """May this peer get an answer with `surplus` bytes more than its query?
+        """May this peer get an answer that is `surplus` bytes longer than its query?
 
-        An answer as long as its query is never sent: after one forged query two ports could
-        answer each other for ever. An AIO query of one byte gets a thousand times as much, and its
-        source may be forged. So each master has a bucket of its own, and all others share one."""
+        An answer that is not longer is never sent: after one query with a forged source, two ports
+        could answer each other for ever. A longer answer could flood a forged source; AIO's has a
+        thousand times the bytes of its query. So the surplus is limited: each master has a bucket
+        of its own, and all other peers share one."""
         if surplus <= 0:
             return False
         source, _ = peer
@@ -14217,7 +14270,7 @@ class Announcement:
         return self.surplus_limiter.allow(bucket, time.monotonic(), surplus)
 
     def update_players_from_file(self):
-        """Announce the players that the last line of the file says."""
+        """Announce the number of players in the last line of the file `players_from`."""
         try:
             with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
                 text = file.read().strip()
@@ -14228,7 +14281,9 @@ class Announcement:
         self.update_players(last_line)
 
     def update_players(self, line):
-        """Announce the players that a line says, as for read_players(). Call it from any thread."""
+        """Announce the number of players in a line in the format of read_players().
+
+        Any thread may call this. A line that cannot be read is logged, and changes nothing."""
         if not line.strip():        # a file that is being written is empty for a moment
             return
         try:
@@ -14238,20 +14293,22 @@ class Announcement:
             self.complain_once(error)
 
     def complain_once(self, error):
-        """Log that the players are not known, once until they are known again: a script that
-        writes them may fail each second."""
+        """Log that the players are not known, unless the log says so already.
+
+        A script that writes a wrong line may do so every second."""
         if not self.has_complained:
             log.warning("the players are not known: %s", error)
         self.has_complained = True
 
 
-# Players, perhaps "/" and their maximum, perhaps a space and the map
+# The number of players, then perhaps "/" and the maximum, then perhaps a space and the map
 PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
-    """Return the fields in a line: `5`, `5/16` or `5/16 map name` gives the number of players, the
-    maximum and the map. Raise ValueError for anything else."""
+    """Return the fields of Announcement in a line such as `5`, `5/16` or `5/16 map name`.
+
+    They are players, max_players and map. Raise ValueError for a line in another format."""
     match = PLAYERS_LINE.fullmatch(line.strip())
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
@@ -14265,7 +14322,9 @@ def read_players(line):
 
 
 def command_announce(arguments):
-    """Announce a game server until a signal or the end of standard input."""
+    """Run the command `announce` until a signal comes or standard input ends.
+
+    Raise SettingsError if an argument is wrong, and StartError if all masters refuse the server."""
     fields = {}
     for name in ANNOUNCEMENT_FIELDS:
         value = getattr(arguments, name, None)
@@ -14291,23 +14350,23 @@ def command_announce(arguments):
 
 # --- Asking game servers and masters -------------------------------------------------------------
 #
-# The commands `ping` and `list`. To add a game, write a function that takes host and port
-# and returns what it has learned, ready for JSON, and add it to PINGS or LISTS. If there is no
+# The commands `ping` and `list`. To add a game, write a function that takes a host and a port and
+# returns a dict or a list that can be written as JSON, and add it to PINGS or LISTS. If it gets no
 # answer, the function raises an OSError or Malformed whose text says why.
 
-ASK_TRIES = 3                       # datagrams get lost
-ASK_WAIT_S = 2.0                    # several round trips around the world
-# For a whole list: our own master does not serve a slow reader for longer
+ASK_TRIES = 3                       # datagrams that are sent before a server counts as silent
+ASK_WAIT_S = 2.0                    # for each answer: several round trips around the world
+# The time for a whole list. Our own master does not serve a slow reader for longer
 ASK_TOTAL_S = OUTPUT_TOTAL_S
 FETCH_S = 10.0                      # a list server that is silent for this long does not answer
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
 LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
-AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
+AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
 AIO_TEXT_LIST_REQUEST = b"12#%\n"
-ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # all zones with at least 0 players
+ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
 QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
                      b"\xff\xff\xff\xffgetserversResponse")
 # The size of a server's address in a list, by the byte that precedes it
@@ -14317,8 +14376,9 @@ PORT_BYTES = 2
 
 @contextlib.contextmanager
 def udp_socket(host, port):
-    """Yield a UDP socket that sends to this endpoint and receives only from it. Raise OSError if
-    the host is not found."""
+    """Yield a UDP socket that sends only to this endpoint and receives only from it.
+
+    Raise OSError if the host is not found."""
     address = resolved(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -14327,10 +14387,10 @@ def udp_socket(host, port):
 
 
 def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
-    """Send a question, several times if needed, until an answer comes.
+    """Send a question up to `tries` times, until an answer comes.
 
-    `read_answer(data)` is given each datagram and raises Malformed if it is not an answer. Return
-    its result, and the round trip in milliseconds. Raise TimeoutError if no answer has come."""
+    `read_answer(data)` reads a datagram, and raises Malformed if it is not an answer. Return its
+    result and the round trip time in milliseconds. Raise TimeoutError if no answer comes."""
     trouble = ""
     sock.settimeout(ASK_WAIT_S)
     for _ in range(tries):
@@ -14350,11 +14410,12 @@ def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
 
 
 def tcp_ask(sock, question, read_answer):
-    """Send a question, and return what `read_answer(data)` returns for the data that have come so
-    far, as soon as that is not None.
+    """Send a question, receive data until `read_answer(data)` accepts them, and return its result.
 
-    The socket's own timeout bounds the wait for each piece, ASK_TOTAL_S the whole exchange. Raise
-    OSError, or Malformed if the other side closes before the answer is complete."""
+    `read_answer` is given all data received so far, and returns None as long as they are not
+    complete. The socket's timeout limits the wait for each piece, ASK_TOTAL_S the whole exchange.
+    Raise OSError if one of them is exceeded or the connection breaks, and Malformed if the other
+    side closes it before the answer is complete."""
     for data in received_so_far(sock, question, FETCH_BYTES, "%d bytes" % FETCH_BYTES):
         result = read_answer(data)
         if result is not None:
@@ -14363,13 +14424,15 @@ def tcp_ask(sock, question, read_answer):
 
 
 def tcp_read_all(sock, question, entry_bytes=0):
-    """Send a question, and return all that comes until the other side closes.
+    """Send a question, and return all data that come until the other side closes the connection.
 
-    `entry_bytes`: for a list of entries that each have this many bytes and no head; then there may
-    be LIST_SERVERS entries. Errors and deadlines are as in tcp_ask()."""
-    max_bytes, limit_text = FETCH_BYTES, "%d bytes" % FETCH_BYTES
+    If the answer consists of entries with `entry_bytes` bytes each, at most LIST_SERVERS of them
+    are accepted. Deadlines and errors are those of tcp_ask()."""
+    max_bytes = FETCH_BYTES
+    limit_text = "%d bytes" % FETCH_BYTES
     if entry_bytes:
-        max_bytes, limit_text = entry_bytes * LIST_SERVERS, "%d servers" % LIST_SERVERS
+        max_bytes = entry_bytes * LIST_SERVERS
+        limit_text = "%d servers" % LIST_SERVERS
     data = bytearray()
     for data in received_so_far(sock, question, max_bytes, limit_text):
         pass
@@ -14377,8 +14440,10 @@ def tcp_read_all(sock, question, entry_bytes=0):
 
 
 def received_so_far(sock, question, max_bytes, limit_text):
-    """Send a question. Yield all data received so far, each time that more have come, until the
-    other side closes. Raise Malformed, with `limit_text`, for more than `max_bytes`."""
+    """Send a question, and yield all data received so far each time that more have come.
+
+    The generator ends when the other side closes the connection. Raise Malformed if more than
+    `max_bytes` come; `limit_text` is that limit in words. Raise OSError after a timeout."""
     sock.sendall(question)
     data = bytearray()
     deadline = time.monotonic() + ASK_TOTAL_S
@@ -14394,13 +14459,15 @@ def received_so_far(sock, question, max_bytes, limit_text):
 
 
 def check_deadline(deadline):
-    """Raise TimeoutError if an exchange that began ASK_TOTAL_S before the deadline is late."""
+    """Raise TimeoutError if the deadline of an exchange, ASK_TOTAL_S after its start, is over."""
     if time.monotonic() > deadline:
         raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
 
 
 def ping_subspace(host, port):
-    """Return the players of a zone, in all and playing, its arenas and its ping."""
+    """Query a zone of SubSpace: return its players, those playing, its arenas, and its ping.
+
+    The poll has several questions, and some zones answer only the first."""
     poll = ZonePoll()
     is_complete = False
     with udp_socket(host, port + 1) as sock:
@@ -14410,23 +14477,25 @@ def ping_subspace(host, port):
             try:
                 is_complete, ping_ms = udp_ask(sock, poll.build_question(nonce), read_answer)
             except TimeoutError:
-                if not poll.step:
+                if poll.step == 0:
                     raise
-                break                   # some zones do not know the later forms of the question
+                break
     return {"players": poll.players, "playing": poll.playing, "arenas": poll.arenas,
             "ping_ms": ping_ms}
 
 
 def udp_ping(host, port, question, read_answer, tries=ASK_TRIES):
-    """Return the fields that `read_answer(data)` reads from a game server's answer, with its
-    ping."""
+    """Query a game server by UDP. Return the dict that `read_answer(data)` returns, and the ping.
+
+    `read_answer` raises Malformed if a datagram is not an answer. Raise TimeoutError if none comes.
+    """
     with udp_socket(host, port) as sock:
         fields, ping_ms = udp_ask(sock, question, read_answer, tries)
     return {**fields, "ping_ms": ping_ms}
 
 
 def ping_hyperbol(host, port, tries=ASK_TRIES):
-    """Return the fields of a Hyperbol server's answer, with its ping."""
+    """Query a Hyperbol server, and return the fields of its answer and its ping."""
     timestamp = RANDOM.getrandbits(32)
     question = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, timestamp)
     read_answer = functools.partial(parse_hyperbol_answer, timestamp=timestamp)
@@ -14434,33 +14503,32 @@ def ping_hyperbol(host, port, tries=ASK_TRIES):
 
 
 def ping_aio(host, port):
-    """Return the fields of a framed AIO server's answer, with its ping."""
+    """Query a framed AIO server, and return the fields of its answer and its ping."""
     return udp_ping(host, port, AIO_FRAMED_QUERY, read_aio_info)
 
 
 def read_aio_info(data):
-    """Return the fields of a framed AIO server's answer. Raise Malformed if it is not such an
-    answer."""
+    """Return the fields of a framed AIO server's answer. Raise Malformed for other data."""
     return aio_info(data)._asdict()
 
 
 def ping_quake3(host, port):
-    """Return the fields of a Quake III server's answer, with its ping."""
+    """Query a Quake III server, and return the fields of its answer and its ping."""
     return udp_ping(host, port, QUAKE3_GETINFO + b"challenge", read_quake3_info)
 
 
 def read_quake3_info(data):
-    """Return the fields of an infoResponse. Raise Malformed if it is not an infoResponse."""
+    """Return the fields of an infoResponse. Raise Malformed for any other datagram."""
     info = parse_quake3_info(split_quake3_pairs(data))
     gamename = info.gamename
     if not gamename:
-        # Scripts may rely on this name for servers that do not say their game
+        # A server that does not send its gamename is known by its protocol number
         gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol, "Quake3Arena")
     return quake3_fields(info, gamename)
 
 
 def ping_luanti(host, port):
-    """Return the ping of a Luanti server; its answer says nothing else."""
+    """Query a Luanti server, and return its ping. Its answer tells nothing else."""
     with udp_socket(host, port) as sock:
         goodbye, ping_ms = udp_ask(sock, LUANTI_PROBE, luanti_goodbye)
         sock.send(goodbye)
@@ -14468,15 +14536,17 @@ def ping_luanti(host, port):
 
 
 class ZoneListLink(SubSpaceLink):
-    """The player's end of SubSpaceList's exchange.
+    """The player's end of the exchange by which SubSpaceList sends its list.
 
-    `zones` are the bytes of the list that have come, `total` the size of the whole list."""
+    `zones` holds the bytes of the list received so far, `total` is the size of the whole list."""
 
     zones = b""
     total = FETCH_BYTES
 
     def on_packet(self, packet, now):
-        """Take a piece of the list."""
+        """Add a piece of the list to `zones`. Other packets are ignored.
+
+        A piece is 00 0a, the size of the whole list as u32, and some bytes of the list."""
         if packet[:2] == LINK_LIST_PIECE:
             size, chunk = packet[2:6], packet[6:]
             self.total = min(self.total, int.from_bytes(size, "little"))
@@ -14484,11 +14554,11 @@ class ZoneListLink(SubSpaceLink):
 
 
 def list_subspace(host, port):
-    """Return the zones that a SubSpace master lists."""
+    """Return the zones that a SubSpace master lists, from the exchange on its UDP port."""
     with udp_socket(host, port) as sock:
         first_version, *_ = LINK_VERSIONS
         connect = LINK_CONNECT + os.urandom(3) + b"\0" + first_version
-        udp_ask(sock, connect, bytes)           # any answer means that the master agrees
+        udp_ask(sock, connect, read_answer=bytes)   # any datagram means that the master agrees
         link = fetch_zones(sock)
         with contextlib.suppress(OSError):      # the master may have stopped
             sock.send(LINK_DISCONNECT)
@@ -14498,8 +14568,10 @@ def list_subspace(host, port):
 
 
 def fetch_zones(sock):
-    """Ask for the list on a connection that the master has accepted. Return the ZoneListLink once
-    the list is complete, the master has disconnected, or the time is over."""
+    """Receive the list of zones, after the master has accepted the connection.
+
+    Return the ZoneListLink, whose list may be incomplete: the master may have disconnected, or
+    ASK_TOTAL_S may have passed."""
     sock.settimeout(LINK_RESEND_S / 2)
     deadline = time.monotonic() + ASK_TOTAL_S
     link = ZoneListLink(time.monotonic(), [ALL_ZONES_REQUEST])
@@ -14517,23 +14589,27 @@ def fetch_zones(sock):
 
 
 def list_hyperbol(host, port):
-    """Return the servers that a Hyperbol master lists."""
+    """Return the servers that a Hyperbol master lists.
+
+    The master greets with a key, which the request repeats, and closes after the list."""
     with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
-        greeting = sock.recv(HYPERBOL_GREETING.size)        # it comes in one segment
+        # The greeting is so short that it arrives in one segment
+        greeting = sock.recv(HYPERBOL_GREETING.size)
         key, _ = parse_hyperbol_greeting(greeting)
         request = HYPERBOL_REQUEST.pack(key, HYPERBOL_ALL_SERVERS)
         data = tcp_read_all(sock, request, entry_bytes=HYPERBOL_ENTRY.size)
     servers = []
-    for address, port, flavor in parse_hyperbol_list(data):
-        servers.append({"address": address, "port": port, "flavor": flavor})
+    for address, server_port, flavor in parse_hyperbol_list(data):
+        servers.append({"address": address, "port": server_port, "flavor": flavor})
     return servers
 
 
 def list_aio(host, port):
     """Return the servers that an AIO master lists.
 
-    The text dialect is tried first, because its list has names. A master without it waits for more
-    or closes the connection; then, or if its text cannot be read, the framed dialect is tried."""
+    The text dialect is tried first, because its list has names. A master that does not speak it
+    waits for more data or closes the connection. Then the framed dialect is tried. Raise Malformed
+    if neither gives a list."""
     try:
         return list_aio_text(host, port)
     except (socket.timeout, ConnectionResetError, Malformed) as error:
@@ -14546,14 +14622,17 @@ def list_aio(host, port):
 
 
 def list_aio_text(host, port):
-    """Return the servers that an AIO master lists in its text dialect."""
+    """Return the servers that an AIO master lists in the text dialect."""
     with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        return aio_text_entries(tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields))
+        fields = tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields)
+    return aio_text_entries(fields)
 
 
 def aio_text_fields(data):
-    """Return the bytes between `12#` and the `#%` at the end of a text list; None if the list is
-    not complete yet. Greetings, with any number, may precede it."""
+    """Return the bytes of the servers in a text list: those between `12#` and the final `#%`.
+
+    Greetings, which are other numbered messages, may precede the list. Return None if the list is
+    not complete yet."""
     start = re.search(rb"(?:^|[%\0\r\n])12#", data)
     if not start or not data.endswith(b"#%"):
         return None
@@ -14561,41 +14640,45 @@ def aio_text_fields(data):
 
 
 def aio_text_entries(data):
-    """Return the servers of a text list, whose fields are `name#description#address#port#` for
-    each. Raise Malformed for too many servers, or a port that is not a number."""
+    """Return the servers in a text list as dicts.
+
+        name#description#address#port { #name#description#address#port }*
+
+    Raise Malformed if there are too many servers, or if a port is not a number."""
     if data.count(b"#") >= 4 * LIST_SERVERS:
         raise Malformed("more than %d servers" % LIST_SERVERS)
     fields = data.decode("utf-8", "replace").split("#")
-    texts = [aio_unescape(field) for field in fields]
     servers = []
-    for name, description, address, port in zip(
-            texts[0::4], texts[1::4], texts[2::4], texts[3::4]):
-        if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-            raise Malformed("port: %a" % port)
-        # In the document, an empty list has this as its one entry
+    for start in range(0, len(fields) - 3, 4):
+        server_fields = [aio_unescape(field) for field in fields[start:start + 4]]
+        name, description, address, port_text = server_fields
+        if not re.fullmatch("[0-9]{1,5}", port_text) or int(port_text) > 65535:
+            raise Malformed("port: %a" % port_text)
+        # In the document, an empty list has this as its only entry
         if name.startswith("No servers currently online"):
             continue
         servers.append({"name": name, "description": description, "address": address,
-                        "port": int(port)})
+                        "port": int(port_text)})
     return servers
 
 
 def aio_unescape(field):
-    """Return a field of a text list with its escaped characters restored, cleaned."""
+    """Return the text of a field in a text list, safe to show, with its escapes replaced."""
     text = field.replace("<num>", "#").replace("<percent>", "%")
     return clean(text, TEXT_CHARACTERS)
 
 
 def list_aio_framed(host, port):
-    """Return the servers that an AIO master lists in its framed dialect."""
+    """Return the servers that an AIO master lists in the framed dialect."""
     with socket.create_connection((host, port), FETCH_S) as sock:
         payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
     return aio_framed_entries(payload)
 
 
 def payload_after_greeting(data):
-    """Return the payload of the frame that follows a framed master's greeting; None if it is not
-    complete yet."""
+    """Return the payload of the frame that follows a framed master's greeting.
+
+    Return None if the frame is not complete yet."""
     unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
     if unframed is None:
         return None
@@ -14604,13 +14687,16 @@ def payload_after_greeting(data):
 
 
 def aio_framed_entries(payload):
-    """Return the servers of a framed list. Raise Malformed if it is not a list, or is cut off.
+    """Return the servers in the payload of a framed list, as dicts.
 
-        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
+        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end
+
+    Raise Malformed if the payload is not a list, or is truncated."""
     if payload[:1] != AIO_LIST:
         raise Malformed("type: not a list")
     servers = []
-    offset = len(AIO_LIST) + 2          # the count is redundant
+    count_bytes = 2                     # the count itself is redundant, and skipped
+    offset = len(AIO_LIST) + count_bytes
     while offset < len(payload):
         address_start = offset + 1
         address_end = address_start + payload[offset]
@@ -14624,32 +14710,35 @@ def aio_framed_entries(payload):
 
 
 def list_quake3(host, port, gamename, protocol):
-    """Return the servers that a Quake III master lists for a game and protocol number."""
+    """Return the servers that a Quake III master lists for a gamename and a protocol number.
+
+    The list comes in several datagrams. Raise TimeoutError if its end does not come."""
     question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
     deadline = time.monotonic() + ASK_TOTAL_S
     with udp_socket(host, port) as sock:
-        (servers, is_complete), _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        first_part, _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        servers, is_complete = first_part
         while not is_complete:
             check_deadline(deadline)
             try:
-                part, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
+                more_servers, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
             except socket.timeout:
                 raise TimeoutError("timed out: the end of the list did not come") from None
-            servers += part
+            servers += more_servers
             if len(servers) > LIST_SERVERS:
                 raise Malformed("more than %d servers" % LIST_SERVERS)
     return servers
 
 
 def quake3_list_part(data):
-    r"""Return the servers in one datagram of a list, and whether it is the last datagram. Raise
-    Malformed.
+    r"""Return the servers in one datagram of a list, as dicts, and whether it is the last datagram.
 
         ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
-        \ "EOT" 000000                                  this only at the end of the last one
+        \ "EOT" 000000                      this only at the end of the last datagram
 
-    All numbers are in network order. The answer to `getservers` is "getserversResponse", without
-    IPv6."""
+    Numbers are in network byte order. The answer to `getservers` begins with "getserversResponse"
+    and has only IPv4 addresses. Raise Malformed if the datagram is truncated or has another
+    format."""
     servers = []
     offset = quake3_list_start(data)
     while offset < len(data) and data[offset:] != QUAKE3_END:
@@ -14670,8 +14759,9 @@ def quake3_list_part(data):
 
 
 def quake3_list_start(data):
-    """Return the offset of the first server in a datagram of a list. Raise Malformed if it is not a
-    list."""
+    """Return the offset of the first server in a datagram of a list.
+
+    Raise Malformed if the datagram does not begin as a list does."""
     for head in QUAKE3_LIST_HEADS:
         if data.startswith(head):
             return len(head)
@@ -14679,12 +14769,12 @@ def quake3_list_start(data):
 
 
 class JsonList(NamedTuple):
-    """The path of a game's list on its master, and the names of the fields in it."""
+    """The path of a game's list in JSON, and the names of those members that differ by game."""
 
     path: str
-    servers: str                        # the list of servers
-    players: str
-    max_players: str
+    servers: str                        # the member that is the array of servers
+    players: str                        # the member of a server with its number of players
+    max_players: str                    # the member of a server with its maximum of players
 
 
 ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_max")
@@ -14697,32 +14787,36 @@ def list_iceball(host, port):
 
 
 def list_luanti(host, port):
-    """Return the servers that a Luanti server list has."""
+    """Return the servers that a Luanti server list lists."""
     return list_json(host, port, LUANTI_LIST)
 
 
-def list_json(host, port, form):
-    """Return the servers of a list in JSON; `form` is its JsonList."""
-    # HTTP/1.0, because then the body comes in one piece and ends with the connection
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (form.path, endpoint_text(host, port))
+def list_json(host, port, json_list):
+    """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
+
+    Raise Malformed if the response is not such a list."""
+    # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
+    host_field = endpoint_text(host, port)
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, host_field)
     with socket.create_connection((host, port), FETCH_S) as sock:
         response = tcp_read_all(sock, request.encode())
     _, _, body = response.partition(b"\r\n\r\n")
     try:
-        return [json_entry(entry, form) for entry in json.loads(body)[form.servers]]
+        entries = json.loads(body)[json_list.servers]
+        return [json_entry(entry, json_list) for entry in entries]
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
             ValueError) as error:
-        raise Malformed("%s: %r" % (form.path, error)) from None
+        raise Malformed("%s: %r" % (json_list.path, error)) from None
 
 
-def json_entry(entry, form):
-    """Return one server of a list in JSON, with the names that all our lists have."""
+def json_entry(entry, json_list):
+    """Return one server of a list in JSON as a dict with the keys that other games' lists have."""
     server = {}
     for name in ("address", "name", "mode", "map", "version"):
         server[name] = clean(str(entry.get(name, "")))
     server["port"] = int(entry["port"])
-    server["players"] = int(entry[form.players])
-    server["max_players"] = int(entry[form.max_players])
+    server["players"] = int(entry[json_list.players])
+    server["max_players"] = int(entry[json_list.max_players])
     return server
 
 
@@ -14733,7 +14827,7 @@ PINGS = {
     "quake3": ping_quake3,
     "luanti": ping_luanti,
 }
-# With the default port of each game's masters
+# For each game the function that fetches a list, and the default port of the game's masters
 LISTS: Any = {
     "iceball": (list_iceball, 27790),
     "subspace": (list_subspace, 4990),
@@ -14747,8 +14841,9 @@ LISTS: Any = {
 # --- What all commands use -----------------------------------------------------------------------
 
 def read_place(text):
-    """Return host and port of HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
-    None if the text names none. Raise ValueError for anything else."""
+    """Parse HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT, and return host and port.
+
+    The port is None if the text does not have one. Raise ValueError for text in another format."""
     with contextlib.suppress(ValueError):
         return read_address(text), None
     if text and ":" not in text:
@@ -14757,7 +14852,9 @@ def read_place(text):
 
 
 def argument(read):
-    """Return a type for argparse that calls `read` and shows the message of its ValueError."""
+    """Return a type for argparse that parses an argument by `read(text)`.
+
+    argparse itself does not show the message of a ValueError; this type does."""
     def read_argument(text):
         try:
             return read(text)
@@ -14767,62 +14864,67 @@ def argument(read):
 
 
 class ToolError(Exception):
-    """Ends a command with an exit status and a message for the user."""
+    """Raised to end a command with an exit status and a message for the user."""
 
     def __init__(self, status, message):
+        """Take one of the EXIT_ statuses, and the message."""
         super().__init__(message)
         self.status = status
 
 
 @contextlib.contextmanager
 def failing_with(status, subject, *errors):
-    """Turn these errors into a ToolError with this exit status. Its message is `subject`, a colon
-    and the error's own text."""
+    """Turn these errors, raised in the `with` block, into a ToolError with this exit status.
+
+    Its message is `subject`, a colon, and the text of the error."""
     try:
         yield
     except errors as error:
-        # The text may come from another machine
+        # The text may come from another machine, so it is cleaned
         text = clean(error_text(error), TEXT_CHARACTERS)
         raise ToolError(status, "%s: %s" % (subject, text)) from None
 
 
 def say(text):
-    """Print a line to standard output; raise ToolError if that fails."""
+    """Print a line to standard output. Raise ToolError if that fails, as on a full disk."""
     with failing_with(EXIT_FAILED, "standard output", OSError):
         print(text, flush=True)
 
 
 def complain(text):
-    """Print a line to standard error. If that fails, the exit status still says that something is
-    wrong."""
+    """Print a line to standard error, if possible. The exit status tells of the error anyway."""
     with contextlib.suppress(OSError):
         print("masterserver.py:", text, file=sys.stderr, flush=True)
 
 
 def write_file(path, data):
-    """Write a file so that its readers find the old content or the new one, never a part. A pipe
-    or device is written to directly. Raise OSError if that fails."""
-    path = os.path.realpath(path)               # the file that a link leads to; the link stays
-    if is_special(path):
-        with open(path, "wb") as file:
+    """Replace the content of a file at once: a reader finds the old or the new content, no mixture.
+
+    The content is written to a file beside it, with ".new" added to its name, which then gets its
+    name. A pipe or a device is written to directly. Raise OSError if that fails."""
+    real_path = os.path.realpath(path)          # of a link, the file is replaced and not the link
+    if is_special(real_path):
+        with open(real_path, "wb") as file:
             file.write(data)
         return
-    new_path = path + ".new"
+    new_path = real_path + ".new"
     with open(new_path, "wb") as file:
         file.write(data)
-    os.replace(new_path, path)
+    os.replace(new_path, real_path)
 
 
 def read_stdin(on_line, on_end):
-    """Read standard input in a thread of its own: call on_line(text) for each line, and on_end()
-    at the end."""
-    threading.Thread(target=read_stdin_lines, args=[on_line, on_end],
-                     name="masterserver stdin", daemon=True).start()
+    """Start a thread that reads standard input.
+
+    It calls on_line(text) for each line, and on_end() when standard input ends."""
+    thread = threading.Thread(target=read_stdin_lines, args=[on_line, on_end],
+                              name="masterserver stdin", daemon=True)
+    thread.start()
 
 
 def read_stdin_lines(on_line, on_end):
-    """Read standard input as in read_stdin(), in the calling thread."""
-    # A standard input that does not exist, or is taken away, has ended
+    """Read standard input to its end, as read_stdin() says, in the calling thread."""
+    # An OSError means that there is no standard input, or no longer: it counts as ended
     with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
         for line in file:
             on_line(line.decode("utf-8-sig", "replace"))
@@ -14831,23 +14933,29 @@ def read_stdin_lines(on_line, on_end):
 
 
 def on_signals(call, *names):
-    """Have `call()` called on these signals, as far as this system has them: Windows has no
-    SIGHUP, and other systems have no SIGBREAK."""
+    """Call `call()` whenever one of the signals with these names comes.
+
+    Names that this system lacks are skipped: Windows has no SIGHUP, other systems no SIGBREAK."""
+    def handler(number, frame):
+        call()
+
     for name in names:
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: call())
+            signal.signal(getattr(signal, name), handler)
 
 
 def stop_on_signals(stop):
-    """Have `stop()` called on SIGINT, SIGTERM and Ctrl+Break."""
+    """Call `stop()` on Ctrl+C, SIGTERM and, under Windows, Ctrl+Break."""
     on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
 
 
 # --- Serving ------------------------------------------------------------------------------------
 
 def command_serve(arguments):
-    """Open all listeners, say where they are, and serve until a signal. Raise StartError if the
-    server cannot start."""
+    """Run the program without a command: serve until a signal comes.
+
+    With --print-config or --check only print, and return. Raise SettingsError if the settings are
+    wrong, and StartError if the master cannot start."""
     if arguments.print_config:
         say(config_text()[:-len("\n")])
         return EXIT_OK
@@ -14857,7 +14965,8 @@ def command_serve(arguments):
     log_writer = start_log(settings)
 
     def reload():
-        # The log file is closed in a thread: a disk that hangs must not keep the loop waiting
+        # The log file is closed so that a tool can rotate it. A disk that hangs must not stop the
+        # event loop, so another thread closes the file
         threading.Thread(target=log_writer.close, daemon=True).start()
         return load_settings(arguments)
 
@@ -14868,7 +14977,7 @@ def command_serve(arguments):
     try:
         serve(master_server, arguments)
     except StartError as error:
-        if settings["server.log_file"]:         # a scheduled task has no standard error
+        if settings["server.log_file"]:         # a scheduled task may have no standard error
             log.error("%s", error)
         raise
     finally:
@@ -14878,10 +14987,13 @@ def command_serve(arguments):
 
 
 def load_settings(arguments):
-    """Return the Settings of the ini and the command line."""
+    """Return the Settings from the ini and the command line.
+
+    The ini is the one that --config names, or else masterserver.ini beside the program, if it
+    exists. Raise SettingsError if it cannot be read, or if a setting is wrong."""
     program = __file__
     if getattr(sys, "frozen", False):
-        # PyInstaller and similar programs unpack this file into a folder that ends with the process
+        # PyInstaller and similar programs unpack this file into a temporary folder
         program = sys.executable
     default_path = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
     overrides = list(arguments.set)
@@ -14892,7 +15004,10 @@ def load_settings(arguments):
 
 
 def serve(master_server, arguments):
-    """Bind, log where the master listens, and run until it is stopped."""
+    """Open the ports, log where the master listens, and run until it is stopped.
+
+    Raise StartError if a port cannot be opened, and ToolError if the ready file cannot be written.
+    """
     if hasattr(gc, "set_threshold"):            # PyPy's collector has none
         gc.set_threshold(*GC_THRESHOLDS)
     master_server.bind()
@@ -14908,15 +15023,16 @@ def serve(master_server, arguments):
 
 
 def first_contact(master_server):
-    """Return lines for people: what listens where, what to put into game servers' settings, and
-    the address of the page."""
+    """Return the lines that the log begins with, to help the operator with the first steps.
+
+    They name the open ports, the lines for game servers' settings, and the address of the page."""
     settings = master_server.settings
     host = settings["server.public_address"] or own_address() or "localhost"
     listeners = []
     pages = []
     for protocol, transport, _, port in master_server.listeners:
         listener = "%s on %s %d" % (protocol, transport.upper(), port)
-        if listener not in listeners:           # it may listen at several addresses
+        if listener not in listeners:           # a port may be open at several addresses
             listeners.append(listener)
         if protocol == "http":
             pages.append("Players and browsers: http://%s/" % endpoint_text(host, port))
@@ -14927,8 +15043,10 @@ def first_contact(master_server):
 
 
 def write_ready_file(path, master_server):
-    """Write a file that tells other programs what listens where. The poller's port is left out,
-    because nobody sends to it first. Raise ToolError if it cannot be written."""
+    """Write the file that tells other programs the open ports of this master, as JSON.
+
+    The poller's port is left out, because other programs only answer it. Raise ToolError if the
+    file cannot be written."""
     listeners = []
     for listener in master_server.listeners:
         if listener.protocol != "poll":
@@ -14941,12 +15059,13 @@ def write_ready_file(path, master_server):
 # --- Checking the settings ----------------------------------------------------------------------
 
 def check_settings(settings):
-    """Print what is probably wrong with the settings, and try to listen at all ports. Raise
-    StartError or ToolError if the server cannot start."""
+    """Run --check: print warnings about the settings, and try to open all ports.
+
+    Raise StartError or ToolError if the master cannot start with these settings."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
     check_engine(settings["cluster.redis"])
-    # The trial must not touch the database, nor take part in the cluster
+    # The trial must not change the database, and other masters must not notice it
     settings.values.update({"server.database": "", "cluster.redis": None})
     master_server = MasterServer(settings)
     try:
@@ -14958,7 +15077,7 @@ def check_settings(settings):
 
 
 def reach_warnings(settings):
-    """Return warnings about settings that keep players from finding or reaching listed servers."""
+    """Return warnings about settings that may keep players from reaching listed servers."""
     warnings = []
     public_address = settings["server.public_address"]
     if not public_address:
@@ -14981,11 +15100,13 @@ def reach_warnings(settings):
 
 
 def check_engine(engine):
-    """Try the connection to Redis or Valkey; raise ToolError if it does not work. `engine` is an
-    EngineAddress, or None without a cluster."""
+    """Try the connection to Redis or Valkey, and print a warning if its settings are unsuitable.
+
+    `engine` is an EngineAddress, or None if there are no other masters. Raise ToolError if the
+    connection does not work."""
     if not engine:
         return
-    # AttributeError: Windows has no Unix sockets
+    # An AttributeError is raised under Windows, where Python has no Unix sockets
     with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
                       AttributeError):
         with contextlib.closing(EngineLink(engine)) as link:
@@ -15000,8 +15121,10 @@ def check_engine(engine):
 # --- A test of the webhooks ----------------------------------------------------------------------
 
 def command_notify(arguments):
-    """Post news of a server that does not exist, and print what each webhook answered. Return
-    EXIT_OK if all of them accepted the message."""
+    """Run the command `notify`: post a message about an invented server to the named webhooks.
+
+    Without names, post it to all of them. Print the status of each, and return EXIT_OK if all have
+    accepted the message."""
     settings = load_settings(arguments)
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
@@ -15013,8 +15136,8 @@ def command_notify(arguments):
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
         format_name, url = webhooks[name].split()
         format_news = NEWS_FORMATS[format_name]
-        type, body = format_news(server, settings, entry)
-        http_status, _ = post_url(url, type, body)
+        media_type, body = format_news(server, settings, entry)
+        http_status, _ = post_url(url, media_type, body)
         say("%s: %s" % (name, http_status))
         if not http_status.startswith("2"):
             status = EXIT_FAILED
@@ -15024,18 +15147,19 @@ def command_notify(arguments):
 # --- list and ping ------------------------------------------------------------------------------
 
 def command_ping(arguments):
-    """Query a game server and print its answer."""
+    """Run the command `ping`: query a game server and print its answer."""
     host, port = arguments.endpoint
     with failing_query(host, port):
         result = PINGS[arguments.game](host, port)
+    # The details, which differ by game, are printed like the other fields
     details = result.pop("details", {})
-    result.update(details)                  # further facts are printed like the others
+    result.update(details)
     print_result(arguments, host, port, result)
     return EXIT_OK
 
 
 def command_list(arguments):
-    """Fetch the list of a master and print it."""
+    """Run the command `list`: fetch the list of a master and print it."""
     fetch, default_port = LISTS[arguments.game]
     host, port = arguments.endpoint
     port = port or default_port
@@ -15049,19 +15173,19 @@ def command_list(arguments):
 
 
 def failing_query(host, port):
-    """Turn the errors of a query to this host and port into a ToolError."""
+    """Return a context manager that turns the errors of a query to this host into a ToolError."""
     return failing_with(EXIT_FAILED, endpoint_text(host, port),
                         Malformed, OSError, OverflowError, ValueError)
 
 
 def print_result(arguments, host, port, result):
-    """Print the result of a query, as JSON if the arguments say so, else as text."""
+    """Print the result of a query, which is a dict: with --json as JSON, otherwise as text."""
     result = {"game": arguments.game, "address": host, "port": port, **result}
     if arguments.json:
         say(json.dumps(result, indent=2))
         return
     if "servers" in result:
-        lines = [list_line(server) for server in result["servers"]]
+        lines = [server_line(server) for server in result["servers"]]
         say("\n".join(lines) or "no servers")
         return
     lines = []
@@ -15071,8 +15195,8 @@ def print_result(arguments, host, port, result):
     say("\n".join(lines))
 
 
-def list_line(server):
-    """Return one line of `list` for a server: players, endpoint and name."""
+def server_line(server):
+    """Return the line that `list` prints for a server: its players, its endpoint and its name."""
     players = str(server.get("players", "-"))
     if server.get("max_players"):
         players += "/%d" % server["max_players"]
@@ -15082,10 +15206,14 @@ def list_line(server):
 
 # --- Export -------------------------------------------------------------------------------------
 
-EXPORT_TRIES = 2                    # queries to each server: 4 s together; the script takes 3 s
-EXPORT_AT_ONCE = 200                # queries, with a socket each; macOS allows a program 256 files
-EXPORT_TOTAL_S = 60.0               # for all queries; it is enough for 3,000 that get no answer
-EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may be asleep
+# Queries to each server. Two take up to 4 s; the script in the document waits for 3 s
+EXPORT_TRIES = 2
+# Servers that are queried at once, with a socket each. macOS allows a program 256 open files
+EXPORT_AT_ONCE = 200
+# The time for all queries. It is enough for 3,000 servers that do not answer
+EXPORT_TOTAL_S = 60.0
+# The time for each answer of the FTP server, whose disk may have to spin up
+EXPORT_FTP_S = 30.0
 
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
@@ -15104,11 +15232,11 @@ with 0."""
 
 
 def command_export(arguments):
-    """Export once, or, with --every, again and again until a signal."""
+    """Run the command `export`: once or, with --every, again and again until a signal comes."""
     if not arguments.every:
         say(export_once(arguments))
         return EXIT_OK
-    # Each of these signals raises KeyboardInterrupt, also in the middle of a query
+    # Each of these signals raises KeyboardInterrupt, even in the middle of a query
     stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -15121,8 +15249,9 @@ def command_export(arguments):
 
 
 def export_once(arguments):
-    """Fetch the list, query its servers, write the file and upload it. Return a sentence that says
-    what was done. Raise ToolError if a step fails."""
+    """Fetch the list of a master, query its servers, write the file, and upload it if asked to.
+
+    Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
     entries = fetch_export_list(arguments)
     servers = query_servers(entries)
     path = arguments.output
@@ -15138,14 +15267,17 @@ def export_once(arguments):
 
 
 def fetch_export_list(arguments):
-    """Return the entries of the master's list. Raise ToolError if there are none."""
+    """Fetch the list of a Hyperbol master, and return its entries, which are dicts.
+
+    Raise ToolError, with the exit status of the document's script, if that fails or the list is
+    empty."""
     _, default_port = LISTS["hyperbol"]
     host, port = arguments.master
     port = port or default_port
     master = endpoint_text(host, port)
-    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError), \
-            failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
-        entries = list_hyperbol(host, port)
+    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError):
+        with failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
+            entries = list_hyperbol(host, port)
     if not entries:
         raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
                         % (master, arguments.output))
@@ -15153,8 +15285,9 @@ def fetch_export_list(arguments):
 
 
 def query_servers(entries):
-    """Query the servers of a list, many at once, for EXPORT_TOTAL_S at most. Return a Server for
-    each."""
+    """Query the servers of a list, many at once, and return a Server for each entry.
+
+    After EXPORT_TOTAL_S no further queries are sent."""
     deadline = time.monotonic() + EXPORT_TOTAL_S
     query = functools.partial(queried_server, deadline=deadline)
     with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
@@ -15162,20 +15295,26 @@ def query_servers(entries):
 
 
 def queried_server(entry, deadline):
-    """Query a server, given by its entry in a list, and return it as a Server with the values that
-    it answers. It is marked as not responding if it does not answer, or if the deadline is over."""
-    address, port = entry["address"], entry["port"]
+    """Query the server of an entry in a list, and return a Server with the values of its answer.
+
+    If the server does not answer, or the deadline has passed already, the Server is marked as not
+    responding."""
+    address = entry["address"]
+    port = entry["port"]
     fields: Dict[str, Any] = {"responding": False}
     if time.monotonic() < deadline:
-        with contextlib.suppress(Malformed, OSError, OverflowError):    # port 65536 overflows
+        # The socket raises OverflowError if the list has a port number above 65535
+        with contextlib.suppress(Malformed, OSError, OverflowError):
             fields = ping_hyperbol(address, port, EXPORT_TRIES)
     return Server("hyperbol", address, port, source=address, now=0.0, lifetime=0.0,
                   flavor=entry["flavor"], **fields)
 
 
 def read_ftp_url(text):
-    """Return the parts of ftp://USER@HOST[:PORT]/PATH/ as urlsplit() does. Raise ValueError for
-    another URL, or one with a password."""
+    """Parse ftp://USER@HOST[:PORT]/PATH/ and return the result of urlsplit().
+
+    Raise ValueError for a URL of another kind, and for one with a password, because other users of
+    the machine can see the arguments of a program."""
     url = urllib.parse.urlsplit(text)
     is_complete = url.scheme == "ftp" and url.hostname and url.port != 0
     if not is_complete or url.password:
@@ -15185,8 +15324,10 @@ def read_ftp_url(text):
 
 
 def ftp_login(url):
-    """Return user and password for an FTP URL; both are empty for an anonymous login. The password
-    is read from MASTERSERVER_FTP_PASSWORD, or else both are read from ~/.netrc."""
+    """Return the user and the password for an FTP URL. An anonymous login has "" for both.
+
+    The password is read from the environment variable MASTERSERVER_FTP_PASSWORD. Without it,
+    ~/.netrc is searched for the host, and may also give the user."""
     user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
     if password:
@@ -15201,20 +15342,24 @@ def ftp_login(url):
 
 
 def upload(url, file_name, data):
-    """Store data at an FTP URL, under `file_name` if the URL names no file. Raise ToolError if that
-    fails."""
-    # With one byte per character every answer can be decoded, and %C3%BC in the URL goes out as it
-    # stands there
+    """Store data at an FTP URL, under `file_name` if the URL ends in a folder.
+
+    Raise ToolError if that fails."""
+    # Latin-1 has a character for each byte. So every answer of the FTP server can be decoded, and
+    # the bytes of the URL's path are sent unchanged
     encoding = "latin-1"
     path = urllib.parse.unquote(url.path[len("/"):], encoding)
     if not path or path.endswith("/"):
         path += file_name
+    port = url.port or ftplib.FTP_PORT
     with failing_with(EXIT_FTP, "The upload to %s failed" % url.hostname, *ftplib.all_errors,
-                      ValueError, netrc.NetrcParseError), ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
-        ftp.encoding = encoding
-        ftp.connect(url.hostname, url.port or ftplib.FTP_PORT)
-        ftp.login(*ftp_login(url))
-        ftp.storbinary("STOR " + path, io.BytesIO(data))
+                      ValueError, netrc.NetrcParseError):
+        with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
+            ftp.encoding = encoding
+            ftp.connect(url.hostname, port)
+            user, password = ftp_login(url)
+            ftp.login(user, password)
+            ftp.storbinary("STOR " + path, io.BytesIO(data))
 
 
 # --- The arguments ------------------------------------------------------------------------------
@@ -15235,7 +15380,7 @@ AIO), they are answered here if that UDP port is free."""
 
 
 def settings_arguments(parser):
-    """Add the arguments that choose the settings."""
+    """Add the arguments by which the settings are chosen."""
     parser.epilog = EXIT_STATUSES
     add = parser.add_argument
     add("--config", metavar="FILE",
@@ -15330,15 +15475,15 @@ def announce_arguments(parser):
 
 
 class Command(NamedTuple):
-    """A command of the command line."""
+    """A command of the command line, such as `announce`."""
 
     run: Callable[[argparse.Namespace], int]            # returns the exit status
     add_arguments: Callable[[argparse.ArgumentParser], None]
     help: str
 
 
-# To add a command, write a function command_NAME(arguments) and one that adds its arguments to a
-# parser, and name both here. The empty name stands for the program without a command.
+# To add a command, write a function command_NAME(arguments), and a function that adds its arguments
+# to a parser, and name both here. The empty name stands for the program without a command
 COMMANDS = {
     "": Command(command_serve, serve_arguments, SERVE_HELP),
     "announce": Command(command_announce, announce_arguments, ANNOUNCE_HELP),
@@ -15351,17 +15496,20 @@ COMMANDS = {
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser whose errors show no secrets: they repeat the command line, which may have a
-    webhook's URL."""
+    """A parser that hides secrets in its error messages.
+
+    The messages repeat a part of the command line, and that may contain the URL of a webhook."""
 
     def error(self, message):
+        """Print the message without secrets, and exit."""
         words = [without_secrets(word) for word in message.split(" ")]
         super().error(" ".join(words))
 
 
 def main(argv=None):
-    """Run the command that the command line names; return the exit status. `argv`: the arguments
-    after the program's name, by default those of the process."""
+    """Run the command that the command line names, and return the exit status.
+
+    `argv` has the arguments after the program's name; None means those of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = ""
     if COMMANDS.keys() & set(arguments[:1]):
@@ -15391,6 +15539,6 @@ if __name__ == "__main__":
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr,unused-ignore]
     exit_status = main()
-    # The program ends at once. The interpreter's own end would wait for a terminal in which
-    # somebody selects text, and a further signal during that time would change the status.
+    # The program ends at once, without the interpreter's own clean-up. That would wait for a
+    # terminal in which somebody selects text, and a signal in that time would change the status
     os._exit(exit_status)
