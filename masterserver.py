@@ -9,10 +9,10 @@
 One file, standard library only, CPython 3.8 or later or PyPy. Read from the top, each section uses
 only what stands above it:
 
-     1  this text                   7  protocols: poller, and a class or two a game
+     1  this text                   7  protocols: the poller, and one or two classes for each game
      2  limits                      8  pages: HTML, CSS, JavaScript
      3  settings                    9  web: routes, lists as JSON, XML and pages
-     4  wire helpers               10  PROTOCOLS, the table that names them all
+     4  wire helpers               10  PROTOCOLS, the table of all protocols
      5  registry                   11  event loop, news, other masters
      6  storage                    12  client tools and command line
 
@@ -28,9 +28,9 @@ only what stands above it:
     news to webhooks         HTTP POST to them                        News in section 11
     other masters            Redis or Valkey, TCP 6379                Cluster in section 11
 
-Sections 3 to 10 have no socket, no thread and no clock, and but for the ini and the database no
-file: a protocol takes bytes and the time and gives bytes back, so every one of them is tested with
-recorded packets and a clock that the test moves. To add a game, see PROTOCOLS in section 10.
+Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
+protocol is given bytes and the time, and returns bytes. So each protocol is tested with recorded
+packets and a clock that the test moves. To add a game, see PROTOCOLS in section 10.
 
 Licence: MIT, see the end of README.md.
 """
@@ -1971,19 +1971,19 @@ class RenderedList:
 # 6  Storage
 #
 # The list of servers and the history of their player counts, in one SQLite file. SavedList carries
-# servers from the registry to the file and back. Database knows sqlite3 and the name of its file,
-# but no server, no clock and no thread: rows and the wall clock (`wall`, seconds since 1970) come
-# in, and rows go out. Only the disk thread calls it, except at the start and at the end. A damaged
-# file is renamed and a new one begun. Any other trouble (a full disk, a lock) is raised as
+# servers from the registry to the file and back. Database knows only sqlite3 and the name of its
+# file. It is given rows and the wall clock (`wall`, in seconds since 1970), and returns rows. Only
+# the disk thread calls it, except at the start and at the end of the program. A damaged file is
+# renamed and a new one begun. Any other trouble, such as a full disk or a lock, is raised as
 # sqlite3.Error, and the next call opens the file again.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
-# The longest month and year, so that a whole one is always there
+# A month and a year of the greatest length, so that every month and year fits
 WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
-# A stored sample is one number for a minute, and mean and peak for longer steps. A number has 16
-# bits, little-endian: 0 means away, n + 1 means n players.
+# A stored sample is one number for a minute, and two for longer steps: mean and peak. A number has
+# 16 bits, little-endian. 0 means that the server was away, n + 1 means n players
 PLAYERS, MEAN_AND_PEAK = struct.Struct("<H"), struct.Struct("<HH")
 
 
@@ -1995,55 +1995,62 @@ class Sample(NamedTuple):
 
 
 class BlockForm(NamedTuple):
-    """How the samples of one step are kept. All samples of `covers` seconds are one block, which is
-    a row of the table.
+    """How samples of one length are stored. A block, which is one row of the table, holds all
+    samples of `covers` seconds.
 
-    A block has 120, 384 or 672 bytes. A WITHOUT ROWID table moves what exceeds 1,002 bytes to a
-    page of its own, and most of that page would be empty. So a block has a week of hours and not a
-    fortnight."""
+    A block has 120, 384 or 672 bytes. If it were longer than 1,002 bytes, a WITHOUT ROWID table
+    would move its end to a page of its own, and most of that page would be empty. That is why a
+    block holds a week of hourly samples and not a fortnight. All times are in seconds since
+    1970."""
 
     step: int                           # seconds of one sample
     covers: int                         # seconds of a block
     kept: int                           # seconds for which a block is kept after its end
     sample: struct.Struct               # PLAYERS or MEAN_AND_PEAK
 
-    def block_start(self, at):
-        """Return when the block begins that has the sample of this time."""
-        return at // self.covers * self.covers
+    def block_start(self, sample_time):
+        """Return the start time of the block that holds the sample of this time."""
+        return sample_time // self.covers * self.covers
 
     def block_starts(self, times):
-        """Return when the blocks begin that have the samples of these times, a range."""
-        return range(self.block_start(times.start), times.stop, self.covers)
+        """Return the start times of the blocks that hold the samples of a range of times."""
+        first_start = self.block_start(times.start)
+        return range(first_start, times.stop, self.covers)
 
-    def offset(self, at):
-        """Return the offset in bytes of the sample of this time in its block."""
-        seconds = at % self.covers
-        return seconds // self.step * self.sample.size
+    def offset(self, sample_time):
+        """Return the offset in bytes at which a block holds the sample of this time."""
+        seconds = sample_time % self.covers
+        index = seconds // self.step
+        return index * self.sample.size
 
     def empty_block(self):
-        """Return a block of gaps."""
+        """Return a block without samples: all its numbers are 0."""
         samples = self.covers // self.step
         return bytes(samples * self.sample.size)
 
     def oldest_kept(self, wall):
-        """Return when the oldest block begins that is kept. The hour is added because a series
-        ends up to 16 minutes ago."""
+        """Return the start time of the oldest block that must be kept.
+
+        Blocks are kept for an hour longer than series show them, because a series may have ended up
+        to 16 minutes ago."""
         return self.block_start(int(wall) - self.kept - HOUR)
 
-    def read_samples(self, start, block, times):
-        """Return the Samples of a block that begins at `start`, by their time, as far as they
-        belong to `times`. Gaps are left out."""
-        first = max(start, times.start)
+    def read_samples(self, block_start, block, times):
+        """Return those Samples of a block whose times are in the range `times`, by their times.
+
+        A sample that was never stored, or was stored while the server was away, is left out."""
+        first_time = max(block_start, times.start)
         samples = {}
-        numbers = self.sample.iter_unpack(block[self.offset(first):])
-        for at, stored in zip(range(first, times.stop, self.step), numbers):
+        stored_samples = self.sample.iter_unpack(block[self.offset(first_time):])
+        sample_times = range(first_time, times.stop, self.step)
+        for sample_time, numbers in zip(sample_times, stored_samples):
             if self.sample is PLAYERS:
-                mean, = stored
+                mean, = numbers
                 peak = mean
             else:
-                mean, peak = stored
+                mean, peak = numbers
             if mean:
-                samples[at] = Sample(mean - 1, peak - 1)
+                samples[sample_time] = Sample(mean - 1, peak - 1)
         return samples
 
 
@@ -2052,40 +2059,44 @@ BLOCK_FORMS = {
     QUARTER: BlockForm(QUARTER, DAY, MONTH, MEAN_AND_PEAK),
     HOUR: BlockForm(HOUR, WEEK, YEAR, MEAN_AND_PEAK),
 }
-# The step and the length of each series that is shown, in seconds
+# The series that pages show: the seconds from sample to sample, and the seconds of the whole series
 SPANS = {
     "day": (MINUTE, DAY),
     "week": (QUARTER, WEEK),
     "month": (QUARTER, MONTH),
     "year": (HOUR, YEAR),
 }
-SAMPLE_MAX = 65534                      # players; one more would not fit into 16 bits
+SAMPLE_MAX = 65534                      # players: n + 1 must fit into 16 bits
 MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER = 60, 15
 HOUR_OF_MINUTES = struct.Struct("<60H")     # a block of minutes
 
 STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 
-# Nothing is deleted for its age before samples have come for this long without a jump of the
-# clock. A clock that runs two years ahead, until NTP sets it, would make everything too old.
+# Old samples are deleted only if new ones have come for this long without a jump of the clock. For
+# a clock that runs two years ahead until NTP sets it, all stored samples would be too old
 STEADY_S = DAY
-# The clock has jumped if the wall clock of a sample is before that of the last sample, or this much
-# after it. Samples come every minute, and a restart of the machine takes some minutes.
+# The clock has jumped if a sample is older than the last one, or newer by more than this. Samples
+# come every minute, and a restart of the machine takes some minutes
 JUMP_S = HOUR
-# Samples taken while the clock ran ahead are deleted after this long. This is more than STEADY_S,
-# because the clock of a machine without network may stand at 1970 for days.
+# Samples whose times lie in the future are deleted only if the clock has not jumped for this long.
+# It is more than STEADY_S, because the clock of a machine without network may stand at 1970 for
+# days, and then all samples seem to lie in the future
 AHEAD_S = MONTH
 
-# `server` has every server that was seen within a year. A row with address '' and port 0 is the sum
-# of a game. Two rows with game '' are about the file itself: one has an id of this installation as
-# its port; the other, with port -1, has the clock of the samples (first_seen: since when it has not
-# jumped; last_seen: the last sample). `listed` has the servers of the list. It has what changes
-# each minute, apart from the texts: 150 rows share a page, so a minute rewrites few pages.
+# The table `server` holds every server that was seen within a year. A row with address '' and port
+# 0 stands for all servers of a game together. Two rows with game '' are about the file itself. The
+# port of the first is a number that identifies this installation. The second, with port -1,
+# describes the clock: first_seen is the time since which the clock has not jumped, last_seen is the
+# time of the last sample.
 #
-# AUTOINCREMENT gives no id twice, so the blocks of a forgotten server belong to nobody else. Blocks
-# are sorted by time first: one sample of all servers lies together, and so does what has become too
-# old. No column is declared NOT NULL, so no row from outside can violate a
-# constraint; if a constraint fails, the file is damaged.
-# PRAGMA user_version = 1 is the version of the tables and of the bytes in a block.
+# The table `listed` holds the servers of the list. Its columns change every minute, and are kept
+# apart from the long texts in `server`, so that 150 rows share a page and few pages are rewritten.
+#
+# The table `block` is sorted by time first, so the samples of one minute lie together, and so do
+# those that have become too old. AUTOINCREMENT never uses an id twice, so a new server cannot get
+# the blocks of a forgotten one. No column is declared NOT NULL, so rows from outside cannot violate
+# a constraint, and a violated constraint means that the file is damaged. PRAGMA user_version = 1 is
+# the version of the tables and of the bytes in a block
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -2096,8 +2107,9 @@ SCHEMA = (
 
 
 class ListedRow(NamedTuple):
-    """A listed server as it is stored, and as masters send it to each other. The times are seconds
-    of the wall clock."""
+    """A listed server as it is stored, and as masters send it to each other.
+
+    All times are in seconds since 1970."""
 
     game: str
     address: str
@@ -2109,19 +2121,25 @@ class ListedRow(NamedTuple):
 
     @property
     def key(self) -> Key:
+        """The key of the server in the registry."""
         return self.game, self.address, self.port
 
     def has_types(self) -> bool:
-        """Has each value the type that it should have?"""
+        """Does every value have the type that the class declares?
+
+        SQLite itself stores values of any type in any column."""
         return tuple(map(type, self)) == (str, str, int, float, float, float, str)
 
 
-Counts = List[Optional[int]]        # player counts; None while the server or the master was away
-DISK_ERRORS = sqlite3.Error, OSError        # any method of Database may raise these
+# Player counts. A count is None if the server or this master was away
+Counts = List[Optional[int]]
+# The exceptions that every method of Database may raise
+DISK_ERRORS = sqlite3.Error, OSError
 
 
 class Series(NamedTuple):
-    """Player counts from `start` on, one for every `step` seconds."""
+    """Player counts at regular times: from `start` on, in seconds since 1970, one every `step`
+    seconds."""
 
     start: int
     step: int
@@ -2130,8 +2148,9 @@ class Series(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """A server that the database knows, listed or not: its name, and when it was seen, in seconds
-    of the wall clock."""
+    """What the database remembers of a server, whether it is listed or has left.
+
+    The times are in seconds since 1970."""
 
     first_seen: float
     last_seen: float
@@ -2139,43 +2158,52 @@ class Remembered(NamedTuple):
 
 
 def stored_values(fields: str) -> List[Any]:
-    """Return the list in the column `fields` of a row."""
+    """Return the values in the column `fields` of a row, which is a JSON list.
+
+    Raise JSONDecodeError if it is not JSON."""
     return json.loads(fields)
 
 
 def mean_and_peak(numbers):
-    """Return mean and peak of stored numbers as 4 bytes. Gaps (0) do not count; if all are gaps,
-    the result is a gap."""
-    present = [number for number in numbers if number]
+    """Return the stored form, 4 bytes, of the mean and the peak of some stored numbers.
+
+    A number of 0 means that the server was away, and does not count. If all are 0, both results
+    are."""
+    present = [number for number in numbers if number != 0]
     if not present:
         return MEAN_AND_PEAK.pack(0, 0)
-    half = len(present) // 2
+    half = len(present) // 2            # added so that the division rounds to the nearest number
     rounded_mean = (sum(present) + half) // len(present)
     return MEAN_AND_PEAK.pack(rounded_mean, max(present))
 
 
 def series_end(step, wall):
-    """Return when a series ends: after the last step that is certainly complete, because a series
-    must not end with a gap that the next sample fills.
+    """Return the time at which a series with this step ends, in seconds since 1970.
 
-    The running minute may have no sample yet. Longer steps are made of minutes when the first
-    sample of the next quarter of an hour comes, up to a minute late."""
-    late_s = MINUTE if step == MINUTE else QUARTER + MINUTE
-    return (int(wall) - late_s) // step * step + step
+    It ends after the last step whose sample is certainly stored, so that it never ends with a gap
+    that is filled later. The sample of the present minute may not have come yet. Samples of longer
+    steps are computed with the first sample of each quarter of an hour, which may be a minute
+    late."""
+    latest_delay_s = MINUTE
+    if step > MINUTE:
+        latest_delay_s += QUARTER
+    last_complete_time = int(wall) - latest_delay_s
+    return last_complete_time // step * step + step
 
 
 def means(samples, times):
-    """Return the means of Samples at these times, None for a gap. `samples` has them by time."""
-    return [samples[at].mean if at in samples else None for at in times]
+    """Return the means at these times, None where there is no Sample. `samples` is by time."""
+    return [samples[moment].mean if moment in samples else None for moment in times]
 
 
 def peaks(samples, times):
-    """Return the peaks of Samples at these times, None for a gap. `samples` has them by time."""
-    return [samples[at].peak if at in samples else None for at in times]
+    """Return the peaks at these times, None where there is no Sample. `samples` is by time."""
+    return [samples[moment].peak if moment in samples else None for moment in times]
 
 
-# Errors that mean that the file itself is damaged: those of SQLite (the bare class; a constraint),
-# and values that are not what was written. Locks, full disks and the like are OperationalErrors.
+# The classes of exceptions that mean that the file itself is damaged. The first two are SQLite's.
+# The others come from values that this program cannot have written. A lock or a full disk is no
+# damage; it raises an OperationalError, a subclass of DatabaseError.
 # https://www.sqlite.org/rescode.html
 DAMAGE_ERRORS = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError,
                  json.JSONDecodeError, struct.error, TypeError)
@@ -2185,25 +2213,27 @@ DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
 
 
 def is_damage(error):
-    """Does this exception mean that the database file is damaged?"""
+    """Does this exception mean that the database file is damaged?
+
+    The type is compared exactly, because subclasses of DatabaseError mean other trouble."""
     return type(error) in DAMAGE_ERRORS or str(error).startswith(DAMAGE_TEXTS)
 
 
 class Database:
-    """One SQLite file. Every method may raise sqlite3.Error, or OSError if a damaged file cannot be
-    renamed, and may be called again after that.
+    """One SQLite file with the list and the history.
 
-    `set_aside`: the name that the last damaged file has got, "" if there was none."""
+    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
+    called again after that. `set_aside` is the new name of the last damaged file, or ""."""
 
     def __init__(self, path):
-        """`path`: of the SQLite file. The file is opened when it is needed first."""
-        # SQLite's logs stand beside the file that a link leads to, and a damaged file is renamed
-        # there. A program that embeds this one may change its folder later
+        """Take the path of the SQLite file. The first call of a method opens the file."""
+        # The real path is needed because SQLite's log files stand beside the file to which a link
+        # leads. It is read now because a program that embeds this one may change its folder later
         self.path = os.path.realpath(path)
         self.set_aside = ""
         self._db: Optional[sqlite3.Connection] = None
         self._wall = 0.0            # the wall clock at the last call, to name a damaged file
-        self._quarter = -1          # the quarter of an hour of the last sample
+        self._quarter = -1          # the number of the quarter of an hour of the last sample
 
     def close(self):
         """Close the file. An open transaction is rolled back."""
@@ -2214,14 +2244,18 @@ class Database:
     # The list
 
     def load(self, wall):
-        """Return a ListedRow for each listed server, as it was passed to save(), except that
-        first_seen is the time when the server was first ever seen."""
+        """Return a list with the ListedRow of each listed server, as it was passed to save().
+
+        Only first_seen may differ: it is the time at which the server was seen for the first time
+        ever."""
         self._wall = wall
         return self._run(self._load)
 
     def _load(self, db):
-        """Return the ListedRows of load(). Raise TypeError or JSONDecodeError, which mean damage,
-        if a row is not what save() has written."""
+        """Return the result of load().
+
+        Raise TypeError or JSONDecodeError if a row is not as save() writes it: the file is
+        damaged."""
         rows = []
         for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
@@ -2229,13 +2263,15 @@ class Database:
             row = ListedRow(*columns)
             if not row.has_types():
                 raise TypeError("a row has values of another type")
-            stored_values(row.fields)               # raises JSONDecodeError
+            stored_values(row.fields)               # for its JSONDecodeError
             rows.append(row)
         return rows
 
     def save(self, rows, departed):
-        """List these rows, new or changed, and no longer list the servers with the keys in
-        `departed`, all in one transaction. Saved rows outlive the process."""
+        """Store changes of the list in one transaction.
+
+        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
+        have left the list."""
         def work(db):
             self._remove_listed(db, departed)
             self._insert_listed(db, rows)
@@ -2243,7 +2279,7 @@ class Database:
         self._run(work)
 
     def _remove_listed(self, db, departed):
-        """No longer list these servers, but remember when they were seen last."""
+        """Remove the servers with these keys from the list. Remember when they were last seen."""
         self._keep_names(db, departed)
         keys = [{"game": game, "address": address, "port": port}
                 for game, address, port in departed]
@@ -2257,7 +2293,7 @@ class Database:
             " WHERE game = :game AND address = :address AND port = :port)", keys)
 
     def _insert_listed(self, db, rows):
-        """List these rows, new or changed."""
+        """Insert ListedRows into the list, or replace them if their servers are listed already."""
         names = ListedRow._fields
         values = [dict(zip(names, row)) for row in rows]
         db.executemany(
@@ -2271,9 +2307,10 @@ class Database:
             " WHERE game = :game AND address = :address AND port = :port", values)
 
     def _keep_names(self, db, departed):
-        """Drop everything but the names, the first of the fields, of servers that have left. A
-        stranger could have thousands of servers listed, one after another, each with many
-        texts."""
+        """Drop all fields but the first, the name, of the servers with these keys.
+
+        Otherwise a stranger could fill the disk: he could have thousands of servers listed, one
+        after the other, each with long texts."""
         for game, address, port in departed:
             server_id = self._server_id(db, game, address, port)
             row = db.execute("SELECT fields FROM server WHERE id = :id AND fields NOTNULL",
@@ -2285,8 +2322,9 @@ class Database:
                            {"fields": name_alone, "id": server_id})
 
     def known(self, game, address, port):
-        """Return what is Remembered of a server, also of one that left within the year; None if it
-        is not known."""
+        """Return the Remembered of a server that is listed or left within the last year.
+
+        Return None if the database does not know the server."""
         def work(db):
             row = db.execute(
                 "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
@@ -2302,8 +2340,9 @@ class Database:
         return self._run(work)
 
     def installation_id(self, proposed):
-        """Return the number that is kept with this file. If there is none, keep the proposed
-        one."""
+        """Return the number that identifies this installation. It is stored in the file.
+
+        If the file has none yet, the proposed number is stored and returned."""
         def work(db):
             db.execute("INSERT INTO server (game, address, port) SELECT '', '', :proposed WHERE NOT"
                        " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)",
@@ -2317,14 +2356,16 @@ class Database:
     # The history
 
     def add_samples(self, wall, samples):
-        """Store one minute's samples: (game, address, port, players) of every server that responds;
-        address "" and port 0 are the sum of a game. A second call in the same minute replaces the
-        first.
+        """Store the player counts of one minute. A second call in the same minute replaces them.
 
-        Return hourly_players() if a quarter of an hour has ended, else None."""
+        `samples` has a tuple (game, address, port, players) for each server that responds, and one
+        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
+        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
+        None."""
         self._wall = wall
         minute = int(wall) // MINUTE * MINUTE
-        quarter_ended = minute // QUARTER != self._quarter      # whichever way the clock went
+        # The comparison with != also notices a quarter that the clock has gone back to
+        quarter_ended = minute // QUARTER != self._quarter
 
         def work(db):
             steady_s = self._note_clock(db, wall)
@@ -2342,11 +2383,14 @@ class Database:
         return self.hourly_players(wall) if quarter_ended else None
 
     def history(self, game, address, port, span, wall):
-        """Return the last 'day' (1,440 minutes), 'week' (672 quarter hours), 'month' (2,976) or
-        'year' (8,784 hours) of a server, or with address "" and port 0 of a game, as a Series. For
-        minutes, means and peaks are the same. Raises KeyError for another span."""
+        """Return the player counts of a server for one of the SPANS, as a Series.
+
+        With address "" and port 0, return those of a whole game. The series has 1,440 minutes, 672
+        or 2,976 quarters of an hour, or 8,784 hours. In a series of minutes, means and peaks are
+        the same."""
         step, length = SPANS[span]
-        form, end = BLOCK_FORMS[step], series_end(step, wall)
+        form = BLOCK_FORMS[step]
+        end = series_end(step, wall)
         times = range(end - length, end, step)
 
         def work(db):
@@ -2361,9 +2405,11 @@ class Database:
         return Series(times.start, step, means(samples, times), peaks(samples, times))
 
     def hourly_players(self, wall):
-        """Return the hourly means of the last 24 hours, by the key of every server and game that
-        has any."""
-        form, end = BLOCK_FORMS[HOUR], series_end(HOUR, wall)
+        """Return the mean player counts of the last 24 hours, a list of 24 by key.
+
+        The keys are those of all servers that were there, and (game, "", 0) for each game."""
+        form = BLOCK_FORMS[HOUR]
+        end = series_end(HOUR, wall)
         times = range(end - DAY, end, HOUR)
         blocks = {"step": HOUR, "first": form.block_start(times.start), "end": times.stop}
 
@@ -2381,7 +2427,7 @@ class Database:
         return {key: means(samples, times) for key, samples in self._run(work).items()}
 
     def _server_id(self, db, game, address, port):
-        """Return the id of a server; None if nobody has seen it."""
+        """Return the id of a server in the table `server`, or None if it has no row there."""
         row = db.execute("SELECT id FROM server"
                          " WHERE game = :game AND address = :address AND port = :port",
                          {"game": game, "address": address, "port": port}).fetchone()
@@ -2391,8 +2437,10 @@ class Database:
         return server_id
 
     def _note_seen(self, db, game, address, port, wall):
-        """Return the id of a server or of a game's sum, after inserting it if it is new. Keep the
-        time for a sum; a server's time is kept with the list."""
+        """Return the id of a server or of a whole game, which is inserted if it is new.
+
+        For a whole game, also note that it was seen now. For a server, the table `listed` has that
+        time."""
         db.execute(
             "INSERT INTO server (game, address, port, first_seen, last_seen)"
             " VALUES (:game, :address, :port, :wall, :wall)"
@@ -2402,8 +2450,9 @@ class Database:
         return self._server_id(db, game, address, port)
 
     def _block(self, db, form, start, server_id):
-        """Return the bytes of the block that begins at `start`; a block of gaps if there is
-        none."""
+        """Return the bytes of a server's block that begins at `start`.
+
+        If it is not stored, return an empty block."""
         row = db.execute(
             "SELECT samples FROM block WHERE step = :step AND start = :start AND server = :server",
             {"step": form.step, "start": start, "server": server_id}).fetchone()
@@ -2412,11 +2461,13 @@ class Database:
         block, = row
         return block
 
-    def _write_samples(self, db, form, at, server_id, samples):
-        """Write stored samples, which begin at the time `at` and belong to one block of this
-        BlockForm."""
-        start = form.block_start(at)
-        offset = form.offset(at)
+    def _write_samples(self, db, form, first_time, server_id, samples):
+        """Write a server's samples into a block of this BlockForm.
+
+        `samples` are the packed samples of consecutive steps, the first of them at `first_time`.
+        All must belong to the same block."""
+        start = form.block_start(first_time)
+        offset = form.offset(first_time)
         end = offset + len(samples)
         block = bytearray(self._block(db, form, start, server_id))
         block[offset:end] = samples
@@ -2424,8 +2475,10 @@ class Database:
         db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)", row)
 
     def _roll_up(self, db, minute):
-        """Compute the quarter hours and the hour of the last block of minutes that is not after
-        `minute` (a clock that ran ahead leaves such blocks). Doing it again changes nothing."""
+        """Compute the samples of quarters and hours from the latest blocks of minutes.
+
+        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
+        To compute the same samples again does no harm."""
         hour, = db.execute(
             "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
             {"step": MINUTE, "minute": minute}).fetchone()
@@ -2440,12 +2493,13 @@ class Database:
             self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
 
     def _note_clock(self, db, wall):
-        """Store the time of this sample. Return for how many seconds samples have come without a
-        jump of the clock."""
+        """Store the time of the present sample.
+
+        Return the number of seconds for which samples have come without a jump of the clock."""
         row = db.execute("SELECT first_seen, last_seen FROM server WHERE game = '' AND port = -1"
                          ).fetchone()
         if row is None:
-            # A new file, or one of an old program that did not keep the time of sums
+            # The file is new, or an older version wrote it, which did not keep the times of games
             db.execute("UPDATE server SET last_seen = :wall WHERE address = '' AND game != ''",
                        {"wall": wall})
             row = wall, wall
@@ -2461,13 +2515,15 @@ class Database:
         return wall - steady_since
 
     def _drop_old(self, db, minute, steady_s):
-        """Delete what is too old, and what lies in the future, if the clock has been steady for
-        long enough. `steady_s`: for how many seconds."""
+        """Delete samples that are too old or lie in the future, and servers not seen for a year.
+
+        `steady_s` is the number of seconds for which the clock has not jumped. If it is too short,
+        the clock may be wrong, and nothing is deleted."""
         if steady_s >= STEADY_S:
             for form in BLOCK_FORMS.values():
                 db.execute("DELETE FROM block WHERE step = :step AND start < :oldest",
                            {"step": form.step, "oldest": form.oldest_kept(minute)})
-            # Servers and sums are deleted with their last block
+            # The rows of servers and games are kept as long as their last hourly samples
             db.execute("DELETE FROM server WHERE game != '' AND last_seen < :oldest"
                        " AND id NOT IN (SELECT server FROM listed)",
                        {"oldest": BLOCK_FORMS[HOUR].oldest_kept(minute)})
@@ -2475,31 +2531,34 @@ class Database:
             for form in BLOCK_FORMS.values():
                 db.execute("DELETE FROM block WHERE step = :step AND start > :minute",
                            {"step": form.step, "minute": minute})
-            # Servers seen in the future count as seen now, and so are deleted within a year
+            # Servers that were seen in the future now count as seen at present, because they would
+            # be kept for longer than a year otherwise
             db.execute("UPDATE server SET first_seen = min(first_seen, :minute),"
                        " last_seen = :minute WHERE game != '' AND last_seen > :minute",
                        {"minute": float(minute)})
 
     def _drop_excess(self, db):
-        """If there are too many servers that are not listed, or too many games, forget those that
-        were here for the shortest time.
+        """Forget servers that are not listed, and games, if there are too many of them.
 
-        So a stranger who lists one server after another, or renames one again and again, neither
-        drives out others nor fills the disk."""
-        servers = db.execute(
+        Those that were here for the shortest time go first. So a stranger who lists one server
+        after another, or renames one again and again, neither drives out old servers nor fills the
+        disk."""
+        # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
+        excess_servers = db.execute(
             "SELECT id, first_seen FROM server"
             " WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
-            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :limit",
-            {"limit": KNOWN_SERVERS}).fetchall()
-        game_sums = db.execute(
+            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
+            {"kept": KNOWN_SERVERS}).fetchall()
+        excess_games = db.execute(
             "SELECT id, first_seen FROM server WHERE address = '' AND game != ''"
-            " ORDER BY first_seen - last_seen, last_seen DESC LIMIT -1 OFFSET :limit",
-            {"limit": KNOWN_GAMES}).fetchall()
-        excess = servers + game_sums
+            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
+            {"kept": KNOWN_GAMES}).fetchall()
+        excess = excess_servers + excess_games
         if not excess:
             return
-        db.executemany("DELETE FROM server WHERE id = :id", [{"id": id} for id, _ in excess])
-        # Only blocks since the first of them came are read, because most of them came lately
+        ids = [{"id": server_id} for server_id, _ in excess]
+        db.executemany("DELETE FROM server WHERE id = :id", ids)
+        # Older blocks cannot belong to the forgotten rows, and most of these rows are young
         first_seen = min(first_seen for _, first_seen in excess)
         for form in BLOCK_FORMS.values():
             db.execute("DELETE FROM block WHERE step = :step AND start >= :start"
@@ -2509,20 +2568,25 @@ class Database:
     # The file
 
     def _run(self, work):
-        """Return what `work(db)` returns, done in a transaction. If the file turns out to be
-        damaged, set it aside and do the work once more in a new file."""
+        """Call `work(db)` in a transaction and return its result.
+
+        If the file turns out to be damaged, rename it and call `work` once more, with a new
+        file."""
         try:
             return self._transact(work)
         except Exception as error:
             if not is_damage(error):
                 raise
-        # After `except`: the exception keeps the file open, and Windows renames no open file
+        # This stands after the `except` block, because the exception keeps the file open, and
+        # Windows does not rename open files
         self._rename_damaged()
         return self._transact(work)
 
     def _transact(self, work):
-        """Return what `work(db)` returns, done in a transaction. An exception rolls it back and
-        closes the file, so that the next call sees whether the trouble has ended."""
+        """Call `work(db)` in a transaction and return its result.
+
+        An exception rolls the transaction back and closes the file. The next call opens it again,
+        and so finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
                 return work(db)
@@ -2544,20 +2608,21 @@ class Database:
             # Version 0 is a file restored from a .dump, which does not have the version
             raise sqlite3.OperationalError("it belongs to another program or to a later version of"
                                            " this one; change [server] database")
-        # A file system without shared memory allows no log. Then SQLite's default, which is slower
-        # and as safe, stays in force
+        # A write-ahead log needs a file system with shared memory. Without it, SQLite's default
+        # stays in force, which is slower and just as safe
         with contextlib.suppress(sqlite3.OperationalError):
-            # With the log and NORMAL a commit is a write without fsync. It outlives the process. A
-            # power cut costs the last seconds and never the file
+            # With these two, a commit is a write without fsync. A crash of the program loses
+            # nothing. A power cut loses the last seconds, but does not damage the file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
         return db
 
     def _rename_damaged(self):
-        """Rename the file and SQLite's log files: add the time of the last call to their names."""
-        at = datetime.fromtimestamp(self._wall, timezone.utc)
-        new_path = self.path + at.strftime(".damaged-%Y%m%d-%H%M%S")
-        # The file itself is the last: if the program ends before that, no new file reads an old log
+        """Append the time of the last call to the names of the damaged file and its log files."""
+        called_at = datetime.fromtimestamp(self._wall, timezone.utc)
+        new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
+        # The file itself comes last. If the program dies before that, the next start finds the
+        # damaged file again, and not an old log beside a new file
         for suffix in ("-wal", "-shm", "-journal", ""):
             if os.path.lexists(self.path + suffix):
                 os.replace(self.path + suffix, new_path + suffix)
@@ -2568,16 +2633,19 @@ class Database:
 
 # --- The list on disk ----------------------------------------------------------------------------
 
-SAVE_LATE_S = 10.0          # a batch takes milliseconds; a disk that has to spin up takes seconds
-# After a restart, a server whose connection has ended (AIO's) has this long to come back. A server
-# that no protocol here can hear, because its listener is switched off, stays no longer either.
+# A batch that takes longer is reported as trouble. Most take milliseconds, and some seconds if the
+# disk has to spin up
+SAVE_LATE_S = 10.0
+# After a restart, an AIO server, whose connection has ended, has this long to connect again. A
+# server whose protocol is switched off now cannot be heard any more, and leaves after this time too
 RESTORED_S = 60.0
-RESTORE_WITHIN_S = HOUR     # a server that was last seen before that is not worth showing
-# An infinite lifetime is stored as a day, because a stored time must be finite.
+# A server that was last seen longer ago is not restored, because it has probably gone
+RESTORE_WITHIN_S = HOUR
+# An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored beside its identity and its times, in this order, with
-# their types. New ones are added at the end; values beyond the last are ignored.
+# The attributes of Server that are stored in the column `fields`, in this order, with their types.
+# New ones must be added at the end. An older version ignores values beyond its last one
 STORED_FIELDS: Dict[str, type] = {
     "name": str,
     "mode": str,
@@ -2599,7 +2667,9 @@ STORED_FIELDS: Dict[str, type] = {
 
 
 class ServerRecord(NamedTuple):
-    """A server on its way to a ListedRow: `values` are not encoded yet."""
+    """A ListedRow whose fields are not encoded as JSON yet. Its times are in seconds since 1970.
+
+    The event loop makes it quickly; the disk thread encodes it."""
 
     game: str
     address: str
@@ -2611,7 +2681,7 @@ class ServerRecord(NamedTuple):
 
 
 def server_record(server, epoch):
-    """Return the ServerRecord of a server. `epoch`: wall clock minus monotonic clock."""
+    """Return the ServerRecord of a server. `epoch` is the wall clock minus the monotonic clock."""
     last_seen = server.last_seen + epoch
     return ServerRecord(
         server.game, server.address, server.port,
@@ -2622,17 +2692,18 @@ def server_record(server, epoch):
 
 
 def encoded_row(record):
-    """Return the ListedRow of a ServerRecord. For 10,000 servers this takes 60 ms."""
+    """Return the ListedRow of a ServerRecord. To encode 10,000 of them takes 60 ms."""
     return ListedRow(
         record.game, record.address, record.port, record.expires, record.first_seen,
         record.last_seen, fields=ENCODER.encode(record.values))
 
 
 def restored_server(row, now, wall, clean_luanti):
-    """Return the server that a ListedRow describes, marked as unconfirmed, or None if the row
-    cannot be understood. Raise Refused for a wrong Luanti announcement.
+    """Return the Server that a ListedRow describes, marked as unconfirmed.
 
-    `clean_luanti(announcement)` checks and cleans a Luanti server's announcement."""
+    `now` and `wall` are the same moment by the monotonic and by the wall clock.
+    `clean_luanti(announcement)` checks and cleans the announcement of a Luanti server. Return None
+    if the row has impossible values, and raise Refused if the announcement has."""
     fields = restored_fields(row.fields, clean_luanti)
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
@@ -2646,40 +2717,45 @@ def restored_server(row, now, wall, clean_luanti):
     server = Server(row.game, row.address, row.port, source, now, lifetime, **fields)
     server.confirmed = False
     server.pinned = pinned
-    # Never in the future, though the clock may have been put back since
+    # Neither time may lie in the future, even if the wall clock has been put back since
     server.first_seen = min(now, row.first_seen + now - wall)
     server.last_seen = min(now, row.last_seen + now - wall)
     return server
 
 
 def restored_fields(fields, clean_luanti):
-    """Return the attributes in the column `fields` of a row, cleaned, by name. A value of the wrong
-    type is left out."""
-    cleaned = {}
-    for (name, kind), value in zip(STORED_FIELDS.items(), stored_values(fields)):
-        if type(value) is not kind:
+    """Return the attributes of Server in the column `fields` of a row, by name.
+
+    They are cleaned again, because another master may have written them. A value of the wrong type
+    is left out. `clean_luanti` is that of restored_server()."""
+    attributes = {}
+    for (name, expected_type), value in zip(STORED_FIELDS.items(), stored_values(fields)):
+        if type(value) is not expected_type:
             continue
         if name == "luanti_announcement":
-            cleaned[name] = clean_luanti(value) if value else {}
+            attributes[name] = clean_luanti(value) if value else {}
         else:
-            cleaned[name] = clean_value(kind, value)
-    return cleaned
+            attributes[name] = clean_value(value)
+    return attributes
 
 
-def clean_value(kind, value):
-    """Return a stored value of this type, cleaned."""
-    if kind is str:
+def clean_value(value):
+    """Return a stored value with its text cleaned, or its number clamped.
+
+    A bool is returned unchanged."""
+    if isinstance(value, str):
         return clean(value, TEXT_CHARACTERS)
-    if kind is int:
-        return clamp(value)
-    if kind is dict:
+    if isinstance(value, dict):
         return {clean(name): clean(str(text)) for name, text in value.items()}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return clamp(value)
     return value
 
 
 def report(health, where, trouble):
-    """Note that something does not work: /healthz shows it as long as it lasts, and the log says it
-    once. `health`: as in Core."""
+    """Note in Core.health that a part of the program, `where`, does not work.
+
+    /healthz shows `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
     health[where] = trouble
@@ -2688,24 +2764,28 @@ def report(health, where, trouble):
 class SavedList:
     """Saves the registry's servers to the database, and restores them after a restart.
 
-    One batch is written at a time. If that fails, the next batch has everything."""
+    One batch is written at a time. If a batch fails, the next one has all servers."""
 
     def __init__(self, database, registry, disk, health, clean_luanti):
-        """`disk`: the WorkerThread for the database; `health`: as in Core; `clean_luanti`: as in
-        restored_server()."""
+        """Connect a Database and a Registry. `disk` is the WorkerThread that calls the Database.
+
+        `health` is that of Core. `clean_luanti` is that of restored_server()."""
         self.database = database
         self.registry = registry
         self.disk = disk
         self.health = health
         self.clean_luanti = clean_luanti
-        self.hourly_players = {}                        # the last day's counts; see Database
-        # When the batch was begun that is being written; None if there is none
+        self.hourly_players = {}        # the last result of Database.hourly_players()
+        # The time at which the present batch was begun; None if no batch is being written
         self.batch_began: Optional[float] = None
-        self.sampled_minute = -1.0                      # when a batch last had all servers
+        # The minute, counted from 1970, in which a batch last had all servers
+        self.sampled_minute = -1.0
 
     def restore(self, now, wall, protocols):
-        """List the servers that were listed before the restart. `protocols`: those that run
-        now."""
+        """List the servers that were listed before the restart, at the start of the program.
+
+        `protocols` are the protocols that run now. If the database cannot be read, the list begins
+        empty, and /healthz says why."""
         try:
             rows = self.database.load(wall)
             self.hourly_players = self.database.hourly_players(wall)
@@ -2715,28 +2795,34 @@ class SavedList:
         registry = self.registry
         registry.silence_counts_from = now
         for row in rows:
-            registry.altered.add(row.key)           # a server that is not restored is deleted
+            # The next batch saves the server again, or deletes it if it is not restored
+            registry.altered.add(row.key)
             with contextlib.suppress(Refused):
                 self.restore_row(row, now, wall, protocols)
         log.info("%d servers restored from before the restart, not confirmed until heard again",
                  registry.total)
 
     def restore_row(self, row, now, wall, protocols):
-        """List the server of a row, unless it was last seen too long ago. Raise Refused if the
-        rules forbid it."""
+        """List the server of a ListedRow, unless it was last seen too long ago.
+
+        Raise Refused if the rules forbid the server."""
         if wall - row.last_seen > RESTORE_WITHIN_S:
             return
         server = restored_server(row, now, wall, self.clean_luanti)
-        if server is None or not server.responding:     # the ini names a server that does not
-            return                                      # respond, so it is listed again anyway
+        # Only servers that the ini names are listed without responding. Those need not be restored,
+        # because the poller lists them again anyway
+        if server is None or not server.responding:
+            return
         if not any(protocol.serves(server) for protocol in protocols):
             server.lifetime = min(server.lifetime, RESTORED_S)
         self.registry.check_admission(server.key, server.source, server.name)
         self.registry.insert(server)
 
     def tick(self, now, wall):
-        """Once a second: save what has changed, and once a minute all servers with their
-        players."""
+        """Begin a batch, unless one is being written. The event loop calls this once a second.
+
+        A batch has the servers that have changed; once a minute it has all servers, with their
+        player counts."""
         if self.batch_began is not None:
             if now - self.batch_began >= SAVE_LATE_S:
                 report(self.health, "database",
@@ -2751,8 +2837,10 @@ class SavedList:
             self.save(now, wall, samples)
 
     def minute_samples(self):
-        """Return (game, address, port, players) of every server that responds, and the sum of each
-        game, as Database.add_samples() takes them."""
+        """Return the player counts of this minute, as Database.add_samples() takes them.
+
+        They are a list of (game, address, port, players), with an entry for each server that
+        responds, and one with address "" and port 0 for each game."""
         samples = []
         for game, servers in self.registry.games.items():
             total = 0
@@ -2764,19 +2852,21 @@ class SavedList:
         return samples
 
     def save_all_times(self):
-        """Have the next batch save all servers of this master, because their times have changed."""
+        """Put all servers of this master into the next batch, because their times have changed."""
         for servers in self.registry.games.values():
             for server in servers.values():
                 if not server.master:
                     self.registry.altered.add(server.key)
 
     def save(self, now, wall, samples):
-        """Have the disk thread write the servers that have changed, and these samples."""
-        keys = self.registry.altered
+        """Begin a batch: let the disk thread write the servers that have changed, and `samples`.
+
+        `samples` is the result of minute_samples(), or empty."""
+        changed_keys = self.registry.altered
         self.registry.altered = set()
         records = []
-        departed = set(keys)
-        for key in keys:
+        departed = set(changed_keys)
+        for key in changed_keys:
             server = self.registry.get(*key)
             if server and not server.master:
                 records.append(server_record(server, wall - now))
@@ -2784,20 +2874,25 @@ class SavedList:
         self.batch_began = now
 
         def write():
-            self.database.save([encoded_row(record) for record in records], departed)
-            return self.database.add_samples(wall, samples) if samples else None
+            rows = [encoded_row(record) for record in records]
+            self.database.save(rows, departed)
+            if not samples:
+                return None
+            return self.database.add_samples(wall, samples)
 
         def on_written(result, now):
-            self.on_written(keys, result)
+            self.on_written(changed_keys, result)
 
         self.disk.submit(write, on_written)
 
     def on_written(self, keys, result):
-        """Take the result of a batch: hourly_players, None, or an exception. `keys`: the servers
-        in the batch."""
+        """End a batch that had the servers with these keys.
+
+        `result` is the hourly player counts if the batch has computed them, None if it has not, and
+        an exception if the batch has failed."""
         self.batch_began = None
         if isinstance(result, Exception):
-            # The next batch has all servers, and those that have left
+            # The next batch is to have all servers, and those that left before this one failed
             self.sampled_minute = -1.0
             if len(keys) < ALTERED_SERVERS:
                 self.registry.altered |= keys
@@ -2812,11 +2907,11 @@ class SavedList:
 # ================================================================================================
 # 7  Protocols
 #
-# Each game is one class (or two) with real bytes of its protocol in the docstring. A protocol is
-# given bytes, the peer that sent them and the time, and it returns bytes. It keeps what it learns
-# in the registry, and raises Malformed for everything that its document does not have. "The
-# document" is the game's own description of the protocol; the docstring of the class has its title.
-# If the document leaves something open, the class does it as deployed programs do.
+# Each game is one class or two, with real bytes of its protocol in the docstring. A protocol is
+# given bytes, the peer that sent them and the time, and returns bytes. It lists servers in the
+# registry, and raises Malformed for bytes that are not in its document. "The document" is the
+# game's own description of the protocol; the docstring of the class gives its title. If the
+# document leaves something open, the class does the same as deployed programs.
 # ================================================================================================
 
 class UdpProtocol:
@@ -2824,11 +2919,12 @@ class UdpProtocol:
 
     Replies are a list of (datagram, peer) pairs, which the event loop sends."""
 
-    # The id that the game has in the registry; "" if there are several: see serves()
+    # The id of the game in the registry. It is "" if the protocol has several games; then serves()
+    # is overridden
     game = ""
-    # True if the game's lists have room for IPv4 addresses alone; it then gets IPv4 sockets only
+    # True if the game's lists cannot hold IPv6 addresses. The protocol then gets IPv4 sockets only
     ipv4_only = True
-    # A longer datagram is cut off here
+    # A longer datagram is truncated to this length
     datagram_bytes = MAX_DATAGRAM_BYTES
 
     def answer_repeats(self, data: Sequence[bytes], peers: Sequence[Peer],
@@ -2866,46 +2962,50 @@ class UdpProtocol:
 class Session:
     """One TCP connection.
 
-    The bytes that a method returns are written to the peer, those of each call in one piece."""
+    The bytes that a method returns are sent to the peer, those of each call in one piece."""
 
-    # True once no more is to come: what is still unsent is written, then the connection is closed
+    # True if the session will send nothing more. The connection is closed when all is sent
     done = False
-    # Bytes that have been received and not yet answered
+    # Received bytes that have not been answered yet
     buffer = b""
     # True for the connection of a game server that publishes itself here. If there are too many
-    # connections, those of such servers are closed last
+    # connections, those of game servers are closed last
     kept = False
-    # Work for the disk thread; its result is handed to resume()
+    # A function for the disk thread, or None. Its result is passed to resume()
     job: Optional[Callable[[], Any]] = None
 
     def opened(self, now: float) -> bytes:
-        """Return what the master sends before it has received anything."""
+        """Return the bytes that the master sends first on a new connection."""
         return b""
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """Answer one message at most, and keep the bytes behind it in `buffer`.
+        """Add received bytes to `buffer`, and return the answer to the first message in it.
 
-        Once the answer has been written, this method is called again with b"". The answers are
-        the same however the network splits the input. Raise Malformed for bytes that the protocol
-        does not have."""
+        Return b"" if the message is not complete yet. Only one message is answered; after the
+        answer has been sent, this method is called again with b"", for the next message. Raise
+        Malformed if the bytes do not follow the protocol."""
         return b""
 
     def ended(self, now: float) -> bytes:
-        """Return what is still to be sent to a peer that sends no more but may still read."""
+        """Return the last bytes for a peer that has ended its side of the connection.
+
+        The peer sends nothing more, but may still read."""
         return b""
 
     def resume(self, result: Any, now: float) -> bytes:
-        """Answer with the result of `job`, or with the exception that the job raised."""
+        """Return the answer that needed the result of `job`.
+
+        `result` is what the job has returned, or the exception that it has raised."""
         return b""
 
     def tick(self, now: float) -> bytes:
-        """Return a greeting that is due, or set `done` after a timeout.
+        """Return bytes that are due now, such as a greeting, and set `done` after a timeout.
 
-        The event loop calls this a few times a second while no output waits."""
+        The event loop calls this a few times a second while no output is waiting to be sent."""
         return b""
 
     def closed(self, now: float) -> None:
-        """Clean up after the connection, whichever side has ended it."""
+        """Clean up after the connection has been closed, by either side."""
 
 
 class TcpProtocol:
@@ -2914,7 +3014,7 @@ class TcpProtocol:
     # As in UdpProtocol
     game = ""
     ipv4_only = False
-    # False if clients send the first bytes, which are then read as soon as they connect
+    # False if clients send first. Their first bytes are then read as soon as they connect
     speaks_first = True
 
     def session(self, address: str, now: float) -> Session:
@@ -2922,9 +3022,9 @@ class TcpProtocol:
         raise NotImplementedError
 
     def refusal(self, address: str, now: float) -> Session:
-        """Return the session for a connection over a limit.
+        """Return the session for a new connection that exceeds a limit.
 
-        The connection is closed once the bytes that its opened() returns have been sent."""
+        It has `done` set: the connection is closed after the bytes of opened() have been sent."""
         session = Session()
         session.done = True
         return session
@@ -2946,24 +3046,24 @@ class Core(NamedTuple):
     settings: Settings
     registry: Registry
     poller: Poller
-    # resolve(host, done, source, like="") has the address of a host name looked up in another
-    # thread, and returns at once. The event loop later calls done(address, now); the address is
-    # "" if the host has none. `source` is the address of the client that named the host, or "" if
-    # the ini names it. If a host has several addresses, `like` is chosen if it is one of them, and
-    # otherwise one of the same family as `like`, if there is one. resolve() raises Refused if too
-    # many look-ups for clients are waiting; the client then has to try again
+    # resolve(host, done, source, like="") lets another thread look up the address of a host name,
+    # and returns at once. When the address is known, the event loop calls done(address, now). The
+    # address is "" if the host has none. `source` is the address of the client that named the host,
+    # or "" if the ini names it. If a host has several addresses, `like` is preferred, and after
+    # that an address of the same family as `like`. resolve() raises Refused if too many look-ups
+    # for clients are waiting
     resolve: Callable[..., None]
     # The games whose servers may be announced by HTTP, by their ids
     http_announcers: Dict[str, PolledGame]
-    # Only for jobs of the disk thread
+    # None if nothing is stored. Only jobs of the disk thread may use it
     database: Optional[Database] = None
-    # How much each protocol has received and sent, by its name
+    # Counts of the packets that each protocol has received and sent, by its name
     tallies: Mapping[str, Tally] = {}
-    # The parts of the program that do not work, with the reason; empty while all is well
+    # The parts of the program that do not work, with the reasons; empty if all of them work
     health: Mapping[str, str] = {}
     # The open ports; each has .protocol, .transport, .host and .port
     listeners: Sequence[Any] = ()
-    # Measured values for /metrics that are in no tally, by their names
+    # Other measured values for /metrics, by their names
     gauges: Mapping[str, float] = {}
     # Returns the hourly player counts of the last day, by server
     hourly_players: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
@@ -2973,8 +3073,8 @@ class Core(NamedTuple):
 
 # --- Poller --------------------------------------------------------------------------------------
 #
-# A query is one datagram to a game server. A poll is everything that it takes to learn the state of
-# the server: one query, or several if its game has further questions or if a datagram is lost.
+# A query is one datagram to a game server. A poll is all the queries that it takes to learn the
+# state of the server: usually one, and more if the game needs several or if a datagram is lost.
 
 # The longest answer that is read. AIO's descriptions have no limit, but only their first
 # TEXT_CHARACTERS are shown
@@ -3002,9 +3102,9 @@ RESOLVE_RETRY_S = 60.0
 class Target:
     """One game server that the poller queries."""
 
-    # True if the ini names the server: it is then queried however long it is silent
+    # True if the ini names the server. It is then polled even if it never answers
     pinned = False
-    # The time of the next query; while a query is open, the time at which the poller gives it up
+    # The time of the next query or, while a query is open, the time at which it is given up
     due = 0.0
     # The time at which the open query was sent; None if no query is open
     asked_at: Optional[float] = None
@@ -3020,7 +3120,7 @@ class Target:
     ping_ms = 0.0
     # The reason why a datagram that came in this poll is not an answer, or ""
     answer_error = ""
-    # For the querier alone: whatever it has to remember during a poll
+    # The querier may keep anything here during a poll
     querier_data: Any = None
 
     def __init__(self, querier, address, server_port):
@@ -3033,7 +3133,8 @@ class Target:
         self.source = source_key(address)
         # The game under which the server is listed; a Quake III server's answer names it
         self.game = querier.game
-        # When the server is polled within each interval: 0 is its start, 1 its end
+        # The part of each interval, from 0 to 1, after which the server is polled. It is random, so
+        # that the polls of all servers are spread over the interval
         self.phase = RANDOM.random()
 
 
@@ -3043,9 +3144,9 @@ class Querier:
     The poller decides when a query is sent. The querier knows the bytes of its game."""
 
     registry: Registry
-    # The id that the game has in the registry. Quake III's family is one querier with many games
+    # The id of the game in the registry. Quake III's family is one querier with many games
     game = ""
-    # The port that answers queries is the server's own port plus this
+    # The difference between the port that answers queries and the port that players use
     offset = 0
     # How long a query waits for its answer
     timeout_s = POLL_TIMEOUT_S
@@ -3063,18 +3164,17 @@ class Querier:
     def answer(self, target: Target, data: bytes, now: float) -> Optional[bytes]:
         """Read the answer to the target's open query.
 
-        Return None if the poll has a further question, which then goes out at the next tick.
-        Otherwise the poll is complete, and the bytes that this returns go to the server as a
-        goodbye (b"": nothing is sent).
+        Return None if the poll needs another query; it is sent at the next tick. Otherwise the poll
+        is complete: return the bytes that end it and are sent to the server, or b"" for nothing.
 
-        Raise Malformed if the bytes are not an answer to this query. If this raises Refused, the
-        poller also behaves as if no answer had come."""
+        Raise Malformed if the data are not an answer to this query, and Refused if the server may
+        not be listed. In both cases the query stays open."""
         raise NotImplementedError
 
     def poll_missed(self, target: Target, now: float) -> bool:
-        """Handle a poll without an answer, the `target.missed_polls`th in a row.
+        """Handle a poll that got no answer. `target.missed_polls` counts them, with this one.
 
-        Return True if the poller is to query this target no longer."""
+        Return True if the poller should remove the target."""
         raise NotImplementedError
 
     def record_silence(self, target: Target, now: float) -> None:
@@ -3111,7 +3211,7 @@ class Poller(UdpProtocol):
     datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings):
-        """Begin without targets. `settings`: a Settings object."""
+        """Begin without targets. The Settings give the interval and the rate of polls."""
         # Every querier that has added a target
         self.queriers = set()
         # The targets by game, address and the server's own port
@@ -3144,10 +3244,10 @@ class Poller(UdpProtocol):
         return self.targets.get(key)
 
     def keep_polling(self, querier, address, server_port):
-        """Return the target for a server that is listed or named in the ini; add it if it is new.
+        """Poll a server that is listed or named in the ini from now on, and return its target.
 
-        A new target is queried at the next tick, and from then on in its slot of each interval.
-        If the target was a newcomer, it no longer is."""
+        If the server has no target yet, one is added and queried at the next tick, and from then on
+        in its slot of each interval. If the server was a newcomer, it no longer is."""
         target = self.find(querier, address, server_port)
         if target is None:
             target = Target(querier, address, server_port)
@@ -3159,8 +3259,8 @@ class Poller(UdpProtocol):
     def add_newcomer(self, querier, address, server_port):
         """Add a target for a game server that has announced itself and is not a target yet.
 
-        Return None if there is room for it. Otherwise a newcomer has been removed, perhaps this
-        one; return its target."""
+        If there are too many newcomers, one of them, perhaps this one, is removed. Return the
+        removed target, or None."""
         newcomer = Target(querier, address, server_port)
         self.insert(newcomer)
         same_source = self.newcomers.setdefault(newcomer.source, {})
@@ -3171,7 +3271,7 @@ class Poller(UdpProtocol):
         return self.remove_one_newcomer()
 
     def insert(self, target):
-        """Enter this new target into the tables."""
+        """Add a new target to the tables of targets and sources."""
         self.queriers.add(target.querier)
         self.targets[target.key] = target
         for key in source_keys(target.address):
@@ -3181,8 +3281,8 @@ class Poller(UdpProtocol):
         """Remove and return the oldest newcomer of the source that has the most newcomers.
 
         Thus a source that sends many announcements pushes out its own newcomers only."""
-        # Of sources with equally many, max() takes its first one: here the one that came or was
-        # queried last, because the other sources have waited for longer
+        # Among sources with equally many newcomers, max() chooses the first. In this order that is
+        # the source that came or was queried last; the others have waited for longer
         latest_first = reversed(list(self.newcomers.values()))
         same_source = max(latest_first, key=len)
         oldest = next(iter(same_source.values()))
@@ -3195,7 +3295,7 @@ class Poller(UdpProtocol):
         return target.key in same_source
 
     def end_newcomer(self, target):
-        """Take this target out of the newcomers, if it is one; it stays a target."""
+        """Remove a target from the newcomers, if it is one of them. It stays a target."""
         if not self.is_newcomer(target):
             return
         same_source = self.newcomers[target.source]
@@ -3204,7 +3304,9 @@ class Poller(UdpProtocol):
             del self.newcomers[target.source]
 
     def remove(self, target):
-        """Query this target no longer. Do nothing for None or a target that is removed already."""
+        """Remove a target, so that it is not queried any more.
+
+        Do nothing if it is None, or has been removed already."""
         if target is None:
             return
         is_removed_already = self.targets.get(target.key) is not target
@@ -3220,10 +3322,9 @@ class Poller(UdpProtocol):
     def poll_now(self, querier, address, server_port, now):
         """Begin a new poll of this game server at the next tick, and return its target.
 
-        A server that is no target yet becomes one, as in keep_polling(). A poll that is under way
-        starts again, without what the querier remembers of it. This restarts at most
-        RESTARTED_POLLS_LIMIT polls in a row, so that a server that announces itself every few
-        seconds and never answers is missed like every silent server."""
+        If the server has no target yet, one is added. A poll that is under way starts again, but
+        only RESTARTED_POLLS_LIMIT times in a row. Otherwise a server that announces itself every
+        few seconds, and never answers, would never miss a poll."""
         target = self.find(querier, address, server_port)
         if target is None:
             target = self.keep_polling(querier, address, server_port)
@@ -3240,13 +3341,14 @@ class Poller(UdpProtocol):
         return target
 
     def datagram(self, data, peer, now):
-        """Give an answer to the querier that waits for it, and return the goodbye, if any.
+        """Pass an answer to the querier that waits for it, and return the replies.
 
         Raise Malformed if no query to this peer is open, or if no querier can read the answer."""
         source, source_port = peer[:2]
         address = canonical_address(source)
         error_text = "an answer that nobody asked for"
-        # Servers of two games may be at one endpoint, so that each querier gets its chance
+        # Two games may have targets at the same endpoint, so every querier with an open query tries
+        # to read the answer
         for querier in self.queriers:
             target = self.find(querier, address, source_port - querier.offset)
             if target is None or target.asked_at is None:
@@ -3263,9 +3365,10 @@ class Poller(UdpProtocol):
         raise Malformed(error_text)
 
     def end_query(self, target, has_further_question, now):
-        """Schedule what comes after an answer to this target's query.
+        """End the query of a target that has answered.
 
-        A further question goes out at the next tick. Without one the poll is over."""
+        If the game has a further question, it is sent at the next tick. Otherwise the poll is
+        over."""
         target.missed_polls = 0
         target.restarted_polls = 0
         if has_further_question:
@@ -3290,8 +3393,10 @@ class Poller(UdpProtocol):
         return [self.open_query(target, now) for target in chosen]
 
     def due_targets(self, now):
-        """Return the targets with a query to send or to give up now, the longest overdue first."""
-        # Looking at all 10,000 takes a millisecond, less than keeping them in order
+        """Return the targets that are due, the longest overdue first.
+
+        Their next query has to be sent now, or their open query has not been answered in time."""
+        # To look at 10,000 targets takes a millisecond; to keep them sorted would take longer
         due = []
         for target in self.targets.values():
             if target.due <= now:
@@ -3324,7 +3429,7 @@ class Poller(UdpProtocol):
                 newcomers.append(target)
             else:
                 listed.append(target)
-        # At most half, because a rate of 1 would otherwise leave nothing to listed servers
+        # The share is at most half, because a rate of 1 would leave nothing to listed servers
         share = max(1, self.rate // NEWCOMER_SHARE)
         share = min(share, self.rate // 2, len(newcomers))
         listed = listed[:self.rate - share]
@@ -3389,17 +3494,16 @@ class PolledGame(Querier):
     """
 
     def __init__(self, core):
-        """`core`: the Core of this program. Servers of this game can then be announced by HTTP,
-        too."""
+        """Join a Core: its poller, its registry, and the games that can be announced by HTTP."""
         self.core = core
         self.registry = core.registry
         self.poller = core.poller
         self.rules = core.registry.rules
-        # The servers that the ini names, by host and port. What the values are is up to the game
+        # The servers that the ini names, by (host, port). The subclass decides what the values are
         self.pinned_by_host = {}
         # The same values by the addresses and ports that the hosts lead to
         self.pinned_by_address = {}
-        # The address of each host, "" if it has none
+        # The address of each host that the ini names, "" if the host has none
         self.addresses = {}
         # The hosts that are being looked up
         self.hosts_being_resolved = set()
@@ -3435,7 +3539,7 @@ class PolledGame(Querier):
     def check_newcomer(self, source, port, name):
         """Raise Refused if a game server that has announced itself may not be queried.
 
-        `name` is None if the server has not said its name."""
+        `name` is None if the server has not announced a name."""
         registry = self.registry
         address = self.rules.listed_address(source)
         key = self.game, address, port
@@ -3454,8 +3558,8 @@ class PolledGame(Querier):
     def add_newcomer(self, source, port, now):
         """Add a newcomer to the poller.
 
-        If there are too many newcomers, one of them is removed, and /check shows the reason to its
-        operator. Raise Refused if it is this one."""
+        If that makes too many, the poller removes one. Raise Refused if it is this one. Otherwise
+        record the reason, so that /check shows it to the operator of the removed server."""
         removed = self.poller.add_newcomer(self, source, port)
         if removed is None:
             return
@@ -3474,9 +3578,9 @@ class PolledGame(Querier):
         return server.responding
 
     def stop_polling(self, source, port):
-        """Query this server no longer, because it has left or says that it leaves.
+        """Stop querying a server that has left or signs off. A server that the ini names stays.
 
-        A server that the ini names stays a target. Return False if the server was no target."""
+        Return whether the server was a target."""
         target = self.poller.find(self, source, port)
         if target is None:
             return False
@@ -3485,9 +3589,9 @@ class PolledGame(Querier):
         return True
 
     def on_registry_event(self, event, server):
-        """Poll every server that is listed, and no server that is gone.
+        """Start polling a server that has been listed, or stop polling one that is gone.
 
-        `event` is "listed" or "gone". Servers restored from the disk are listed in this way too."""
+        `event` is "listed" or "gone". Servers that are restored from the disk are "listed" too."""
         if event == "listed":
             target = self.poller.keep_polling(self, server.source, server.port)
             target.game = server.game
@@ -3509,15 +3613,15 @@ class PolledGame(Querier):
     # Servers that the ini names
 
     def set_pinned(self, pinned_by_host):
-        """Set the servers that the ini names: a dict by (host, port)."""
+        """Replace the servers that the ini names. They are a dict by (host, port)."""
         self.pinned_by_host = pinned_by_host
         self.resolve_at = -math.inf
 
     def resolve_pinned(self, now):
-        """Poll the servers that the ini names, at the addresses that their hosts lead to now.
+        """Poll the servers that the ini names, at the present addresses of their hosts.
 
-        Called once a second. Servers that the ini has named before and names no longer are
-        removed; they may announce themselves again."""
+        The game calls this once a second. Servers that the ini named before a reload and does not
+        name now are removed; they may announce themselves again."""
         hosts = {host for host, _ in self.pinned_by_host}
         if now >= self.resolve_at:
             self.resolve_at = now + RESOLVE_S
@@ -3535,19 +3639,20 @@ class PolledGame(Querier):
             self.remove_unpinned()
 
     def resolve_hosts(self, hosts):
-        """Look up the addresses of these hosts. The results go to pinned_resolved()."""
+        """Begin to look up the addresses of these hosts. The results go to on_host_resolved()."""
         for host in hosts:
             if is_unicast(host):
                 self.addresses[host] = canonical_address(host)
             elif host not in self.hosts_being_resolved:
                 self.hosts_being_resolved.add(host)
-                done = functools.partial(self.pinned_resolved, host)
-                self.core.resolve(host, done, "")
+                done = functools.partial(self.on_host_resolved, host)
+                self.core.resolve(host, done, source="")
 
-    def pinned_resolved(self, host, address, now):
+    def on_host_resolved(self, host, address, now):
         """Remember the address of a host that the ini names.
 
-        `address` is "" if the look-up found none. The host's last address then stays in use."""
+        `address` is "" if the look-up found none. The last known address then stays in use, and the
+        host is looked up again soon."""
         self.hosts_being_resolved.discard(host)
         if is_unicast(address):
             self.addresses[host] = address
@@ -3559,10 +3664,10 @@ class PolledGame(Querier):
                         "it will be looked up again", self.game, ascii(host))
 
     def remove_unpinned(self):
-        """Remove the targets and servers that the ini named before and names no longer."""
+        """Remove the targets and servers that the ini named before a reload and not now."""
         for target in list(self.poller.targets.values()):
-            was_named = target.querier is self and target.pinned
-            if not was_named:
+            was_named_for_this_game = target.querier is self and target.pinned
+            if not was_named_for_this_game:
                 continue
             endpoint = target.address, target.server_port
             if endpoint in self.pinned_by_address:
@@ -3576,9 +3681,9 @@ class PolledGame(Querier):
     def list_polled(self, target, fields, now, lifetime=math.inf):
         """List the target's server with the contents of its answer, or refresh it.
 
-        `fields` has attributes of Server, `lifetime` is in seconds. Return the Server. Return None
-        if it is refused: it is then removed from the list, and from the poller unless the ini names
-        it."""
+        `fields` has attributes of Server by name; `lifetime` is in seconds. Return the Server, or
+        None if the rules or a limit refuse it. A refused server leaves the list, and is not polled
+        any more unless the ini names it."""
         source = target.address
         port = target.server_port
         server_before = self.listed_server(target)
@@ -3622,9 +3727,9 @@ class PolledGame(Querier):
         return self.game
 
     def poll_missed(self, target, now):
-        """Handle a missed poll: remove a server that is gone, or show it as not responding.
+        """Handle a missed poll: after several, remove the server, or show it as not responding.
 
-        Return True if the poller is to query this target no longer."""
+        Return True if the poller should remove the target."""
         is_gone = (target.missed_polls >= MISSED_POLLS_LIMIT
                    or self.poller.is_newcomer(target))
         server = self.listed_server(target)
@@ -3640,19 +3745,19 @@ class PolledGame(Querier):
         return is_gone
 
     def is_listed_otherwise(self, server, target):
-        """Return whether this server is in the list for another reason than the target's answers.
+        """Return whether this server would be listed even without the target's answers.
 
-        Either another master has heard the server, or the server is behind a router and has
-        announced itself from an address that is not the target's."""
+        That is so if another master has heard the server, or if the server is behind a router and
+        has announced itself from another address than the target's."""
         if server.master:
             return True
         return server.source != target.address
 
     def list_silent(self, target, server, is_gone, now):
-        """Show a server that the ini names and that is silent as not responding.
+        """Show a server that the ini names, but that does not answer, as not responding.
 
-        `server` is None if it is not listed yet. If it is listed, nothing changes as long as
-        `is_gone` is False, because only few polls have been missed so far."""
+        `server` is None if it is not listed yet; it is listed then. A listed server is changed only
+        if it `is_gone`, that is, after several missed polls."""
         if server is None:
             name = endpoint_text(*self.listed_endpoint(target))
             self.list_polled(target, {"name": name, "responding": False}, now)
@@ -7524,10 +7629,11 @@ def luanti_attributes(announcement):
 
 # --- Templates -----------------------------------------------------------------------------------
 
-# The full height of a sparkline stands for at least this many players, because fewer are no crowd
+# The full height of a sparkline stands for at least this many players, because two players must
+# not look like a crowd
 SPARK_MIN_PLAYERS = 4
-# In a sparkline y is 0 at the top. An hour in which the server was away has no height, and an hour
-# without players is one step high
+# In a sparkline y is 0 at the top. An hour in which the server was away is drawn without height, an
+# hour without players one step high
 SPARK_GROUND_Y = 9
 SPARK_EMPTY_Y = 8
 # A chart has at most this many points: one for each day of a year, about one for each pixel of a
@@ -8493,13 +8599,13 @@ if (document.querySelector(LIVE)) {
 # --- Filling templates ---------------------------------------------------------------------------
 
 class Html(str):
-    """Text that is HTML already, so that fill_template() does not escape it."""
+    """A string that is HTML already, so fill_template() does not escape it."""
 
 
 def render_value(value):
-    """Return a value as it stands in HTML.
+    """Return the HTML for a value of a template, as a str.
 
-    Html stays as it is, a list is rendered piece by piece, and the text of any other value is
+    Html stays as it is. A list is rendered item by item. Any other value is converted to text and
     escaped."""
     if isinstance(value, Html):
         return value
@@ -8509,9 +8615,10 @@ def render_value(value):
 
 
 def fill_template(template, **values):
-    """Return a template as Html, with each `$name` replaced by the value of that name, rendered.
+    """Fill a template: replace each `$name` by the keyword argument of that name, escaped.
 
-    Raise KeyError if a value is missing. Values that the template does not name are ignored."""
+    Return Html. Raise KeyError if the template names a value that is not given. Surplus values are
+    ignored."""
     rendered = {}
     for name, value in values.items():
         rendered[name] = render_value(value)
@@ -8529,26 +8636,28 @@ class PageContext(NamedTuple):
     url: str                        # the address of the pages for other sites, or ""
 
     def game_title(self, game):
-        """Return the title of a game. A game without a title gets its id."""
+        """Return the title of the game with this id, or the id if the game has no title."""
         return self.games.get(game, game)
 
 
 def check_list_template(text):
-    """Raise ValueError if this text cannot be a list page.
+    """Check the operator's own list page by filling its placeholders with empty values.
 
-    Either it is not a string.Template, or it has a placeholder that is not in LIST_PLACEHOLDERS."""
+    Raise ValueError if `text` is not a valid string.Template, or if it has a placeholder that is
+    not in LIST_PLACEHOLDERS."""
+    empty_values = dict.fromkeys(LIST_PLACEHOLDERS, "")
     try:
-        string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
+        string.Template(text).substitute(empty_values)
     except KeyError as error:
         name, = error.args
-        raise ValueError("unknown placeholder $%s (there are: %s)"
-                         % (name, ", ".join(LIST_PLACEHOLDERS))) from None
+        valid_names = ", ".join(LIST_PLACEHOLDERS)
+        raise ValueError("unknown placeholder $%s (there are: %s)" % (name, valid_names)) from None
 
 
 # --- Small pieces --------------------------------------------------------------------------------
 
-# An age is given in the first of these units whose limit it is below; a longer age is in days. Each
-# row has the unit, its length and its limit, both in seconds
+# The units in which ages are given: the unit, its length in seconds, and the age in seconds from
+# which the next unit is used. After the last of them, ages are given in days
 AGE_UNITS = (
     ("s", 1, 90),
     ("min", 60, 5400),
@@ -8557,7 +8666,9 @@ AGE_UNITS = (
 
 
 def age_text(seconds):
-    """Return an age in words: for 12 it is "12 s ago". The script has the same rule in ago()."""
+    """Return an age in words, such as "12 s ago" for 12 seconds.
+
+    The function ago() of the page's script follows the same rule."""
     if seconds < 1:
         return "now"
     for unit, unit_s, limit_s in AGE_UNITS:
@@ -8567,43 +8678,44 @@ def age_text(seconds):
 
 
 def utc_datetime(wall):
-    """Return the datetime, in UTC, of a time in seconds of the wall clock."""
+    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
     return datetime.fromtimestamp(wall, timezone.utc)
 
 
 def iso_time(wall):
-    """Return a time of the wall clock as ISO 8601 has it: "2026-11-21T00:59:48Z"."""
+    """Return a time of the wall clock in the format of ISO 8601: "2026-11-21T00:59:48Z"."""
     return utc_datetime(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def minute_text(wall):
-    """Return a time of the wall clock to the minute: "2026-11-21 00:59"."""
+    """Return a time of the wall clock, in UTC, to the minute: "2026-11-21 00:59"."""
     return utc_datetime(wall).strftime("%Y-%m-%d %H:%M")
 
 
 def time_tag(then, wall):
-    """Return a <time> element that says how long ago `then` was. Both are times of the wall clock,
-    and `wall` is now."""
+    """Return a <time> element that says how long ago `then` was.
+
+    `then` is a past time and `wall` the present time, both in seconds since 1970."""
     return fill_template('<time datetime="$exact" title="$exact">$age</time>',
                          exact=iso_time(then), age=age_text(wall - then))
 
 
 def mode_text(server):
-    """Return a server's mode as its players call it."""
+    """Return the name that players use for a server's mode, such as "tournament"."""
     if server.game in QUAKE3_MODE_GAMES:
         return QUAKE3_MODES.get(server.mode, server.mode)
     return server.mode
 
 
 def server_link(server, path="/server"):
-    """Return the link to a page about one server: `path` with the server in its query."""
+    """Return the link to the page at `path` about one server, which its query names."""
     game = urllib.parse.quote(server.game)
     address = urllib.parse.quote(server.address)
     return "%s?game=%s&address=%s&port=%d" % (path, game, address, server.port)
 
 
 def render_badges(server):
-    """Return those of the BADGES that a server has, as Html; it is empty for most servers."""
+    """Return the badges that apply to a server, as Html. Most servers have none."""
     has_badge = {
         "official": server.official,
         "unconfirmed": not server.confirmed,
@@ -8618,12 +8730,12 @@ def render_badges(server):
 
 
 def number_text(number):
-    """Return a number with a comma between thousands: "1,003"."""
+    """Return a number with commas between the thousands: "1,003"."""
     return format(number, ",")
 
 
 def count_text(number, noun):
-    """Return a number of things in words: "1 server" or "1,003 servers"."""
+    """Return a number with its noun in the right form: "1 server" or "1,003 servers"."""
     ending = "" if number == 1 else "s"
     return "%s %s%s" % (number_text(number), noun, ending)
 
@@ -8631,11 +8743,14 @@ def count_text(number, noun):
 def render_page(context, title, template=PAGE, about="", path="", **values):
     """Return a whole page as UTF-8 bytes.
 
-    `title` says what the page is about; it is empty for the list of all games. `about` is the
-    sentence that a chat shows beside a link to the page, `path` the path of that link ("" if there
-    is none). `values` are those that the template needs beside $title, $head and $foot."""
-    titles = [text for text in (title, context.title) if text]
-    full_title = " · ".join(titles)
+    `title` says what the page is about; it is empty for the list of all games. A chat that shows a
+    preview of a link to the page takes the sentence `about` and the link's `path`. Either may be
+    "". `values` are the values that the template needs beside $title, $head and $foot."""
+    full_title = context.title
+    if title and context.title:
+        full_title = "%s · %s" % (title, context.title)
+    elif title:
+        full_title = title
     link = ""
     if context.url and path:
         link = fill_template(HEAD_LINK, url=context.url + path)
@@ -8650,7 +8765,7 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
 
 def render_tab(link, text, is_current, count=""):
-    """Return one tab, a link with this text. `count` is the number that it shows, if any."""
+    """Return one tab: a link with a text and, unless `count` is "", a number beside the text."""
     return fill_template(
         TAB,
         link=link,
@@ -8696,9 +8811,9 @@ def render_list_page(context, contents):
 
 
 def list_summary(servers):
-    """Return the sentence that a chat shows beside a link to the list of these servers.
+    """Return a summary of a list of servers, for chats that show a preview of the link to the list.
 
-    It has the number of players and the first servers that have players."""
+    It has the number of players and names the first servers that have players."""
     played = [server for server in servers if server.players]
     players = total_players_text(servers)
     server_count = count_text(len(servers), "server")
@@ -8713,42 +8828,47 @@ def list_summary(servers):
 
 
 def total_players_text(servers):
-    """Return how many players are on these servers, in words."""
+    """Return the number of players on all these servers together: "312 players"."""
     total = sum([server.players for server in servers])
     return count_text(total, "player")
 
 
 def render_totals(contents):
     """Return the line of a ListPage that says "312 players on 87 servers", with bold numbers."""
-    servers = contents.servers
-    server_count = count_text(len(servers), "server")
-    text = "%s on %s" % (total_players_text(servers), server_count)
-    totals = re.sub("[0-9,]+", r"<b>\g<0></b>", text)
+    players = total_players_text(contents.servers)
+    server_count = count_text(len(contents.servers), "server")
+    bold_players = re.sub("^([0-9,]+)", r"<b>\1</b>", players)
+    bold_server_count = re.sub("^([0-9,]+)", r"<b>\1</b>", server_count)
+    totals = "%s on %s" % (bold_players, bold_server_count)
     return fill_template(TOTALS, spark=contents.spark, totals=Html(totals))
 
 
-def render_game_tabs(context, counts, game):
-    """Return the tabs for all games together and for each game that has servers.
+def render_game_tabs(context, counts, chosen_game):
+    """Return one tab for all games together and one for each game that has servers.
 
-    `counts` has the number of servers by game. The chosen `game` has a tab even if it has no
-    servers; "" is all games. There are no tabs if only one game would have one."""
-    games = []
-    for id in context.games:
-        if id in counts or id == game:
-            games.append(id)
-    if len(games) < 2:
+    `counts` maps games to their numbers of servers. `chosen_game` is the current tab, "" the tab of
+    all games; a chosen game gets a tab even if it has no servers. If fewer than two games would
+    have a tab, nobody needs a choice, and there are no tabs."""
+    tab_games = []
+    for game in context.games:
+        if game in counts or game == chosen_game:
+            tab_games.append(game)
+    if len(tab_games) < 2:
         return fill_template(TABS, tabs="")
     total = sum(counts.values())
-    tabs = [render_tab("/", "All games", game == "", number_text(total))]
-    for id in games:
-        link = "/?game=" + urllib.parse.quote(id)
-        count = number_text(counts.get(id, 0))
-        tabs.append(render_tab(link, context.games[id], id == game, count))
+    tabs = [render_tab("/", "All games", chosen_game == "", number_text(total))]
+    for game in tab_games:
+        link = "/?game=" + urllib.parse.quote(game)
+        count = number_text(counts.get(game, 0))
+        tabs.append(render_tab(link, context.games[game], game == chosen_game, count))
     return fill_template(TABS, tabs=tabs)
 
 
 def render_table(contents):
-    """Return the table of a ListPage. If it is empty, it says why, or how to list a server."""
+    """Return the table of a ListPage.
+
+    Without rows, the line above it says that the search has found nothing, or hints below it say
+    how to get servers into the list."""
     list_filter = contents.list_filter
     total = len(contents.servers)
     is_search = bool(list_filter.name or list_filter.players_min)
@@ -8756,8 +8876,8 @@ def render_table(contents):
     state = ' class="one-game"' if list_filter.game else ""
     empty = ""
     if not status:
-        # These hints are in the page only if there are no servers, and not hidden otherwise,
-        # because a browser for text shows everything
+        # The hints are left out of a page that has servers. Hiding them by the style sheet would
+        # not do, because text browsers show hidden elements too
         state += " hidden"
         empty = render_contacts(contents.contacts, list_filter.game)
     return fill_template(
@@ -8772,8 +8892,8 @@ def render_table(contents):
 def list_status(total, is_search):
     """Return the line above a list of `total` servers.
 
-    It is "" if the list is empty, unless `is_search` says that the empty list is the result of a
-    search."""
+    `is_search` says whether the list is the result of a search. An empty list that is not has no
+    line: return ""."""
     servers = count_text(total, "server")
     if total > PAGE_ROWS:
         limit = number_text(PAGE_ROWS)
@@ -8784,10 +8904,10 @@ def list_status(total, is_search):
 
 
 def render_contacts(contacts, game):
-    """Return hints on how to get servers of this game into the list. `game` is "" for all games.
+    """Return hints on how to get servers of a game into the list; if `game` is "", of all games.
 
-    `contacts` has (game, reader, line) tuples. `line` is what `reader`, such as "AIO servers", has
-    to have in its settings."""
+    `contacts` has (game, reader, line) tuples: `reader` says whom the hint is for, such as "AIO
+    servers", and `line` is the line that belongs into their settings."""
     hints = []
     for contact_game, reader, line in contacts:
         if game in ("", contact_game):
@@ -8798,8 +8918,9 @@ def render_contacts(contacts, game):
 def render_rows(context, servers, hourly_players, epoch, wall):
     """Return the table rows of these servers as Html.
 
-    `hourly_players` has the last day's player counts by the server's key; `epoch` is the wall clock
-    minus the monotonic clock, `wall` the time now."""
+    `hourly_players` maps a server's key to its player counts of the last 24 hours. `wall` is the
+    present time in seconds since 1970, and `epoch` the difference between it and the monotonic
+    clock, by which servers note when they were last seen."""
     def render(server):
         spark = render_sparkline(hourly_players.get(server.key, ()))
         return render_server_row(server, spark, context.game_title(server.game))
@@ -8814,14 +8935,16 @@ def render_rows(context, servers, hourly_players, epoch, wall):
 
 
 def render_server_row(server, spark, title):
-    """Return one row of the list, about 630 bytes, as two pieces.
+    """Return one row of the list, about 630 bytes of HTML, in two pieces.
 
-    The time at which the server was last seen goes between the pieces, because it changes while
-    they are cached. `spark` is the server's sparkline, `title` the title of its game."""
-    # Every value is escaped here, because fill_template() would take three times as long, and a
-    # page has up to 2,000 rows. End tags that HTML does not need are left out. The cells have no
-    # classes, because the style sheet counts columns. The roles repeat what the tags say, because
-    # some browsers forget it when the style sheet changes how a row is displayed.
+    The pieces are cached. The caller puts the time at which the server was last seen between them,
+    because it changes more often. `spark` is the server's sparkline, `title` the title of its
+    game."""
+    # A page has up to 2,000 rows, and fill_template() would take three times as long as these
+    # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
+    # are left out. The style sheet selects cells by their column, so they need no classes. The
+    # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
+    # how rows are displayed
     escape = html.escape
     game = urllib.parse.quote(server.game)
     address = urllib.parse.quote(server.address)
@@ -8844,7 +8967,7 @@ def render_server_row(server, spark, title):
 
 
 def row_state(server):
-    """Return the class attribute of a server's row if the server is empty or full, otherwise ""."""
+    """Return the class attribute for the row of an empty or a full server, "" for any other."""
     if not server.players:
         return ' class="empty"'
     if server.players >= server.max_players > 0:
@@ -8853,7 +8976,9 @@ def row_state(server):
 
 
 def render_meter(server):
-    """Return the maximum of players with a thin bar; "" if the server has not said a maximum."""
+    """Return a server's maximum of players with a thin bar that shows how full the server is.
+
+    Return "" if the server has not announced a maximum."""
     limit = server.max_players
     if not limit:
         return ""
@@ -8861,9 +8986,10 @@ def render_meter(server):
 
 
 def render_sparkline(counts):
-    """Return the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
+    """Draw the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
 
-    A count is None if the server was away in that hour. Without any count, return empty Html."""
+    `counts` has None for an hour in which the server was away. If it was away all the time, return
+    empty Html."""
     present_counts = without_gaps(counts)
     if not present_counts:
         return Html("")
@@ -8879,14 +9005,14 @@ def render_sparkline(counts):
 
 
 def without_gaps(counts):
-    """Return those of these player counts that are not None, as a list."""
+    """Return the player counts without the None that stands where the server was away."""
     return [count for count in counts if count is not None]
 
 
 # --- The page of one server ----------------------------------------------------------------------
 
-# Players do not need the gamename, by which programs ask for servers. The two others are in records
-# of older versions only
+# Details that a server's page does not show. Players do not need the gamename, because only
+# programs ask by it. The two others occur only in records that older versions have stored
 HIDDEN_DETAILS = "gamename", "tag", "players_online"
 DESCRIPTION = "Description"
 
@@ -8902,7 +9028,9 @@ class ServerPage(NamedTuple):
 
 
 def render_server_page(context, contents, wall):
-    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes."""
+    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes.
+
+    `wall` is the present time in seconds since 1970."""
     server = contents.server
     address = endpoint_text(server.address, server.port)
     name = server.name or address
@@ -8934,10 +9062,10 @@ def render_server_page(context, contents, wall):
 
 
 def render_lead(context, contents, wall):
-    """Return the line below the name of the server on a ServerPage.
+    """Return the line below the server's name on a ServerPage.
 
-    It has the game, the mode and the map, each in an element of its own, because each may be
-    written from right to left. If the server is not listed, it says when it was last seen."""
+    It names the game, the mode and the map, each in a <bdi> element, because each may be written
+    from right to left. For a server that is not listed, it says when the server was last seen."""
     server = contents.server
     if not contents.is_listed:
         seen = time_tag(server.last_seen, wall)
@@ -8950,9 +9078,10 @@ def render_lead(context, contents, wall):
 
 
 def server_summary(contents, lead):
-    """Return the sentence that a chat shows beside a link to a ServerPage.
+    """Return a summary of a ServerPage, for chats that show a preview of the link to the page.
 
-    It is the page's `lead` without its link and its tags, after the number of players."""
+    It has the number of players, if the server is listed, and then `lead`, the line below the
+    server's name, without HTML tags and without the link at its end."""
     lead_without_link, _, _ = lead.partition("<a ")
     summary = re.sub("<.+?>", "", lead_without_link)
     if contents.is_listed:
@@ -8961,7 +9090,9 @@ def server_summary(contents, lead):
 
 
 def render_history(contents, wall):
-    """Return the chart of a ServerPage with the tabs for its spans; "" if no history is kept."""
+    """Return the player chart of a ServerPage and the tabs that choose its span.
+
+    Return "" if no history is kept."""
     if not contents.series:
         return ""
     link = server_link(contents.server)
@@ -8975,7 +9106,10 @@ def render_history(contents, wall):
 
 
 def page_facts(context, contents, wall):
-    """Return the facts of a ServerPage as (name, value) pairs. Empty values are not shown."""
+    """Return the facts of a ServerPage as (name, value) pairs.
+
+    A value may be empty; the page leaves out such a fact. A server that is not listed has only a
+    few facts, because the history keeps no others."""
     server = contents.server
     address = endpoint_text(server.address, server.port)
     facts = [
@@ -8993,7 +9127,9 @@ def page_facts(context, contents, wall):
 
 
 def server_facts(server):
-    """Return the facts about a listed server that the list has, as (name, value) pairs."""
+    """Return the facts that only a listed server has, as (name, value) pairs.
+
+    A value is empty if the server has not announced it."""
     ping = ""
     if server.ping_ms:
         ping = "%.0f ms" % server.ping_ms
@@ -9016,7 +9152,9 @@ def server_facts(server):
 
 
 def players_text(server):
-    """Return how many players a server has, in words: "3 of 32, 2 of them playing"."""
+    """Return the number of players of a server as text: "3 of 32, 2 of them playing".
+
+    A maximum of 0 and a `playing` of None are unknown, and then left out."""
     text = str(server.players)
     if server.max_players:
         text += " of %d" % server.max_players
@@ -9026,11 +9164,11 @@ def players_text(server):
 
 
 def uptime_text(series, first_seen):
-    """Return, in words, for what share of the time of a Series the server was there.
+    """Return the uptime of a server in the time of a Series as text: "99.8 % of the time".
 
-    Samples before `first_seen` do not count. If no others are left, return ""."""
-    skipped = int((first_seen - series.start) // series.step)
-    samples = series.means[max(0, skipped):]
+    Samples from before the server was first seen do not count. Return "" if there are no others."""
+    samples_before = int((first_seen - series.start) // series.step)
+    samples = series.means[max(0, samples_before):]
     if not samples:
         return ""
     present_count = len(samples) - samples.count(None)
@@ -9040,7 +9178,7 @@ def uptime_text(series, first_seen):
 
 
 def render_fact(name, value):
-    """Return one fact of a server as Html. A description gets a line of its own."""
+    """Return one fact of a server as Html. Descriptions are long, so they take the whole width."""
     width = ""
     if name == DESCRIPTION:
         width = Html(' class="wide"')
@@ -9052,8 +9190,9 @@ def render_fact(name, value):
 def render_check_page(context, address, port, findings, listed, wall):
     """Return the page that says what became of an address's packets, as UTF-8 bytes.
 
-    `port` is 0 for all ports, `findings` has filled FINDING templates, `listed` has the address's
-    servers in the list, with times of the wall clock."""
+    `port` is 0 for all ports. `findings` is a list of filled FINDING templates. `listed` is a list
+    of the servers at that address that are listed now; their times, and the present time `wall`,
+    are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
@@ -9073,7 +9212,9 @@ def render_check_page(context, address, port, findings, listed, wall):
 
 
 def render_listed_server(server, wall):
-    """Return the line about a listed server on /check. Its times are those of the wall clock."""
+    """Return the line about one listed server on /check.
+
+    The server's times, and the present time `wall`, are in seconds since 1970."""
     address = endpoint_text(server.address, server.port)
     return fill_template(
         LISTED_SERVER,
@@ -9085,7 +9226,10 @@ def render_listed_server(server, wall):
 
 
 def render_error_page(context, status, reason, hint):
-    """Return the page for an HTTP error as UTF-8 bytes. `hint` says what can be done about it."""
+    """Return the page for an HTTP error as UTF-8 bytes.
+
+    `status` and `reason` are those of the response, such as 404 and "Not Found". `hint` tells the
+    reader what to do about the error."""
     main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
     return render_page(context, reason, main=main)
 
@@ -9125,10 +9269,11 @@ LATEST_MARK = """\
 <text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$text</text>
 """
 
-# A tick's text that is the name of a month
+# The strftime() format of a tick that stands at the first of a month
 MONTH_FORMAT = "%b"
-# The steps from tick to tick on the time axis. Each row has the longest span for which it is used,
-# in days, the step in seconds, and the format of a tick's text
+# How the time axis is divided, by the span of the chart. Each row has the longest span for which it
+# is used, in days, the seconds from tick to tick, and the strftime() format of a tick's text. The
+# last row has the longest of the SPANS
 TIME_STEPS = (
     (2, 3 * HOUR, "%H:%M"),
     (10, DAY, "%a %d"),
@@ -9138,7 +9283,7 @@ TIME_STEPS = (
 
 
 class ChartBar(NamedTuple):
-    """The player counts of one sample of a Series, or of several that follow each other."""
+    """The player counts of one sample of a Series, or of several consecutive samples together."""
 
     start: int                      # the index of the first sample
     mean: float
@@ -9146,10 +9291,10 @@ class ChartBar(NamedTuple):
 
 
 def render_chart(series, wall):
-    """Return the player counts of a Series as inline SVG, about 13 kB.
+    """Draw the player counts of a Series as inline SVG, about 13 kB.
 
-    The plot is stretched to the available width; the text around it keeps its size. `wall` is the
-    time now."""
+    The browser stretches the plot to the available width, while the text around it keeps its size.
+    `wall` is the present time in seconds since 1970. Without samples, return NO_HISTORY."""
     count = len(series.means)
     width = math.ceil(count / CHART_POINTS)
     bars = chart_bars(series, width)
@@ -9184,9 +9329,9 @@ def render_chart(series, wall):
 
 
 def chart_bars(series, width):
-    """Return a ChartBar for each `width` samples of a Series, from its start on.
+    """Return a list with one ChartBar for each group of `width` consecutive samples of a Series.
 
-    Samples are None if the server was away. A bar without any other sample is left out."""
+    A sample is None if the server was away. A group that has no other samples gets no bar."""
     bars = []
     for start in range(0, len(series.means), width):
         end = start + width
@@ -9199,7 +9344,7 @@ def chart_bars(series, width):
 
 
 def last_index(counts):
-    """Return the index of the last of these counts that is not None."""
+    """Return the index of the last count that is not None. There must be at least one."""
     index = len(counts) - 1
     while counts[index] is None:
         index -= 1
@@ -9207,33 +9352,34 @@ def last_index(counts):
 
 
 def mean_text(mean):
-    """Return a mean number of players: with one decimal below 10, otherwise without."""
+    """Return a mean number of players as text. A number below 10 has one decimal."""
     digits = 1 if mean < 10 else None
     return format(round(mean, digits), ",g")
 
 
 def value_ticks(top):
-    """Return round whole numbers for the axis of players, from 0 to at least `top`.
+    """Return the numbers at the axis of players: the multiples of a step, from 0 to at least `top`.
 
-    Above zero there are CHART_GRIDLINES of them at most."""
-    limit = max(1, math.ceil(top))
+    The step is the smallest of 1, 2, 5, 10, 20, 50 and so on that leads to at most CHART_GRIDLINES
+    numbers above 0."""
+    highest_count = max(1, math.ceil(top))
     power_of_ten = 1
     while True:
         for factor in (1, 2, 5):
             step = factor * power_of_ten
-            if step * CHART_GRIDLINES >= limit:
-                return list(range(0, limit + step, step))
+            if step * CHART_GRIDLINES >= highest_count:
+                return list(range(0, highest_count + step, step))
         power_of_ten *= 10
 
 
 def render_axes(ticks, start, end):
     """Return the two axes of a chart, with gridlines, as a list of Html.
 
-    `ticks` are the numbers of players that get a line; `start` and `end` are times of the wall
-    clock."""
+    `ticks` are the numbers of players at which a line is drawn, from 0 upwards. The time axis goes
+    from `start` to `end`, in seconds since 1970."""
     *_, top = ticks
     long_class = ""
-    if top > 999:                   # such numbers do not fit into the margins on a phone
+    if top > 999:                   # on a phone the style sheet moves them out of the narrow margin
         long_class = " long"
     marks = []
     for tick in ticks:
@@ -9241,7 +9387,7 @@ def render_axes(ticks, start, end):
         marks.append(place_mark(
             VALUE_MARK, 0, tick / top, text=number_text(tick), long=long_class, kind=kind))
     for index, (tick, text) in enumerate(time_ticks(start, end)):
-        # On a phone every other text is left out
+        # On a phone the style sheet hides every other text
         minor_class = " minor" if index % 2 else ""
         x = (tick - start) / (end - start)
         marks.append(place_mark(TIME_MARK, x, 0, text=text, minor=minor_class))
@@ -9249,10 +9395,10 @@ def render_axes(ticks, start, end):
 
 
 def time_ticks(start, end):
-    """Return the ticks of the time axis as [(time, text), ...], at round times from start to end.
+    """Return the ticks of the time axis as a list of (time, text), at round times.
 
-    All times are of the wall clock. The ticks of a day are hours, those of a week are days, those
-    of a month are every fifth day, and those of a year are months."""
+    All times are in seconds since 1970. TIME_STEPS says how far apart the ticks are: some hours for
+    the chart of a day, a month for the chart of a year."""
     step, text_format = time_step(end - start)
     first_tick = math.ceil(start / step) * step
     last_tick = math.floor(end)
@@ -9267,38 +9413,40 @@ def time_ticks(start, end):
 
 
 def time_step(span_s):
-    """Return the seconds from tick to tick for a span of so many seconds, and the text's format."""
+    """Look up the row of TIME_STEPS for a span in seconds.
+
+    Return the seconds from tick to tick and the strftime() format of a tick's text."""
     for longest_days, step, text_format in TIME_STEPS:
         if span_s <= longest_days * DAY:
-            break                   # the last row has the longest of the SPANS
-    return step, text_format
+            return step, text_format
+    raise ValueError("a span of %d s is longer than the longest of the SPANS" % span_s)
 
 
 def place_mark(template, x, y, **values):
-    """Return a template filled with these values and the place of a point in the plot.
+    """Fill a template with these values and with the position of a point of the plot, in percent.
 
-    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes 6 % to 92 % of the
-    chart's width, because there are numbers to both sides, and 14 % to 86 % of its height, because
-    the peak's label stands above."""
+    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes the chart's width
+    from 6 % to 92 %, which leaves margins for numbers at both sides, and its height from 14 % to
+    86 %, which leaves space for the label of the peak above and for times below."""
     left = "%.5g%%" % (6 + 86 * x)
     top = "%.4g%%" % (86 - 72 * y)
     return fill_template(template, x=left, y=top, **values)
 
 
 def render_curves(bars, width, count, top):
-    """Return the means of a list of ChartBar as a line, and their peaks as an area.
+    """Draw the means of a list of ChartBar as a line, and their peaks as a filled area.
 
-    Each bar stands for `width` samples, the plot for `count` samples. The plot reaches from 0 to
-    `top` players."""
+    Each bar stands for `width` samples, the whole plot for `count` samples. The height of the plot
+    stands for `top` players."""
     line = []
     area = []
     next_start = -1
     for start, mean, peak in bars:
         mean_y = 100 - 100 * mean / top
         peak_y = 100 - 100 * peak / top
-        # The line is interrupted where samples are missing
+        # Where samples are missing, the pen moves (M) to the next point instead of drawing (L)
         command = "L" if start == next_start else "M"
-        # The tiny step to the right makes a point that stands alone visible, as a dot
+        # Without the tiny step to the right a point that stands alone would not be visible
         line.append("%s%d %.4gh.01" % (command, start, mean_y))
         area.append("M%d 100V%.4gh%dV100" % (start, peak_y, width))
         next_start = start + width
@@ -9306,9 +9454,9 @@ def render_curves(bars, width, count, top):
 
 
 def render_peak(x, y, text):
-    """Return a dot at the highest peak, and its label with this text, as a list of Html.
+    """Return a dot at the highest peak and its label, as a list of Html.
 
-    `x` and `y` are the place of the peak, as in place_mark()."""
+    `x` and `y` are the position of the peak in the plot, from 0 to 1 each."""
     label_x = min(max(x, .04), .96)             # so that the label stays within the page
     return [
         place_mark(PEAK_DOT, x, y),
@@ -9317,11 +9465,11 @@ def render_peak(x, y, text):
 
 
 def render_latest(x, y, text):
-    """Return the label at the end of the line, whose text is the latest number of players.
+    """Return the label at the end of the line. Its text is the latest number of players.
 
-    `x` and `y` are the place of the line's end, as in place_mark()."""
+    `x` and `y` are the position of the line's end in the plot, from 0 to 1 each."""
     long_class = ""
-    if len(text) > 2:               # such a number does not fit into the margin on a phone
+    if len(text) > 2:               # on a phone the style sheet moves it out of the narrow margin
         long_class = " long"
     return place_mark(LATEST_MARK, x, y, text=text, long=long_class)
 
@@ -9329,11 +9477,11 @@ def render_latest(x, y, text):
 # ================================================================================================
 # 9  Web
 #
-# The page and the lists over HTTP. http.server parses a request and formats its response, over
-# bytes in memory. One function for each route makes the response. Every response carries `Length`
-# beside `Content-Length`, because the Iceball client exits without it. Lists are kept until the
-# next tick, and so are whole responses, keyed by the bytes of the request. So the usual request
-# costs one look-up.
+# The page and the lists over HTTP. http.server parses a request and formats its response, but reads
+# and writes bytes in memory instead of a socket. One function for each route makes the response.
+# Every response carries `Length` beside `Content-Length`, because the Iceball client exits without
+# it. Lists are cached until the next tick. So are whole responses, by the bytes of their requests,
+# and so most requests cost one look-up.
 # ================================================================================================
 
 GAME_TITLES = {
@@ -9346,7 +9494,7 @@ GAME_TITLES = {
     **QUAKE3_TITLES,
 }
 
-# A search through so many servers takes some 4 ms, and costs the client one request.
+# To search this many servers takes about 4 ms, and costs the client as much as one request
 SEARCH_SERVERS = 1000
 
 JSON_TYPE = "application/json; charset=utf-8"
@@ -9357,7 +9505,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
-# Header fields of every response that has none of its own by these names
+# The header fields of every response. A response may replace them by fields of its own
 DEFAULT_FIELDS = {
     "Content-Security-Policy":
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
@@ -9365,32 +9513,34 @@ DEFAULT_FIELDS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-# The banner has its style inside, because a picture on another page cannot load a style sheet.
+# The banner's style stands in its SVG, because a picture on another page cannot load a style sheet
 BANNER_FIELDS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "Cache-Control": "public, max-age=60",
     "Vary": "Accept-Encoding",
 }
-# Other methods are answered with 501.
+# A request with any other method is answered with 501
 METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 
 
 class HttpError(Exception):
-    """A request that is answered with an error.
+    """Raised to answer a request with an error.
 
-    The text says to the client what is wrong; `status` is the HTTP status, `fields` are header
-    fields of the response."""
+    The text of the exception tells the client what is wrong. `status` is the HTTP status; `fields`
+    are header fields of the response."""
 
     def __init__(self, status, hint, fields=NO_FIELDS):
-        """`status`: the HTTP status; `hint`: the text for the client; `fields`: header fields."""
+        """Take the HTTP status, the text for the client, and header fields by name."""
         super().__init__(hint)
         self.status = status
         self.fields = fields
 
 
 class DiskNeeded(Exception):
-    """Raised by a route that needs `job()` done in the disk thread. The route is called again when
-    that is done."""
+    """Raised by a route function that needs the result of `job()`, which reads the disk.
+
+    The disk thread calls `job`. Then the route function is called again, with the result in
+    HttpRequest.disk_result."""
 
     def __init__(self, job):
         super().__init__(job)
@@ -9398,24 +9548,28 @@ class DiskNeeded(Exception):
 
 
 class HttpResponse:
-    """The result of a route: the body, its media type, the status and further header fields."""
+    """The response that a route function returns: the body, the status and header fields."""
 
-    def __init__(self, body, type=TEXT_TYPE, status=200, fields=NO_FIELDS):
-        """`body`: bytes; `type`: the media type; `fields`: header fields beside the usual ones."""
+    def __init__(self, body, media_type=TEXT_TYPE, status=200, fields=NO_FIELDS):
+        """Take the body as bytes, its media type, the HTTP status, and header fields by name.
+
+        The given fields replace the default ones. By default a response may not be cached."""
         self.body = body
         self.status = status
-        self.fields = {"Content-Type": type, "Cache-Control": "no-store", **fields}
+        self.fields = {"Content-Type": media_type, "Cache-Control": "no-store", **fields}
 
     @functools.cached_property
     def gzipped_body(self):
+        """The body in gzip's format. It is compressed once, even if the response is sent often."""
         return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
 
 
-def public_response(body, type):
-    """Return a response that is the same for everybody: other caches may keep it for CACHE_S, and
-    ours keeps it until the next tick."""
+def public_response(body, media_type):
+    """Return a response that is the same for all clients.
+
+    Browsers and proxies may keep it for CACHE_S seconds; Web keeps it until the next tick."""
     digest = hashlib.blake2b(body, digest_size=8).hexdigest()
-    return HttpResponse(body, type, fields={
+    return HttpResponse(body, media_type, fields={
         "ETag": 'W/"%s"' % digest,
         "Vary": "Accept-Encoding",
         "Cache-Control": "public, max-age=%d" % CACHE_S,
@@ -9424,15 +9578,16 @@ def public_response(body, type):
 
 # --- One request ---------------------------------------------------------------------------------
 
-# The end of the head: an empty line. A pattern that began with the end of the line before would
-# take 15 times as long.
+# The empty line that ends the head. A pattern that began with the end of the line before it would
+# take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
 HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
 
 
 def head_end(data):
-    """Return where the body of a request begins, or 0 if the head is not complete yet. Raise
-    HttpError for data that cannot be a request."""
+    """Return the length of a request's head, or 0 if the head is not complete yet.
+
+    Raise HttpError if the data cannot be a request, or if the head is too long."""
     line, _, _ = data.partition(b"\n")
     if not line[:1].isalpha():
         raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
@@ -9447,14 +9602,14 @@ def head_end(data):
 
 
 class HttpRequest(http.server.BaseHTTPRequestHandler):
-    """One request and its response, over bytes instead of a socket.
+    """One request and its response, in bytes instead of a socket.
 
-    now, address   the time, and the client's address
-    page, query    the path without its query, and the query's values by name
-    route          the key in ROUTES; "other" if there is none for this path; "none" before parse()
+    now, address   the time of the request, and the client's address
+    page, query    the path without its query, and the values of the query by name
+    route          a key of ROUTES, "other" for a path that has no route, "none" before parse()
     body_bytes     the length of the body
-    status         the status that was answered
-    disk_result    what the job of DiskNeeded has returned or raised; None before that"""
+    status         the status of the response
+    disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
 
     protocol_version = "HTTP/1.1"
     command = "GET"
@@ -9466,17 +9621,18 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     disk_result: Any = None
 
     def __init__(self, head):
-        """`head`: the request line and the header lines, with the empty line that ends them."""
+        """Take the head: the request line, the header lines, and the empty line after them."""
         self.head = head
         self.body = b""
         self.close_connection = True
         self.wfile: Any = io.BytesIO()
 
     def parse(self):
-        """Read the head. Raise HttpError if it is malformed."""
+        """Parse the head into the attributes. Raise HttpError if it is malformed."""
         request_line, _, header_lines = self.head.partition(b"\n")
         self.check_header_lines(header_lines)
-        # A shell sends the bytes of a search for Straße as they were typed
+        # Tools such as curl send letters such as ß as they were typed, and http.server cannot read
+        # them, so they are percent-encoded here
         self.raw_requestline = urllib.parse.quote(request_line, safe=bytes(range(128))).encode()
         self.rfile = io.BytesIO(header_lines)
         if not self.parse_request() or self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
@@ -9492,7 +9648,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     @staticmethod
     def check_header_lines(header_lines):
-        """Raise HttpError if a line is not NAME: VALUE. The lines end with an empty one."""
+        """Raise HttpError if a line, up to the empty one at the end, is not NAME: VALUE."""
         for line in header_lines.split(b"\n"):
             if line in (b"", b"\r"):
                 return
@@ -9500,7 +9656,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
                 raise HttpError(400, "A header line is not NAME: VALUE.")
 
     def read_path(self):
-        """Set `page`, `route` and `query`."""
+        """Set `page`, `route` and `query` from the path of the request line."""
         # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
         path = re.sub("^https?://[^/?]*", "", self.path)
         page, _, query = path.partition("?")
@@ -9511,7 +9667,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         self.query = dict(values)
 
     def read_length(self):
-        """Set `body_bytes`. Raise HttpError for a body whose length is missing or too large."""
+        """Set `body_bytes` from Content-Length.
+
+        Raise HttpError if the length is missing, too large or not a number, or if the body comes in
+        chunks."""
         text = self.header("Content-Length").strip(" \t")
         has_unknown_length = self.command == "POST" and not text
         if "Transfer-Encoding" in self.headers or has_unknown_length:
@@ -9523,15 +9682,17 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
 
     def header(self, name):
-        """Return the value of a header field; "" if it is missing. The values of several lines
-        with one name are joined by commas (RFC 9110, 5.3)."""
+        """Return the value of a header field, or "" if the request does not have it.
+
+        If several lines have this name, their values are joined by commas (RFC 9110, 5.3)."""
         return ",".join(self.headers.get_all(name, []))
 
     @functools.cached_property
     def luanti_json(self):
-        """The field json of the form that a Luanti game server posts; b"" if the body is not such a
-        form. The form is urlencoded or multipart/form-data (RFC 7578). Use it only with the whole
-        body."""
+        """The JSON in the form that a Luanti game server posts; b"" if the body is not such a form.
+
+        The form has one field, `json`, and is urlencoded or multipart/form-data (RFC 7578). This
+        property must not be read before the body is complete."""
         urlencoded_start, multipart_start = b"json=", b'name="json"'
         if self.body.startswith(urlencoded_start):
             value = self.body[len(urlencoded_start):]
@@ -9541,23 +9702,31 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         value, _, _ = content.partition(b"\r\n--")
         return value
 
-    # http.server calls these to write to a socket or to standard error
+    # http.server calls the next four methods. Its own ones write to a socket or to standard error
 
     def handle_expect_100(self):
-        return True                     # the Iceball client exits at a "100 Continue"
+        """Send nothing to a client that expects a "100 Continue": the Iceball client exits at it.
+
+        Return True, so that the request is read on."""
+        return True
 
     def send_error(self, code, message=None, explain=None):
+        """Raise the error that http.server has found in the request as an HttpError."""
         raise HttpError(code, "%s." % message)
 
     def log_request(self, code="-", size="-"):
+        """Note the status of the response, which http.server passes here for a log."""
         self.status = code
 
     def version_string(self):
+        """Return the value of the header field Server."""
         return "masterserver/" + __version__
 
     def encode(self, response):
-        """Return the bytes of an HttpResponse to this request. For HEAD and 304 the body is left
-        out, but the head has its length."""
+        """Return the bytes of an HttpResponse to this request.
+
+        A response to HEAD, or with status 304, has no body, but its head gives the body's
+        length."""
         body = response.body
         fields = {**DEFAULT_FIELDS, **response.fields}
         takes_gzip = "gzip" in self.header("Accept-Encoding").lower()
@@ -9566,10 +9735,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             fields["Content-Encoding"] = "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
         fields["Connection"] = "close" if self.close_connection else "keep-alive"
-        if self.route.endswith((".json", ".xml")):          # scripts of other sites may read these
+        if self.route.endswith((".json", ".xml")):      # scripts on other sites may read the lists
             fields["Access-Control-Allow-Origin"] = "*"
         is_unchanged = "ETag" in fields and fields["ETag"] in self.header("If-None-Match")
-        self.request_version = "HTTP/1.1"       # a response to HTTP/0.9 would have no head
+        self.request_version = "HTTP/1.1"       # for HTTP/0.9, http.server would write no head
         self.send_response(304 if is_unchanged else response.status)
         for name, value in fields.items():
             self.send_header(name, value)
@@ -9582,30 +9751,34 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 # --- One connection ------------------------------------------------------------------------------
 
 class CachedResponse(NamedTuple):
-    """The bytes of a response, kept for a request with the same bytes."""
+    """The bytes of a response, to be sent again to requests with the same bytes."""
 
     data: bytes
     closes_connection: bool
-    count_key: Tuple[str, int]          # route and status: its key in Web.request_counts
+    count_key: Tuple[str, int]          # (route, status), the key in Web.request_counts
 
 
 class HttpSession(Session):
-    """A connection that speaks HTTP/1.0 or 1.1: keep-alive, one request after another."""
+    """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them."""
 
     def __init__(self, web, address, now):
-        """`web`: the Web that all connections share; `address`: of the peer, which may be a
-        proxy."""
-        self.web, self.address = web, address
-        # The requests of a proxy are not answered from the cache, because each is paid for by the
-        # client that the proxy names
+        """Begin with the Web that all connections share, and the peer's IP address.
+
+        The peer may be a proxy."""
+        self.web = web
+        self.address = address
+        # The requests of a proxy are not answered from the cache, because each of them counts
+        # against the limit of the client that the proxy names
         self.is_proxy = address in web.trusted_proxies
         self.cache = {} if self.is_proxy else web.cache
-        self.request: Any = None        # a request whose head is read and that is not answered yet
+        self.request: Any = None        # the HttpRequest that is being read or answered, or None
         self.deadline = now + HTTP_REQUEST_S
 
     def receive(self, data, now):
-        """Return the response to the next request, b"" if it is not complete or waits for the disk.
-        A request whose bytes are in the cache is answered without being read."""
+        """Add data to the buffer and return the response to the first request in it.
+
+        Return b"" if the request is not complete, or waits for the disk. A request whose bytes are
+        in the cache gets its response without being parsed."""
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
@@ -9614,7 +9787,7 @@ class HttpSession(Session):
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return response
-            # Without data this call follows a response that was written: the connection is idle
+            # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
         if self.done or self.job:
@@ -9622,7 +9795,8 @@ class HttpSession(Session):
         try:
             if not self.has_whole_request(now):
                 return b""
-            return self.respond(web.respond(self.request), now)
+            response = web.response_to(self.request)
+            return self.finish_request(response, now)
         except DiskNeeded as needed:
             self.job = needed.job
             return b""
@@ -9630,8 +9804,10 @@ class HttpSession(Session):
             return self.refuse(error, now)
 
     def has_whole_request(self, now):
-        """Is the first request in the buffer complete, with its body? Read its head into `request`
-        as soon as that is complete. Raise HttpError if the request is malformed."""
+        """Is the first request in the buffer complete, with its body?
+
+        Its head is moved into `request` as soon as it is complete. Raise HttpError if the request
+        is malformed."""
         if self.request is None and not self.read_head():
             return False
         request = self.request
@@ -9642,9 +9818,10 @@ class HttpSession(Session):
         return len(request.body) == request.body_bytes
 
     def read_head(self):
-        """Move a complete head from the buffer into `request`. Return False if it is not complete
-        yet. Raise HttpError if it is malformed."""
-        self.buffer = self.buffer.lstrip(b"\r\n")           # a blank line begins no request
+        """Parse the head of the next request, and move it from the buffer into `request`.
+
+        Return False if the head is not complete yet. Raise HttpError if it is malformed."""
+        self.buffer = self.buffer.lstrip(b"\r\n")           # some clients send a blank line first
         if not self.buffer:
             return False
         end = head_end(self.buffer)
@@ -9655,14 +9832,17 @@ class HttpSession(Session):
         try:
             self.request.parse()
         except HttpError:
-            # The bytes that follow an unreadable request may be no request
+            # After a malformed head nobody knows where the next request begins
             self.request.close_connection = True
             raise
         return True
 
-    def respond(self, response, now):
-        """Return the bytes of a response to `request`, and be ready for the next request."""
-        request, web = self.request, self.web
+    def finish_request(self, response, now):
+        """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
+
+        The request is counted. A public response goes into the cache."""
+        request = self.request
+        web = self.web
         if self.must_close_after(response.status):
             request.close_connection = True
         data = request.encode(response)
@@ -9678,26 +9858,36 @@ class HttpSession(Session):
         return data
 
     def must_close_after(self, status):
-        """Must the connection end after a response with this status? Further requests would cost
-        as much as this one, and be refused as well."""
+        """Must the connection end after a response with this status?
+
+        It must if the master is overloaded or the client over its limit, because its next requests
+        would be refused too."""
         if status == 429:
             return not self.is_proxy        # other clients of the proxy are not over the limit
         return status in (408, 503)
 
     def refuse(self, error, now):
-        """Return an error as the response to `request`, or to data that are no request."""
+        """Return the bytes of the response that tells the client of an HttpError.
+
+        If the error came before a head was complete, the whole buffer counts as the request."""
         if self.request is None:
             self.request = HttpRequest(self.buffer)
-        return self.respond(self.web.error_response(self.request, error), now)
+        response = self.web.error_response(self.request, error)
+        return self.finish_request(response, now)
 
     def resume(self, result, now):
-        """Answer the request with the result of the disk thread's job."""
+        """Answer the request, now that the disk thread has done its job.
+
+        `result` is what the job has returned, or its exception. Return the bytes to send."""
         self.job = None
         self.request.disk_result = result
         return self.receive(b"", now)
 
     def tick(self, now):
-        """Answer 503 or 408 when the deadline is over, and end the connection."""
+        """End the connection if its deadline has passed.
+
+        Return the bytes to send: 503 if the disk was too slow, 408 if the client was, or b"" if no
+        request had begun."""
         if now < self.deadline or self.done:
             return b""
         self.done = True
@@ -9709,9 +9899,10 @@ class HttpSession(Session):
 
 
 class RefusedConnection(HttpSession):
-    """A connection over a limit: it gets a 429 and ends."""
+    """A connection that exceeds a limit. It is answered with 429 and closed."""
 
     def opened(self, now):
+        """Return the bytes of the response, without waiting for a request."""
         hint = "Too many connections at once; wait a few seconds."
         return self.refuse(HttpError(429, hint, RETRY_AFTER), now)
 
@@ -9719,52 +9910,56 @@ class RefusedConnection(HttpSession):
 # --- All connections -----------------------------------------------------------------------------
 
 class Web(TcpProtocol):
-    """The state that all HTTP connections share: the cache and the lists. It also calls the
-    function of a request's route."""
+    """The state that all HTTP connections share: the cached responses and lists.
+
+    It calls the function of each request's route."""
 
     speaks_first = False
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Serve the registry, settings and statistics of a Core."""
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
         self.rules = core.registry.rules
-        self.epoch = 0.0                # wall clock minus monotonic clock; set by the event loop
+        self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
         self.cache: Dict[bytes, CachedResponse] = {}            # by the bytes of the request
         self.cache_bytes = 0
-        self.lists: Dict[Any, HttpResponse] = {}                # whole lists by route and game
-        # The last day's counts, for the sparklines. Servers' entries on the page have them inside
+        self.lists: Dict[Any, HttpResponse] = {}                # whole lists by (route, game)
+        # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
         self.read(core.settings)
 
     def session(self, address, now):
+        """Return the HttpSession for a new connection from this address."""
         return HttpSession(self, address, now)
 
     def refusal(self, address, now):
+        """Return the session for a new connection that exceeds a limit."""
         return RefusedConnection(self, address, now)
 
     def serves(self, server):
-        """Does the server belong to one of the operator's own games? Servers of other games belong
-        to their protocols."""
+        """Is the server's game one of the operator's own? All other games have protocols."""
         return server.game in self.settings["games"]
 
     def read(self, settings):
-        """Take the trusted proxies and the look of the pages from the settings. What was rendered
-        before is forgotten."""
+        """Read the trusted proxies and the look of the pages from the settings.
+
+        All cached lists and responses are dropped, because they show the old settings."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
         titles = collections.ChainMap(
             self.registry.titles, {**GAME_TITLES, **settings["games"]})
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
-        self.registry.forget_entries()      # they have titles inside
+        self.registry.forget_entries()      # rows of the list contain the titles of games
         self.forget_responses()
 
     def tick(self, now):
-        """Once a second: forget what was rendered, because servers have changed and times move.
-        It is rendered again when a client asks for it."""
+        """Drop all cached responses once a second, because servers have changed and times move.
+
+        A list is rendered again when the next client asks for it."""
         self.forget_responses()
         hourly_players = self.core.hourly_players()
         if hourly_players != self.hourly_players:
@@ -9778,8 +9973,9 @@ class Web(TcpProtocol):
         self.cache_bytes = 0
 
     def remember(self, request_head, cached):
-        """Keep a CachedResponse for requests with the same head. If the cache is full, it is
-        emptied first."""
+        """Cache a CachedResponse for requests with the same head.
+
+        A full cache is emptied first. It fills again within a second."""
         size = len(request_head) + len(cached.data)
         self.cache_bytes += size
         if self.cache_bytes > HTTP_CACHE_BYTES:
@@ -9787,26 +9983,30 @@ class Web(TcpProtocol):
             self.cache_bytes = size
         self.cache[request_head] = cached
 
-    def client_address(self, address, forwarded_for):
-        """Return the address of the client behind a connection from `address`. `forwarded_for`:
-        the X-Forwarded-For header.
+    def client_address(self, peer_address, forwarded_for):
+        """Return the IP address of the client that has sent a request.
 
-        It is the last address in the header that is not a trusted proxy's, if the connection is a
-        trusted proxy's; else `address`."""
+        That is `peer_address`, the other end of the connection, unless it is a trusted proxy. Each
+        proxy appends the address of its own client to the header field X-Forwarded-For, so
+        `forwarded_for` is read backwards, past the addresses of trusted proxies. The first other
+        address is the client's; everything before it may be forged."""
+        client = peer_address
         for text in reversed(forwarded_for.split(",")):
-            if address not in self.trusted_proxies:
+            if client not in self.trusted_proxies:
                 break
             without_port = re.sub(r"^([0-9.]+|\[.*\]):[0-9]+$", r"\1", text.strip())
             try:
-                address = read_public(without_port) or address
+                client = read_public(without_port) or client
             except ValueError:
                 break
-        return address
+        return client
 
-    def respond(self, request):
-        """Return the HttpResponse of the request's route. Raise HttpError if the request is
-        refused, and DiskNeeded if the disk has to be read first."""
-        if request.disk_result is None:         # otherwise this request was paid for already
+    def response_to(self, request):
+        """Return the HttpResponse to a request, from the function of its route.
+
+        Raise HttpError if the path or the method does not exist, if a limit is exceeded, or if the
+        route refuses the request. Raise DiskNeeded if the disk has to be read first."""
+        if request.disk_result is None:         # otherwise the request has been charged before
             self.charge(request, 1)
         route_function = ROUTES.get(request.route)
         if route_function is None:
@@ -9820,8 +10020,10 @@ class Web(TcpProtocol):
         return route_function(self, request)
 
     def charge(self, request, tokens):
-        """Take tokens for this request from the client's bucket. Raise HttpError if there are too
-        few, or if the client is blocked and has come by a proxy."""
+        """Take tokens for this request from the client's bucket in the request limiter.
+
+        Raise HttpError if the bucket has too few, or if the client is blocked. (A blocked client
+        gets this far only through a proxy: its own connections are not accepted.)"""
         address = request.address
         if self.rules.request_limiter.allow(address, request.now, tokens):
             return
@@ -9831,7 +10033,11 @@ class Web(TcpProtocol):
         raise HttpError(429, hint, RETRY_AFTER)
 
     def error_response(self, request, error):
-        """Return an HttpError as a response, in the form that its reader expects."""
+        """Return the response to a request that has failed with an HttpError.
+
+        The error is sent in the format that the client reads: JSON to those that announce by HTTP,
+        an empty list to Iceball clients that are refused, a page to browsers, text to all others.
+        """
         status = error.status
         hint = str(error)
         reason = http.client.responses[status]
@@ -9847,34 +10053,52 @@ class Web(TcpProtocol):
         text = "%d %s\n%s\n" % (status, reason, hint)
         return HttpResponse(text.encode(), TEXT_TYPE, status, error.fields)
 
-    def list_response(self, request, list_filter, type, render):
-        """Return the list that `render(servers, wall)` makes of the servers that pass the filter.
+    def list_response(self, request, list_filter, media_type, render):
+        """Return the response with the servers that pass a ListFilter.
 
-        A whole list, of one game or of all, is kept until the next tick. A search serves one
-        client only, who pays for each server that is looked at."""
+        `render(servers, wall)` returns its body; `wall` is the present time in seconds since 1970.
+        The whole list, or the whole list of a known game, is cached until the next tick. The
+        result of a search serves one client only, so the client is charged for each server that is
+        searched."""
+        if not self.is_whole_list(list_filter):
+            return self.search_response(request, list_filter, media_type, render)
         game = list_filter.game
-        wall = request.now + self.epoch
         key = request.route, game
-        is_kept = list_filter == ListFilter(game) and game in ("", *self.look.games)
-        if is_kept and key in self.lists:
-            return self.lists[key]
-        servers = self.registry.servers(game)
-        if not is_kept:
-            # The tokens are limited, because a page with a search in it asks every 5 s
-            tokens = self.registry.total / SEARCH_SERVERS
-            self.charge(request, self.rules.request_tokens(tokens))
-            servers = [server for server in servers if list_filter.matches(server)]
-        response = public_response(render(servers, wall), type)
-        if is_kept:
+        response = self.lists.get(key)
+        if response is None:
+            servers = self.registry.servers(game)
+            body = render(servers, request.now + self.epoch)
+            response = public_response(body, media_type)
             self.lists[key] = response
         return response
+
+    def is_whole_list(self, list_filter):
+        """Does the filter let pass all servers, or all servers of a game that is known here?"""
+        game = list_filter.game
+        is_known_game = game in ("", *self.look.games)
+        return is_known_game and list_filter == ListFilter(game)
+
+    def search_response(self, request, list_filter, media_type, render):
+        """Return the response to a search, as list_response() does, and charge the client for it.
+
+        Raise HttpError if the client may not search so much."""
+        # The charge has an upper limit, because a page that shows a search repeats it every 5 s
+        tokens = self.registry.total / SEARCH_SERVERS
+        self.charge(request, self.rules.request_tokens(tokens))
+        servers = []
+        for server in self.registry.servers(list_filter.game):
+            if list_filter.matches(server):
+                servers.append(server)
+        body = render(servers, request.now + self.epoch)
+        return public_response(body, media_type)
 
 
 # --- The query of a request ----------------------------------------------------------------------
 
 def query_number(request, name, low, high):
-    """Return a number in the query, 0 if it is missing. Raise HttpError if it is not a number from
-    `low` to `high`."""
+    """Return the number that a query has by this name, or 0 if it has none.
+
+    Raise HttpError if the value is not a number from `low` to `high`."""
     text = request.query.get(name, "").strip()
     if not text:
         return 0
@@ -9887,37 +10111,44 @@ def query_number(request, name, low, high):
 class ListFilter(NamedTuple):
     """A choice of servers for a list."""
 
-    game: str                           # "" for every game
-    name: str = ""                      # a part of the name or address; "" for every server
-    players_min: int = 0
+    game: str                           # "" for all games
+    name: str = ""                      # a part of the name or the address; "" for all servers
+    players_min: int = 0                # servers with fewer players are left out
 
     def matches(self, server):
-        """Does the server belong into the list? (The page's script has the same rule, in its
-        function `wanted`.)"""
+        """Does the server belong in the list?
+
+        Text with a colon is searched in the address with its port, other text in the address alone.
+        The function wanted() of the page's script follows the same rule."""
         if server.players < self.players_min:
             return False
-        text, address = self.name.casefold(), server.address
+        text = self.name.casefold()
+        address = server.address
         if ":" in text:
-            address = endpoint_text(address, server.port)
+            address = endpoint_text(server.address, server.port)
         return text in server.name.casefold() or text in address
 
 
 def query_filter(web, request, default_game=""):
-    """Return the ListFilter in the query. Raise HttpError if a value is wrong."""
+    """Return the ListFilter in the query of a request.
+
+    Raise HttpError if a value is wrong, or if the game is unknown. /servers.json is different: for
+    an unknown game it gives an empty list, so that programs need no special case."""
     query = request.query
     game = query.get("game", default_game)
     name = query.get("name", "")
     players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
-    is_known = game in ("", *web.look.games)
-    if not is_known and request.route != "/servers.json":
-        shown = ascii(game[:100])
-        raise HttpError(404, "There is no game %s here." % shown)
+    is_known_game = game in ("", *web.look.games)
+    if not is_known_game and request.route != "/servers.json":
+        raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
     return ListFilter(game, clean(name), players_min)
 
 
 def query_endpoint(request, default_address=""):
-    """Return the address and the port in the query; the port is 0 if there is none. Both may stand
-    in address=, as in 203.0.113.7:20737. Raise HttpError if a value is wrong."""
+    """Return the address and the port in the query of a request. A missing port is 0.
+
+    The port may stand in `port` or in `address`, as in address=203.0.113.7:20737. Raise HttpError
+    if a value is wrong."""
     text = request.query.get("address", "").strip()[:100] or default_address
     port = query_number(request, "port", 0, 65535)
     has_port = re.search(r"\.[0-9]+:|\]:", text)
@@ -9931,20 +10162,23 @@ def query_endpoint(request, default_address=""):
 
 
 class HistoryQuery(NamedTuple):
-    """A server, or with address "" and port 0 a whole game, and a span of SPANS."""
+    """The query for the history of one server, or of all servers of a game together."""
 
     game: str
-    address: str
-    port: int
-    span: str
+    address: str                        # "" for all servers of the game
+    port: int                           # 0 for all servers of the game
+    span: str                           # a key of SPANS
 
     @property
     def key(self) -> Key:
+        """The key of the server or of the whole game in the database."""
         return self.game, self.address, self.port
 
 
 def query_history(request):
-    """Return the HistoryQuery in the query. Raise HttpError if a value is wrong or missing."""
+    """Return the HistoryQuery in the query of a request.
+
+    Raise HttpError if a value is wrong or missing."""
     game = request.query.get("game", "")
     span = request.query.get("span", "day")
     address, port = "", 0
@@ -9959,8 +10193,10 @@ def query_history(request):
 
 
 def from_disk(request, job):
-    """Return what `job()` returns in the disk thread. Raise DiskNeeded the first time, and
-    HttpError if the disk does not work."""
+    """Return what `job()` has returned in the disk thread, where it may read the disk.
+
+    Raise DiskNeeded if the job is not done yet: the route function ends, and is called again after
+    the job. Raise HttpError if the disk does not work."""
     result = request.disk_result
     if result is None:
         raise DiskNeeded(job)
@@ -9975,9 +10211,9 @@ def from_disk(request, job):
 
 # --- Lists ---------------------------------------------------------------------------------------
 
-# The keys of both Iceball documents, and the attributes that they stand for. Each value is a text
-# or a number. The client takes `official` for true whatever its value is, so an unofficial server
-# does not have it.
+# The keys of an entry in /master.json, as in both Iceball documents, with the attributes of Server
+# that are their values. Each value is text or a number. An unofficial server has no key `official`,
+# because the client takes any value of it for true
 ICEBALL_FIELDS = {
     "name": "name",
     "address": "address",
@@ -9992,24 +10228,24 @@ ICEBALL_FIELDS = {
 
 
 def iceball_json(server):
-    """Return a server's entry in /master.json."""
+    """Return a server's entry in /master.json, as JSON."""
     fields = {}
-    for key, name in ICEBALL_FIELDS.items():
-        fields[key] = getattr(server, name)
+    for key, attribute in ICEBALL_FIELDS.items():
+        fields[key] = getattr(server, attribute)
     if server.official:
         fields["official"] = True
     return to_json(fields)
 
 
 def iceball_list(web, servers):
-    """Return /master.json with these servers."""
+    """Return the body of /master.json with these servers, as JSON."""
     entries = cached_entries(servers, "master.json", iceball_json)
     return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
         ICEBALL_HBVERSION, web.settings["iceball.version"], b",\n".join(entries))
 
 
 def get_master_json(web, request):
-    """Iceball's list, as the game reads it."""
+    """Return the response with Iceball's list, in the format that the game reads."""
     def render(servers, wall):
         return iceball_list(web, servers)
 
@@ -10023,33 +10259,42 @@ JSON_DETAILS = "arenas factions skill flags".split()
 
 
 def server_json(server):
-    """Return a server's entry in /servers.json up to its times. The times are left out because
-    they move when nothing else changes; with_times() adds them."""
+    """Return the beginning of a server's entry in /servers.json, as JSON without its last brace.
+
+    It is cached until the server changes. Its times change more often, so with_times() adds them
+    later."""
     fields = {}
     for name in JSON_FIELDS:
         fields[name] = getattr(server, name)
     fields["unconfirmed"] = not server.confirmed
-    fields["ping_ms"] = None if server.ping_ms is None else round(server.ping_ms, 1)
+    fields["ping_ms"] = None
+    if server.ping_ms is not None:
+        fields["ping_ms"] = round(server.ping_ms, 1)
     for name in JSON_DETAILS:
         fields[name] = server.details.get(name, "")
-    return to_json(fields)[:-len("}")]
+    entry = to_json(fields)
+    return entry[:-len("}")]
 
 
 def with_times(entry, server, epoch, own_master):
-    """Return the whole entry of a server in /servers.json. `own_master`: this master's name, "" if
-    there are no other masters."""
+    """Return the whole entry of a server in /servers.json: server_json(), its master and its times.
+
+    `epoch` is the wall clock minus the monotonic clock. `own_master` is this master's name, or ""
+    if there are no other masters."""
     master = server.master or own_master
     return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
         entry, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
 
 
 def get_servers_json(web, request):
-    """Every field of every server: ?game=, ?name= (a part of it), ?players_min=."""
+    """Return the response with all fields of the listed servers, as JSON.
+
+    The query chooses servers by `game`, a part of their `name`, and `players_min`."""
     def render(servers, wall):
         own_master = web.registry.master
-        cached = cached_entries(servers, "servers.json", server_json)
+        entries_without_times = cached_entries(servers, "servers.json", server_json)
         entries = []
-        for server, entry in zip(servers, cached):
+        for server, entry in zip(servers, entries_without_times):
             entries.append(with_times(entry, server, web.epoch, own_master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
@@ -10057,7 +10302,7 @@ def get_servers_json(web, request):
     return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
 
 
-# These are the elements of the script in Hyperbol's document
+# The elements of the list, as the script in Hyperbol's document writes them
 XML_SERVER = """\
 <server ip="%(address)s" port="%(port)s" responding="1" servername="%(name)s" gametype="%(mode)s" \
 playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
@@ -10070,7 +10315,7 @@ XML_FIELDS = "address port name mode players max_players map version flavor".spl
 
 
 def server_xml(server):
-    """Return a server's element in /servers.xml and in an exported file."""
+    """Return a server's element in /servers.xml, as UTF-8 bytes. Exported files have it too."""
     values = {}
     for name in XML_FIELDS:
         values[name] = html.escape(str(getattr(server, name)))
@@ -10082,7 +10327,10 @@ def server_xml(server):
 
 
 def servers_xml(elements, wall):
-    """Return the XML document with these servers' elements. `wall`: seconds since 1970."""
+    """Return the XML document with these elements, each from server_xml().
+
+    `wall` is the present time in seconds since 1970. The document has it as local time and as
+    UTC."""
     rendered_at = utc_datetime(wall).replace(microsecond=0)
     head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n' % (
         rendered_at.astimezone().isoformat(), rendered_at.isoformat())
@@ -10090,16 +10338,19 @@ def servers_xml(elements, wall):
 
 
 def get_servers_xml(web, request):
-    """The list in the XML of Hyperbol's document: ?game=, Hyperbol if it is left out."""
+    """Return the response with the list of a game in the XML of Hyperbol's document.
+
+    The query chooses servers as in /servers.json; without `game` it chooses Hyperbol's."""
     def render(servers, wall):
-        return servers_xml(cached_entries(servers, "servers.xml", server_xml), wall)
+        elements = cached_entries(servers, "servers.xml", server_xml)
+        return servers_xml(elements, wall)
 
     return web.list_response(request, query_filter(web, request, "hyperbol"), XML_TYPE, render)
 
 
-# The limits in the official Luanti list's score
-LUANTI_FULL_SHARE = 0.8             # players beyond this share of the room do not count
-LUANTI_LARGE_SERVER = 200           # a server that announces more room loses LUANTI_PENALTY
+# The constants in the score of the official Luanti list
+LUANTI_FULL_SHARE = 0.8             # players beyond this share of clients_max do not count
+LUANTI_LARGE_SERVER = 200           # a server with a larger clients_max loses LUANTI_PENALTY
 LUANTI_PENALTY = 8
 LUANTI_SLOW_PING_S = 0.4            # a longer ping costs points
 # A server that speaks both of these protocol versions spans two incompatible generations
@@ -10108,8 +10359,10 @@ LUANTI_MIXED_FACTOR = 0.6
 
 
 def luanti_entry(server):
-    """Return a sort key and the JSON entry of a server in Luanti's list. The key is the operator's
-    priority, and then the score."""
+    """Return a sort key and the entry, as JSON, of a server in Luanti's list.
+
+    Servers with the operator's highest priority come first, and among equals those with the highest
+    score. The ping in the entry is in seconds."""
     announcement = server.luanti_announcement
     ping_s = (server.ping_ms or 0) / 1000
     entry = {
@@ -10123,28 +10376,33 @@ def luanti_entry(server):
 
 
 def luanti_score(announcement, ping_s):
-    """Return the score by which the official Luanti list sorts servers."""
-    room = announcement["clients_max"]
-    points = min(announcement["clients"], int(LUANTI_FULL_SHARE * room))
+    """Return the score by which the official Luanti list sorts servers; higher is better.
+
+    `announcement` has the announced values by the names of Luanti's protocol."""
+    clients_max = announcement["clients_max"]
+    points = min(announcement["clients"], int(LUANTI_FULL_SHARE * clients_max))
     points += min(4, announcement["pop_v"] / 2)             # the average number of players
     points += min(8, announcement["game_time"] / MONTH)     # how long the world has been played
     points -= LUANTI_PENALTY * max(0, ping_s - LUANTI_SLOW_PING_S)
-    if room > LUANTI_LARGE_SERVER:
+    if clients_max > LUANTI_LARGE_SERVER:
         points -= LUANTI_PENALTY
-    if (announcement["proto_min"] <= LUANTI_OLD_PROTOCOL
-            and announcement["proto_max"] > LUANTI_NEW_PROTOCOL):
+    speaks_old = announcement["proto_min"] <= LUANTI_OLD_PROTOCOL
+    speaks_new = announcement["proto_max"] > LUANTI_NEW_PROTOCOL
+    if speaks_old and speaks_new:
         points *= LUANTI_MIXED_FACTOR
     return points
 
 
 def get_list(web, request):
-    """Luanti's list, as the official one gives it to clients. The largest totals ever are not
-    kept, so `total_max` has the present ones."""
+    """Return the response with Luanti's list, in the format of the official list.
+
+    There, `total_max` has the largest totals that ever occurred. This master does not keep them,
+    and repeats the present totals."""
     def render(servers, wall):
         announced = [server for server in servers if server.luanti_announcement]
-        ranked = cached_entries(announced, "list", luanti_entry)
-        ranked.sort()
-        entries = [entry for _, entry in ranked]
+        keys_and_entries = cached_entries(announced, "list", luanti_entry)
+        keys_and_entries.sort()
+        entries = [entry for _, entry in keys_and_entries]
         players = sum(server.players for server in announced)
         total = b'{"clients":%d,"servers":%d}' % (players, len(announced))
         joined = b",\n".join(entries)
@@ -10156,13 +10414,14 @@ def get_list(web, request):
 # --- Pages ---------------------------------------------------------------------------------------
 
 class Contact(NamedTuple):
-    """A line that the operator of a game server can copy."""
+    """A line that somebody who runs a game server can copy, to have the server listed here.
 
-    reader: str                         # the people who need the line, and where it belongs
-    line: str                           # a %-template with host, port, game and page
+    It belongs into the settings of the game server, or is a command to run beside it."""
+
+    reader: str                         # whom the line is for, and the file in which it belongs
+    line: str                           # a %-template with the values host, port, game and page
 
 
-# A contact's line goes into a game server's settings, or is a command to run beside it.
 ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
 CONTACTS = {
     "iceball": Contact("Iceball servers, in svsave/pub/server.json",
@@ -10179,8 +10438,11 @@ CONTACTS = {
 
 
 def contact_lines(listeners, host, settings):
-    """Return (game, reader, line) for each game that game servers can announce here: for what
-    listens, for Luanti and for the operator's own games. `host`: this master's name."""
+    """Return the lines of all Contacts for the games that can be announced here.
+
+    The result is a list of (game, reader, line), with the templates filled. `listeners` are the
+    open listeners of this master, `host` is its name or address. The operator's own games, and
+    Luanti, are announced by HTTP."""
     ports = {"luanti": settings["luanti.enabled"]}
     page = ""
     for listener in listeners:
@@ -10188,7 +10450,10 @@ def contact_lines(listeners, host, settings):
         ports[listener.protocol] = listener.port
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
-    contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
+    contacts = {}
+    for game, contact in CONTACTS.items():
+        if ports.get(game):
+            contacts[game] = contact
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
@@ -10203,8 +10468,10 @@ def contact_lines(listeners, host, settings):
 
 
 def day_total(hourly_players, games):
-    """Return the last day's hourly player counts of these games together. A count is None if none
-    of the games has one for that hour."""
+    """Return the player counts of these games together, for each hour of the last day.
+
+    `hourly_players` maps keys to counts; the key of a whole game is (game, "", 0). A count is None
+    if none of the games was recorded in that hour."""
     days = []
     for game in games:
         whole_game = game, "", 0
@@ -10218,7 +10485,7 @@ def day_total(hourly_players, games):
 
 
 def get_page(web, request):
-    """The list page: ?game=, ?name= and ?players_min= as in /servers.json."""
+    """Return the response with the list page. Its query is that of /servers.json."""
     list_filter = query_filter(web, request)
 
     def render(servers, wall):
@@ -10228,16 +10495,19 @@ def get_page(web, request):
 
 
 def render_list(web, list_filter, servers, wall):
-    """Return the list page with these servers."""
-    game, hourly_players = list_filter.game, web.hourly_players
+    """Return the list page with these servers, which have passed the filter, as UTF-8 bytes.
+
+    Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
+    game = list_filter.game
+    hourly_players = web.hourly_players
     counts = {}
-    for id, listed in web.registry.games.items():
+    for counted_game, listed in web.registry.games.items():
         if listed:
-            counts[id] = len(listed)
-    shown = servers[:PAGE_ROWS]
-    rows = render_rows(web.look, shown, hourly_players, web.epoch, wall)
+            counts[counted_game] = len(listed)
+    first_servers = servers[:PAGE_ROWS]
+    rows = render_rows(web.look, first_servers, hourly_players, web.epoch, wall)
     day = ()
-    if list_filter == ListFilter(game):
+    if list_filter == ListFilter(game):     # the result of a search has no history
         games = [game] if game else counts
         day = day_total(hourly_players, games)
     host = web.settings["server.public_address"] or "THIS-HOST"
@@ -10248,60 +10518,83 @@ def render_list(web, list_filter, servers, wall):
 
 
 def with_wall_times(server, epoch):
-    """Return a copy of a server whose times are those of the wall clock, as pages need them."""
-    copied = copy.copy(server)
-    copied.first_seen += epoch
-    copied.last_seen += epoch
-    return copied
+    """Return a copy of a server with times in seconds since 1970, as pages show them.
+
+    The times of the server itself are readings of the monotonic clock. `epoch` is the wall clock
+    minus the monotonic clock."""
+    server_copy = copy.copy(server)
+    server_copy.first_seen += epoch
+    server_copy.last_seen += epoch
+    return server_copy
 
 
 def get_server(web, request):
-    """One server's page: ?game=, ?address=, ?port= and ?span=. A server that is not listed any
-    more is shown if the database knows it."""
+    """Return the response with the page of one server, which the query names.
+
+    A server that has left the list has a page too, if the database remembers it. Raise HttpError
+    if nothing is known of the server."""
     query = query_history(request)
     wall = request.now + web.epoch
-    database = web.core.database
-    remembered = series = None
-
-    def read_database():
-        return (database.known(*query.key),
-                database.history(*query.key, query.span, wall))
-
-    if database is not None:
-        remembered, series = from_disk(request, read_database)
+    remembered = None
+    series = None
+    if web.core.database is not None:
+        remembered, series = read_history(web.core.database, request, query, wall)
     listed = web.registry.get(*query.key)
     if listed:
-        shown = with_wall_times(listed, web.epoch)
+        server = with_wall_times(listed, web.epoch)
     elif remembered:
-        shown = Server(query.game, query.address, query.port, source=query.address,
-                       now=remembered.last_seen, lifetime=0.0, name=remembered.name)
+        server = Server(query.game, query.address, query.port, source=query.address,
+                        now=remembered.last_seen, lifetime=0.0, name=remembered.name)
     else:
         endpoint = endpoint_text(query.address, query.port)
         raise HttpError(404, "No server %s of %s is known here." % (endpoint, query.game))
-    if remembered:                      # the server may have been here before
-        shown.first_seen = min(shown.first_seen, remembered.first_seen)
+    if remembered:
+        # A server that has come back was first seen before its present stay in the list
+        server.first_seen = min(server.first_seen, remembered.first_seen)
     base = web.look.url or "http://" + request.header("Host")
-    contents = ServerPage(shown, listed is not None, series, query.span, base)
+    contents = ServerPage(server, listed is not None, series, query.span, base)
     page = render_server_page(web.look, contents, wall)
     return HttpResponse(page, HTML_TYPE)
 
 
+def read_history(database, request, query, wall):
+    """Return what the database knows of the server that a HistoryQuery names.
+
+    The result is the pair of Database.known(), None for an unknown server, and the Series of its
+    player counts. Raise DiskNeeded the first time, as from_disk() does."""
+    def read_both():
+        remembered = database.known(*query.key)
+        series = database.history(*query.key, query.span, wall)
+        return remembered, series
+
+    return from_disk(request, read_both)
+
+
 def get_banner(web, request):
-    """A picture of one server for other pages, 560 × 95 pixels: ?game=, ?address=, ?port=."""
+    """Return the response with a picture of one server, which the query names, for other pages.
+
+    The picture is an SVG of 560 × 95 pixels. It is made for unknown servers too, with status 404,
+    because a page that embeds it cannot show a text instead."""
     query = query_history(request)
     server = web.registry.get(*query.key)
     database = web.core.database
     endpoint = endpoint_text(query.address, query.port)
-    name, state, players, status = "", "is not known here", "", 404
+    name = ""
+    state = "is not known here"
+    players = ""
+    status = 404
     if server:
-        name, status = server.name, 200
+        name = server.name
         state = server.map if server.responding else "not responding"
         players = "%d/%s" % (server.players, server.max_players or "?")
+        status = 200
     elif database:
+        # The list tells a result of None from a job that is not done yet
         remembered, = from_disk(request, lambda: [database.known(*query.key)])
         if remembered:
-            name, status = remembered.name, 200
+            name = remembered.name
             state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+            status = 200
     hourly_players = web.hourly_players.get(query.key, ())
     svg = fill_template(
         BANNER,
@@ -10315,8 +10608,10 @@ def get_banner(web, request):
 
 
 def get_history_json(web, request):
-    """The player counts of one server, or, with a game alone, of all its servers: ?game=,
-    ?address=, ?port=, ?span=day|week|month|year."""
+    """Return the response with the player counts of one server, or of a whole game, as JSON.
+
+    The query names a game, perhaps an address and a port, and one of the SPANS. Raise HttpError if
+    this master has no database."""
     query = query_history(request)
     database = web.core.database
     wall = request.now + web.epoch
@@ -10339,24 +10634,29 @@ def get_history_json(web, request):
 # --- Announcements by HTTP -----------------------------------------------------------------------
 
 ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after half of this
-REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}        # all others: 403
+# The HTTP statuses of refused announcements by their outcomes. For all others it is 403
+REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}
 FORM_TYPE = "application/x-www-form-urlencoded"
 ANNOUNCED_TEXTS = "name mode map version description".split()
 # The lowest value of each field that is a number
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 ANNOUNCED_FIELDS = ("game", "port", "action", *ANNOUNCED_TEXTS, "players", "max_players")
-# In a form a character has twelve bytes at most, because each of the four bytes that UTF-8 may need
-# is written as in %F0. A character of the fields' names has three.
+# In a form, a character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it,
+# and each may be written as three, such as %F0. A character of a field's name takes three
 FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
 FORM_NAME_BYTES = 3 * len("max_players")
-# For bytes.translate(): leaves digits as they are, and makes everything else a space
+# A table for bytes.translate() that keeps digits and replaces every other byte by a space
 DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
 
 
 def post_announce(web, request):
-    """An announcement by HTTP. The server's address is that of the connection."""
+    """Handle an announcement by HTTP and return the response.
+
+    The announced server has the address from which the request came. A refused announcement is
+    recorded for the page /check. Raise HttpError with the reason."""
     check_no_web_page(request)
-    game, port = "announce", 0              # for the record of outcomes, until both are read
+    # These are recorded if the request is refused before its game and port are read
+    game, port = "announce", 0
     try:
         values = announced_values(request)
         game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
@@ -10377,35 +10677,38 @@ def post_announce(web, request):
 
 
 def check_no_web_page(request):
-    """Raise HttpError if a web page in somebody's browser has sent this request.
+    """Raise HttpError if a script of a web page has sent this request from somebody's browser.
 
-    Browsers send one of these fields (the second only over HTTPS and to their own machine). Other
-    fields prove nothing about a page, because the name of its host may lead here (DNS
-    rebinding)."""
+    Every browser sends Origin with a POST of a script, and sends Sec-Fetch-Site over HTTPS and to
+    its own machine. The Host field would prove nothing, because the owner of a page can let the
+    name of his host lead to this master (DNS rebinding)."""
     if request.header("Origin") or request.header("Sec-Fetch-Site") not in ("", "none"):
         raise HttpError(403, "A web page may not announce servers here.")
 
 
 def announced_values(request):
-    """Return the values of an announcement by name, as they were sent: those of a form or of a
-    JSON object. Raise HttpError for another media type, and Refused for a malformed body."""
+    """Return the values of an announcement by name, unchecked, from a form or a JSON object.
+
+    Raise HttpError if the body has another media type, and Refused if it is malformed."""
     if request.luanti_json:
         return json_values(request.luanti_json)
     content_type = request.header("Content-Type") or FORM_TYPE
-    type, _, _ = content_type.partition(";")
-    type = type.strip().lower()
-    # `curl -d` says that it sends a form, also when it sends a JSON object
-    if type == "application/json" or request.body.startswith(b"{"):
+    media_type_field, _, _ = content_type.partition(";")
+    media_type = media_type_field.strip().lower()
+    # `curl -d` declares a form even if it sends a JSON object
+    if media_type == "application/json" or request.body.startswith(b"{"):
         return json_values(request.body)
-    if type != FORM_TYPE:
+    if media_type != FORM_TYPE:
         raise HttpError(415, "Expected %s or application/json, not %s." % (
-            FORM_TYPE, ascii(type[:100])))
+            FORM_TYPE, ascii(media_type[:100])))
     return form_values(request.body)
 
 
 def json_values(body):
-    """Return the members of a JSON object that are not null. Raise Refused if the body is not such
-    an object."""
+    """Return the members of a JSON object as a dict, without those that are null.
+
+    Raise Refused if the body is not a JSON object, has too many members, or has a number with so
+    many digits that reading it would take long."""
     numbers = body.translate(DIGITS_ALONE).split()
     if max(map(len, numbers), default=0) > NUMBER_DIGITS:
         raise Refused("bad packet", "a number of more than %d digits" % NUMBER_DIGITS)
@@ -10419,8 +10722,10 @@ def json_values(body):
 
 
 def form_values(body):
-    """Return the values of a form that an announcement can have, as texts. Raise Refused if there
-    are too many."""
+    """Return the values of an urlencoded form as text, by the names in ANNOUNCED_FIELDS.
+
+    Values by other names are left out. If a name occurs twice, its last value counts. Raise Refused
+    if the form has too many values."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
     check_field_count(len(pairs))
     raw_values = {}
@@ -10432,7 +10737,8 @@ def form_values(body):
     for name in ANNOUNCED_FIELDS:
         raw_value = raw_values.get(name.encode())
         if raw_value is not None:
-            # Bytes keep every encoding; curl under Windows sends that of the console
+            # The value is decoded by decode_legacy(), because curl under Windows does not send
+            # UTF-8, but the encoding of the console
             value = urllib.parse.unquote_to_bytes(raw_value.replace(b"+", b" "))
             values[name] = decode_legacy(value, TEXT_CHARACTERS)
     return values
@@ -10445,8 +10751,10 @@ def check_field_count(count):
 
 
 def announced_game(web, value):
-    """Return the game of an announcement, if it can be announced here. Raise Refused if it
-    cannot."""
+    """Return the id of the announced game. `value` is the value of the field `game`.
+
+    Raise Refused if the game cannot be announced by HTTP here. The reason names the games that can,
+    and says how the operator can add one."""
     game = announced_text("game", value)
     games = [*web.core.http_announcers, *web.settings["games"]]
     if game in games:
@@ -10459,8 +10767,9 @@ def announced_game(web, value):
 
 
 def announced_fields(values):
-    """Return the attributes of Server that an announcement sets. Raise Refused if a value is
-    wrong."""
+    """Return the attributes of Server that an announcement sets, by name.
+
+    Raise Refused if a value has the wrong type or is out of bounds."""
     fields: Dict[str, Any] = {}
     for name in ANNOUNCED_TEXTS:
         if name in values:
@@ -10472,14 +10781,21 @@ def announced_fields(values):
 
 
 def announced_text(name, value):
-    """Return a field that is a text, cleaned. Raise Refused for a value of another type."""
+    """Return the value of the field `name` as text that is safe to show, cut to its length.
+
+    A number is accepted as text. Raise Refused if the value has another type."""
     if isinstance(value, (bool, list, dict)):
         raise Refused("bad packet", "%s is not a text" % name)
-    return clean(str(value), TEXT_CHARACTERS if name == "description" else NAME_CHARACTERS)
+    max_characters = NAME_CHARACTERS
+    if name == "description":
+        max_characters = TEXT_CHARACTERS
+    return clean(str(value), max_characters)
 
 
 def announced_number(name, value):
-    """Return a field that is a number. Raise Refused if it is not a number in its bounds."""
+    """Return the value of the field `name`, a number or its digits as text, as an int.
+
+    Raise Refused if it is not a whole number within the bounds of the field."""
     text = "" if isinstance(value, (list, dict)) else str(value)
     match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
     low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
@@ -10490,35 +10806,53 @@ def announced_number(name, value):
 
 
 def announce_server(web, request, game, port, fields):
-    """List a server, or have it queried if the master can query servers of its game. Return the
-    response. Raise Refused if the rules or a limit forbid it."""
-    registry, source, now = web.registry, request.address, request.now
-    address = web.rules.listed_address(source)
+    """Handle the announcement of a server of any game but Luanti, and return the response.
+
+    If the master can query servers of the game, the server is queried first; otherwise it is listed
+    at once. `fields` has the announced attributes of Server. Raise Refused if the rules or a limit
+    forbid the server."""
+    source = request.address
     polled_game = web.core.http_announcers.get(game)
     if polled_game:
-        polled_game.on_http_announcement(source, port, fields, now)
-        server = registry.get(game, address, port)
-        if not (server and server.responding):
-            return announce_response("waiting for its answer to a query on UDP port %d; the page "
-                                     "/check tells what came of it" % (port + polled_game.offset))
-        return announce_response()
-    server = registry.get(game, address, port)
-    if not server or "name" in fields:
-        fields["name"] = fields.get("name") or endpoint_text(address, port)
-    registry.list_or_refresh((game, address, port), source, now, ANNOUNCED_TTL_S, fields)
-    if not server:
-        registry.record_outcome(source, game, port, "listed", now)
+        polled_game.on_http_announcement(source, port, fields, request.now)
+        server = web.registry.get(game, web.rules.listed_address(source), port)
+        if server and server.responding:
+            return announce_response()
+        return announce_response("waiting for its answer to a query on UDP port %d; the page "
+                                 "/check tells what came of it" % (port + polled_game.offset))
+    list_announced(web.registry, game, port, fields, request)
     return announce_response()
 
 
+def list_announced(registry, game, port, fields, request):
+    """List the announced server of a game that cannot be queried, or refresh it.
+
+    A server that has never announced a name is named by its address. Raise Refused if the rules or
+    a limit forbid the server."""
+    source = request.address
+    address = registry.rules.listed_address(source)
+    server = registry.get(game, address, port)
+    if not server or "name" in fields:
+        fields["name"] = fields.get("name") or endpoint_text(address, port)
+    key = game, address, port
+    registry.list_or_refresh(key, source, request.now, ANNOUNCED_TTL_S, fields)
+    if not server:
+        registry.record_outcome(source, game, port, "listed", request.now)
+
+
 def stop_announced(web, request, game, port):
-    """Remove a server that signs off, if it was announced from the same address. Return the
-    response; raise HttpError if there is no such server."""
-    registry, source = web.registry, request.address
+    """Remove a server that signs off, and return the response.
+
+    Only the address that has announced a server can sign it off. Raise HttpError if that address
+    has not announced this server. Luanti is different: the official list does not treat that as an
+    error."""
+    registry = web.registry
+    source = request.address
     server = registry.get(game, web.rules.listed_address(source), port)
     polled_game = web.core.http_announcers.get(game)
     was_queried = polled_game and polled_game.stop_polling(source, port)
-    if server and server.source == source and not server.master:
+    is_own_server = server and server.source == source and not server.master
+    if is_own_server:
         registry.remove_own(server)
     elif not was_queried and game != "luanti":
         raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
@@ -10528,8 +10862,9 @@ def stop_announced(web, request, game, port):
 
 
 def announce_response(reason=""):
-    """Return the response to an announcement. `reason`: why the server is not listed; "" if it
-    is."""
+    """Return the response to an announcement, as JSON.
+
+    `reason` says why the server is not listed; it is "" if the server is listed."""
     result: Dict[str, Any] = {"listed": not reason, "ttl": ANNOUNCED_TTL_S}
     if reason:
         result["reason"] = reason
@@ -10537,8 +10872,11 @@ def announce_response(reason=""):
 
 
 def announce_luanti(web, request, port, values):
-    """Take the announcement of a Luanti game server, which logs the sentence that it gets. Return
-    the response. Raise Refused if a field is wrong, or the rules or a limit forbid it."""
+    """Handle the announcement of a Luanti game server, and return the response.
+
+    The game server writes the text of the response into its log. So if its last announcement
+    failed, this response says why. Raise Refused if a value is wrong, or if the rules or a limit
+    forbid the server."""
     if values.get("action") == "delete":
         stop_announced(web, request, "luanti", port)
         return HttpResponse(b"Removed from the list.\n")
@@ -10554,10 +10892,10 @@ def announce_luanti(web, request, port, values):
 # --- Is my server listed? ------------------------------------------------------------------------
 
 class OutcomeText(NamedTuple):
-    """How the page /check shows an outcome."""
+    """The text of an outcome on the page /check."""
 
     title: str
-    advice: str                         # the advice to the operator; %s is the recorded detail
+    advice: str                         # what the operator can do; %s stands for the detail
 
 
 OUTCOMES = {
@@ -10631,12 +10969,13 @@ OUTCOMES = {
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
 }
-IPV4_LISTS = "subspace", "hyperbol"     # games whose own lists have room only for IPv4 addresses
+IPV4_LISTS = "subspace", "hyperbol"     # the lists of these games cannot hold IPv6 addresses
 
 
 def get_check(web, request):
-    """The page that says what became of the packets from an address: ?address=, by default the
-    client's, and ?port=."""
+    """Return the response with the page that says what became of an address's packets.
+
+    The query names the address, by default the client's own, and perhaps a port."""
     address, port = query_endpoint(request, request.address)
     wall = request.now + web.epoch
     listed = listed_from(web, address, port)
@@ -10649,8 +10988,9 @@ def get_check(web, request):
 
 
 def listed_from(web, address, port):
-    """Return copies, with wall times, of the servers that are listed at this address or announced
-    from it. `port`: 0 for all ports."""
+    """Return the servers that are listed at this address, or were announced from it.
+
+    `port` 0 means all ports. The servers are copies, with times in seconds since 1970."""
     servers = []
     for server in web.registry.servers():
         if address in (server.address, server.source) and port in (0, server.port):
@@ -10659,9 +10999,10 @@ def listed_from(web, address, port):
 
 
 def current_outcomes(web, request, address, listed):
-    """Return what is true of an address now, as a list of (outcome, detail) without duplicates: the
-    state of each server that is listed there, whether the address is banned, and whether it floods
-    us."""
+    """Return the outcomes that hold for an address now, as a list of (outcome, detail).
+
+    They say how each server in `listed` stands, whether the address is banned, and whether it has
+    used up the limit of its datagrams. No pair occurs twice."""
     rules = web.rules
     outcomes = [(listed_outcome(server), "") for server in listed if server.responding]
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
@@ -10674,7 +11015,7 @@ def current_outcomes(web, request, address, listed):
 
 
 def listed_outcome(server):
-    """Return how a listed server stands, as a key of OUTCOMES."""
+    """Return the key in OUTCOMES that says how a listed server stands."""
     if not server.confirmed:
         return "unconfirmed"
     if server.address in LOCAL_NETWORKS:
@@ -10685,32 +11026,31 @@ def listed_outcome(server):
 
 
 class TimedFinding(NamedTuple):
-    """A finding about a packet."""
+    """What the page /check says about one packet."""
 
-    at: float                           # when the packet came, by the monotonic clock
+    arrived_at: float                   # by the monotonic clock
     html: str
 
 
 def recorded_findings(web, address, port, listed, wall):
-    """Return the findings about packets that came from an address, the latest first.
+    """Return the findings about the packets that came from an address, as HTML, the latest first.
 
-    Only the address that was asked for is shown: which machine is behind a public address stays
-    private."""
+    `port` 0 means all ports. `listed` has the servers that are listed for the address. At most
+    CHECK_FINDINGS findings are returned."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     findings = []
     for source, protocol, packet_port, record in web.registry.outcomes:
-        if address not in (source, web.rules.listed_address(source)):
+        is_from_address = address in (source, web.rules.listed_address(source))
+        is_for_port = port == 0 or packet_port in (0, port)
+        if not is_from_address or not is_for_port:
             continue
-        if port and packet_port not in (0, port):
+        if is_out_of_date(record.outcome, packet_port, confirmed_ports):
             continue
-        if record.outcome == "banned":          # current_outcomes() says what holds now
-            continue
-        if record.outcome in ("announced", "listed") and packet_port in confirmed_ports:
-            continue
+        # A server whose listing was recorded, but that is not listed now, has left the list
         outcome = "gone" if record.outcome == "listed" else record.outcome
-        peer = address
-        if packet_port:
-            peer = endpoint_text(address, packet_port)
+        # The page names the address in the query, and not the source, because the address of a
+        # machine behind a public address is nobody's business
+        peer = endpoint_text(address, packet_port) if packet_port else address
         arrival = fill_template(
             ARRIVAL,
             when=time_tag(record.at + web.epoch, wall),
@@ -10718,21 +11058,34 @@ def recorded_findings(web, address, port, listed, wall):
             peer=peer)
         html = finding(outcome, record.detail, arrival)
         findings.append(TimedFinding(record.at, html))
-    latest_first = sorted(findings, key=lambda timed: timed.at, reverse=True)
-    return [timed.html for timed in latest_first[:CHECK_FINDINGS]]
+    findings.sort(key=lambda timed: timed.arrived_at, reverse=True)
+    return [timed.html for timed in findings[:CHECK_FINDINGS]]
+
+
+def is_out_of_date(outcome, port, confirmed_ports):
+    """Does current_outcomes() tell something newer than this recorded outcome?
+
+    It always tells whether an address is banned, and for `confirmed_ports` that a server is listed.
+    """
+    if outcome == "banned":
+        return True
+    return outcome in ("announced", "listed") and port in confirmed_ports
 
 
 def finding(outcome, detail, arrival=""):
-    """Return the HTML of one finding. `arrival`: the HTML that says when a packet came."""
+    """Return one finding of the page /check as HTML.
+
+    `detail` completes the advice for the outcome. `arrival` is the HTML that says when a packet
+    came; it is "" if the finding is not about a packet. An outcome that is not in OUTCOMES, from a
+    protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, OutcomeText(outcome, "%s"))
-    detail = detail or "nothing more is known"
-    todo = advice.replace("%s", detail)
-    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
+    advice_with_detail = advice.replace("%s", detail or "nothing more is known")
+    return fill_template(FINDING, outcome=title, arrival=arrival, todo=advice_with_detail)
 
 
 # --- For the operator ----------------------------------------------------------------------------
 
-# The metrics and their help. A name that ends in _total is a counter, any other is a gauge
+# The metrics and their help. A metric whose name ends in _total is a counter, any other a gauge
 METRICS = {
     "received_total": "Packets and pieces of requests received.",
     "sent_total": "Packets and answers sent.",
@@ -10762,7 +11115,7 @@ METRICS = {
 
 
 def get_metrics(web, request):
-    """All metrics in the Prometheus text format, version 0.0.4."""
+    """Return the response with all metrics, in the text format of Prometheus, version 0.0.4."""
     values = metric_values(web, request.now)
     lines = []
     for name, help in METRICS.items():
@@ -10775,7 +11128,9 @@ def get_metrics(web, request):
 
 
 def metric_values(web, now):
-    """Return the values of all metrics by name, and then by their labels as text."""
+    """Return the values of all metrics: a dict by name of dicts by labels.
+
+    Labels are text, such as '{game="aio"}'; a metric without labels has the key ""."""
     core = web.core
     values = collections.defaultdict(dict)
     for protocol, tally in core.tallies.items():
@@ -10802,7 +11157,10 @@ def metric_values(web, now):
 
 
 def get_healthz(web, request):
-    """200 as long as it serves; `trouble` says what does not work."""
+    """Return the response for programs that watch this master, as JSON.
+
+    Its status is always 200, because the master serves; `trouble` names the parts that do not
+    work."""
     health = web.core.health
     body = to_json({
         "status": "trouble" if health else "ok",
@@ -10815,16 +11173,18 @@ def get_healthz(web, request):
 
 
 def allowed_methods(route):
-    """Return the methods that a route takes, for the header field Allow."""
+    """Return the methods that a route accepts, separated by ", " as in the header field Allow."""
     return "POST, OPTIONS" if route == "/announce" else "GET, HEAD, OPTIONS"
 
 
-def text_route(text, type, setting=""):
-    """Return the function of a route that serves `text`, or else the text of the file that a
-    setting names."""
+def text_route(text, media_type, setting=""):
+    """Return the function of a route that serves `text`.
+
+    If the setting of this name names a file, the function serves the text of that file instead."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
-        return public_response((file_text or text).encode(), type)
+        body = (file_text or text).encode()
+        return public_response(body, media_type)
 
     return get_text
 
@@ -10853,27 +11213,29 @@ ROUTES = {
 
 # --- News ----------------------------------------------------------------------------------------
 
-# A run of one mark of ASCII. Each of these is a mark in some form of Markdown.
+# Any punctuation mark of ASCII, because each of them has a meaning in some dialect of Markdown
 MARK = "[%s]" % re.escape(string.punctuation)
 EQUAL_MARKS = re.compile(r"(%s)\1*" % MARK)
 ZERO_WIDTH_SPACE = "\u200b"
 
 
 def escape_markdown(name):
-    """Return a name with a backslash before every mark, so that Markdown shows it as it is."""
+    """Return a name with a backslash before each mark, so that Markdown shows the mark itself."""
     return re.sub(MARK, r"\\\g<0>", name)
 
 
 def separate_marks(name):
-    """Return a name for Slack's format, which has no backslash, and which others take for
-    Markdown: a zero-width space follows each mark, or run of equal marks, so that it does not act
-    on what follows."""
+    """Return a name with a zero-width space after each mark, or run of equal marks.
+
+    Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
+    mark has no effect on a space that follows it."""
     return EQUAL_MARKS.sub(r"\g<0>" + ZERO_WIDTH_SPACE, name)
 
 
 def news_text(server, settings, escape=str):
-    """Return the text of a message about a server, as [notify] text has it. `escape(name)` makes a
-    name harmless in the format of the message."""
+    """Fill the template in the setting [notify] text for a server, and return the text.
+
+    `escape(name)` returns a name without effect on the format of the message."""
     titles = {**GAME_TITLES, **settings["games"]}
     title = titles.get(server.game)
     if title is None:
@@ -10893,32 +11255,33 @@ def news_text(server, settings, escape=str):
 
 
 def discord_news(server, settings, entry):
-    """Return the media type and the body of a message to Discord. (`entry` is for json_news.)"""
+    """Return the media type and the body of a message to Discord. `entry` is not used."""
     text = news_text(server, settings, escape_markdown)
     no_mentions = {"parse": []}
     return JSON_TYPE, to_json({"content": text, "allowed_mentions": no_mentions})
 
 
 def slack_news(server, settings, entry):
-    """Return the media type and the body of a message in Slack's format."""
+    """Return the media type and the body of a message in Slack's format. `entry` is not used."""
     text = news_text(server, settings, separate_marks)
     escaped = html.escape(text, quote=False)
     return JSON_TYPE, to_json({"text": escaped})
 
 
 def text_news(server, settings, entry):
-    """Return the media type and the body of a message as plain text."""
+    """Return the media type and the body of a message as plain text. `entry` is not used."""
     return TEXT_TYPE, news_text(server, settings).encode()
 
 
 def json_news(server, settings, entry):
-    """Return the media type and the body of a message for other programs. `entry`: the server as
-    in /servers.json."""
+    """Return the media type and the body of a message for other programs, as JSON.
+
+    `entry` is the server's entry in /servers.json."""
     text = to_json(news_text(server, settings))
     return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
 
 
-# By the format that [webhooks] names
+# The functions that write a message, by the formats that a line of [webhooks] can name
 NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
 
 
@@ -13192,13 +13555,14 @@ class MasterServer:
 #
 # The commands: serve, check the settings, announce a game server that cannot do it itself, query
 # game servers and masters. The tools use the codecs of section 7. They are ordinary blocking
-# programs, and say at the end what went wrong. They never use the event loop; only
-# command_serve() starts it.
+# programs that report an error and end. None of them uses the event loop; only command_serve()
+# starts it.
 # ================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-# Listed servers live long and have no reference cycles. Python would look for cycles after every
-# 700 new objects (2,000 from 3.13 on), which makes listing servers 4 % slower.
+# The thresholds of Python's garbage collector. By default it looks for reference cycles after every
+# 700 new objects (2,000 from Python 3.13 on). Listed servers have no cycles, and without these
+# searches they are listed 4 % faster
 GC_THRESHOLDS = 10_000, 20, 20
 EXIT_STATUSES = """exit status:
   0  ended as told, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or the
@@ -13215,15 +13579,15 @@ Only what was asked for goes to standard output; the log goes to standard error 
 # To announce another game in its own protocol, add an Announcer and its entry in ANNOUNCERS.
 
 ICEBALL_VERSION = "0.2.1-37"        # the default of [iceball] version
-# The pause after each announcement of a burst. The document has five announcements, 1 s apart, and
-# a burst every 40 s.
+# The pause after each announcement of a burst. In the document a burst has five announcements, 1 s
+# apart, and a burst begins every 40 s
 ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
 SUBSPACE_PERIOD_S = 60.0            # between two announcements; the zone server asss does the same
-# Deployed AIO servers send a keepalive every 20 to 40 s, and the master answers each.
+# Deployed AIO servers send a keepalive every 20 to 40 s, and the master answers each of them
 AIO_KEEPALIVE_EVERY_S = 30.0
 AIO_MASTER_BYTES = 4096             # a master's message has 20 bytes; with a reason perhaps 200
-# A server that was refused asks again after this time, as Iceball's game servers do. By HTTP it
-# asks again after RETRY_MAX_S.
+# A refused server is announced again after this time, as Iceball's game servers do. By HTTP it is
+# announced again after RETRY_MAX_S
 REFUSED_S = 1800.0
 RETRY_S, RETRY_MAX_S = 1.0, 60.0    # the pauses after failures grow: 1, 2, 4 and so on up to 60 s
 CONNECT_S = 10.0                    # for a TCP connection to be established
@@ -13245,42 +13609,43 @@ AIO_FRAMED_REFUSAL = AIO_REFUSED + AIO_PUBLISH_PORT
 
 
 class MasterRefused(Exception):
-    """A master does not list this game server; the text says why."""
+    """Raised if a master does not list this game server. The text gives the master's reason."""
 
 
 class Announcer:
     """Announces one game server to one master, in the game's own protocol.
 
-    It does no I/O except for the log: bytes and the time come in, bytes go out. If a method
-    raises an exception, its caller ends the connection and passes the exception to on_error().
+    It does no I/O except for the log: its methods are given bytes and the time, and return bytes.
+    If a method raises an exception, its caller ends the connection and calls on_error().
 
     server        the game server, with the values to announce
-    host, port    the master, as named by the user; announcements go there
-    master        the same as text, for the log
-    address       the address at which the master was last reached
-    due           when to announce next, or, without a connection, when to connect
-    state         how the announcements are going, in words
-    was_accepted  True once the master has accepted the server; False if it has refused from the
-                  beginning; None before its first answer
+    host, port    the master, as the user has named it
+    master        host and port as text, for the log
+    address       the IP address at which the master was last reached
+    due           the time of the next announcement, or of the next attempt to connect
+    state         the success of the last announcement, in words
+    was_accepted  True if the master has ever accepted the server, False if it has only refused it,
+                  None before its first answer
 
     Subclasses for TCP also have opened(now), which returns the first bytes of a new connection.
     Subclasses of games whose servers are queried by masters also have answer(data), which returns
     the answer to such a query and raises Malformed if the data are no query."""
 
-    # "udp"; "tcp" for one connection that is kept; "http" for one request per announcement
+    # "udp", "tcp" for one connection that is kept open, or "http" for a request per announcement
     transport = "udp"
     refused_s = REFUSED_S
-    master_port = 27790             # the port of this game's masters, if the user names none
-    # The difference between the master's named port and the one for announcements
+    master_port = 27790             # the default port of this game's masters
+    # The difference between the master's port and the port for announcements
     port_offset = 0
-    # From the game server's port to the UDP port that masters query; None if they query none
+    # The difference between the UDP port that masters query and the game server's port; None if
+    # masters of this game do not query
     query_offset: Optional[int] = None
     address = state = ""
     due = 0.0
     was_accepted: Optional[bool] = None
 
     def __init__(self, server, host, port):
-        """`server`: a Server with the values to announce; `host`, `port`: of the master."""
+        """Announce a Server, with its present values, to the master at `host` and `port`."""
         self.server = server
         self.host = host
         self.port = port
@@ -13288,59 +13653,64 @@ class Announcer:
         self.pause_s = RETRY_S          # the pause after the next failure
 
     def announce(self, now: float) -> bytes:
-        """Return the announcement to send now, and set `due` for the next one. Raise OSError if
-        the master does not answer any more."""
+        """Return the announcement to send now, and set `due` for the next one.
+
+        Raise OSError if the master has stopped answering."""
         raise NotImplementedError
 
     def receive(self, data: bytes, now: float) -> bytes:
-        """Return the answer to what the master has sent, b"" for none. By TCP the data can be
-        split anywhere. Raise MasterRefused if the master refuses the server, and Malformed for bad
-        data."""
+        """Read data from the master, and return the answer to send, perhaps b"".
+
+        By UDP the data are one datagram; by TCP they may begin and end in the middle of a message.
+        Raise MasterRefused if the master refuses the server, and Malformed if the data do not
+        follow the protocol."""
         return b""
 
     def set_state(self, state, level=logging.WARNING):
-        """Remember how the announcements are going, and log it if it has changed."""
+        """Set `state`, and log it if it has changed."""
         if state != self.state:
             self.state = state
             log.log(level, "%s: %s", self.master, state)
 
     def on_accepted(self, state):
-        """Note that the master has accepted the server."""
+        """Note that the master has accepted the server. `state` says so in words, for the log."""
         self.was_accepted = True
         self.pause_s = RETRY_S
         self.set_state(state, logging.INFO)
 
     def on_error(self, error, now):
-        """Log the error, and set `due` to try again after a pause."""
-        # Before `was_accepted` changes, because run() may then end with this state as its reason
+        """Log the error, and set `due` for another attempt after a pause."""
+        # The state is set before `was_accepted`: as soon as that is False, the thread in run() may
+        # end the program and give this state as its reason
         self.set_state(clean(str(error), TEXT_CHARACTERS))
         if isinstance(error, MasterRefused):
             self.due = now + self.refused_s
-            self.was_accepted = bool(self.was_accepted)
+            if self.was_accepted is None:
+                self.was_accepted = False
         else:
             self.due = now + self.pause_s
             self.pause_s = min(2 * self.pause_s, RETRY_MAX_S)
 
 
 def text_field(text, max_bytes, encoding="utf-8"):
-    """Return the text as bytes, cut after a whole character to at most `max_bytes`. Characters
-    that the encoding lacks become "?"."""
+    """Encode a text and cut it to at most `max_bytes` bytes, but never within a character.
+
+    Characters that the encoding lacks become "?"."""
     cut = text.encode(encoding, "replace")[:max_bytes]
     whole_characters = cut.decode(encoding, "ignore")
     return whole_characters.encode(encoding)
 
 
 class IceballAnnouncer(Announcer):
-    """Announces an Iceball server in bursts of five, and answers each MSOK with a HSHK.
+    """Announces an Iceball server in bursts of five packets, and answers each MSOK with a HSHK.
 
-    After BADV or BADF it is silent for 30 minutes, as deployed game servers are."""
+    After a refusal (BADV or BADF) it pauses for 30 minutes, as deployed game servers do."""
 
-    sent_in_burst = 0               # announcements of the present burst that were sent
-    is_answered = False             # the master has answered since the end of the last burst
+    sent_in_burst = 0               # the number of packets of the present burst that were sent
+    is_answered = False             # True if the master has answered since the last burst ended
 
     def announce(self, now):
-        """Return the announcement of 86 bytes, and set `due` for the next one of the burst or of
-        the next burst."""
+        """Return an announcement of 86 bytes, and set `due` for the next one."""
         self.due = now + ICEBALL_GAPS_S[self.sent_in_burst]
         self.sent_in_burst += 1
         if self.sent_in_burst == len(ICEBALL_GAPS_S):
@@ -13355,20 +13725,21 @@ class IceballAnnouncer(Announcer):
             name, mode, map)
 
     def end_burst(self):
-        """Begin a new burst; say so if the master has not answered the old one."""
+        """Prepare the next burst. Log a warning if the master has not answered the last one."""
         self.sent_in_burst = 0
         if not self.is_answered:
             self.set_state("no answer; are address and port right, and does UDP get through?")
         self.is_answered = False
 
     def receive(self, data, now):
-        """Return the HSHK for the master's MSOK, b"" for other packets. Raise MasterRefused for
-        BADF and BADV."""
-        kind, content = data[:4], data[4:]
+        """Return the HSHK that answers the master's MSOK, or b"" for any other packet.
+
+        HSHK repeats the bytes that follow MSOK. Raise MasterRefused for BADF and BADV."""
+        kind, handshake = data[:4], data[4:]
         if kind == b"MSOK":
             self.is_answered = True
             self.on_accepted("announced")
-            return b"HSHK" + content
+            return b"HSHK" + handshake
         if kind == b"BADF":
             raise MasterRefused("refused: the master cannot read the announcement")
         if kind == b"BADV":
@@ -13379,73 +13750,79 @@ class IceballAnnouncer(Announcer):
 
 
 class SubSpaceAnnouncer(Announcer):
-    """Announces a zone at once, and then every 60 s. (The zone server asss first waits for 10 s
-    until its modules are loaded, but this zone runs already.)
+    """Announces a zone of SubSpace every 60 s, and answers pings for it.
 
-    The master pings the zone on its game port + 1. The answer has all players in one arena: the
-    one that the map names, or the public one. Clients show texts as Windows-1252."""
+    Masters ping the UDP port above the zone's game port. In the answer, all players are in one
+    arena: the one that `map` names, or the public one. Text is encoded as Windows-1252, because
+    clients show it so."""
 
     master_port = 4990
     port_offset = query_offset = 1
 
     def announce(self, now):
-        """Return the announcement, and set `due` for the next one."""
+        """Return the announcement, and set `due` for the next one.
+
+        It counts as accepted at once, because masters of this game do not answer it."""
         self.due = now + SUBSPACE_PERIOD_S
         self.on_accepted("announced; masters of this game do not answer but ping the next UDP port")
         server = self.server
-        scores = 1                      # the zone keeps scores
+        scores = 1                      # true: the zone keeps scores
         name = text_field(server.name, ZONE_NAME_BYTES, "cp1252")
-        ignored_address = bytes(4)      # masters use the address that the packet comes from
+        # The packet begins with an IPv4 address, which masters ignore: they use its source
+        ignored_address = bytes(4)
         head = ZONE_ANNOUNCEMENT_HEAD.pack(
             ignored_address, server.port, server.players, scores, ZONE_VERSION, name, ZONE_PASSWORD)
         description = text_field(server.description, ZONE_ANNOUNCED_DESCRIPTION_BYTES, "cp1252")
         return head + description + b"\0"
 
     def answer(self, data):
-        """Return the answer to a ping: the players, and the arena where all of them are. Raise
-        Malformed if it is not a ping."""
+        """Return the answer to a ping of 4 or 8 bytes. Raise Malformed for any other datagram."""
         if len(data) not in (4, 8):
             raise Malformed("a ping has 4 or 8 bytes")
-        total, playing = self.server.players, self.server.playing
-        if playing is None:
+        total = self.server.players
+        playing = self.server.playing
+        if playing is None:             # it is not known how many only watch
             playing = total
         arena = text_field(self.server.map, ARENA_NAME_BYTES, "cp1252") or b"0"
         return build_ping_answer(data, total, playing, [(arena, total, playing)])
 
 
 class AioAnnouncer(Announcer):
-    """Keeps a connection in AIO's text dialect.
+    """Announces an AIO server in the text dialect, by a connection that is kept open.
 
-    This dialect has no message for a refusal. A refusal may end later, so each keepalive is
-    followed by the publication. The player count is put into the name, as the game's own servers do
-    it."""
+    In this dialect a master that refuses a server does not say so. The reason may end later, so the
+    server is published again with each keepalive. The number of players is a part of the name, as
+    it is with the game's own servers."""
 
     transport = "tcp"
     master_port = 27011
     keepalive = b"KEEPALIVE#%\n"
 
     def opened(self, now):
-        """Publish the server on a new connection."""
+        """Return the first bytes of a new connection: they publish the server."""
         self.buffer = b""
-        self.is_heard = False               # the master has sent anything since the last keepalive
-        self.is_confirmed = False           # it has confirmed the publication since then
+        # Since the last keepalive, has the master sent anything, and has it confirmed the server?
+        self.is_heard = False
+        self.is_confirmed = False
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.publication()
 
     def announce(self, now):
-        """Return a keepalive and the publication. Raise ConnectionError if nothing has come from
-        the master since the last ones."""
+        """Return a keepalive and the message that publishes the server.
+
+        Raise ConnectionError if the master has sent nothing since the last keepalive."""
         if not self.is_heard:
             raise ConnectionError("the master has fallen silent")
         if not self.is_confirmed:
             self.set_state("the master does not confirm it; has it banned this address, "
                            "refused the name, or run out of room?")
-        self.is_heard = self.is_confirmed = False
+        self.is_heard = False
+        self.is_confirmed = False
         self.due = now + AIO_KEEPALIVE_EVERY_S
         return self.keepalive + self.publication()
 
     def publication(self):
-        """Return the message that publishes the server."""
+        """Return the message that publishes the server: 13#NAME#DESCRIPTION#PORT#%, newline."""
         server = self.server
         name = server.name
         if server.players or server.max_players:
@@ -13456,15 +13833,16 @@ class AioAnnouncer(Announcer):
 
     @staticmethod
     def escaped(text):
-        """Return the text without the separator "#", and without a "%" at its beginning, which
-        would end the message."""
+        """Return a text without characters that have a meaning in this dialect.
+
+        A "#" separates fields, and a "%" at the beginning of a field ends the message."""
         return text.replace("#", "<num>").lstrip("%")
 
     def receive(self, data, now):
-        """Look for the master's confirmation; nothing is answered."""
+        """Look for the master's confirmation in the data. Return b"", because none is answered."""
         self.is_heard = True
         received = self.buffer + data
-        # The confirmation may come in pieces: keep one byte less than it has
+        # The confirmation may come in pieces, so the bytes that may be its beginning are kept
         self.buffer = received[1 - len(AIO_TEXT_CONFIRMATION):]
         if AIO_TEXT_CONFIRMATION in received:
             self.is_confirmed = True
@@ -13473,18 +13851,21 @@ class AioAnnouncer(Announcer):
 
 
 class FramedAioAnnouncer(AioAnnouncer):
-    """Keeps a connection in AIO's framed dialect. It announces only the port; masters query that
-    port by UDP for everything else."""
+    """Announces an AIO server in the framed dialect, by a connection that is kept open.
+
+    The announcement has only the port. Masters query that port by UDP for everything else."""
 
     query_offset = 0
     keepalive = aio_frame(AIO_KEEPALIVE)
 
     def publication(self):
+        """Return the frame that publishes the server's port."""
         return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
 
     def receive(self, data, now):
-        """Take all complete frames; nothing is answered. Raise MasterRefused if one is a refusal,
-        and Malformed if one cannot be read."""
+        """Read all complete frames. Return b"", because none of them is answered.
+
+        Raise MasterRefused if one of them is a refusal, and Malformed if one cannot be read."""
         self.is_heard = True
         self.buffer += data
         while True:
@@ -13495,7 +13876,9 @@ class FramedAioAnnouncer(AioAnnouncer):
             self.receive_message(payload)
 
     def receive_message(self, payload):
-        """Take the payload of one frame; raise MasterRefused if it is a refusal."""
+        """Read the payload of one frame. Raise MasterRefused if it is a refusal.
+
+        Only confirmations and refusals of the publication matter; other payloads are ignored."""
         if payload.startswith(AIO_FRAMED_CONFIRMATION):
             self.is_confirmed = True
             self.on_accepted("announced")
@@ -13504,8 +13887,7 @@ class FramedAioAnnouncer(AioAnnouncer):
             raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
 
     def answer(self, data):
-        """Return the answer to the query that consists of one byte 00. Raise Malformed for anything
-        else."""
+        """Return the answer to a query, which is one byte 00. Raise Malformed for other data."""
         if data != AIO_FRAMED_QUERY:
             raise Malformed("a query is the one byte 00")
         server = self.server
@@ -13519,39 +13901,46 @@ class FramedAioAnnouncer(AioAnnouncer):
 
 
 class HttpAnnouncer(Announcer):
-    """Announces a server by POST /announce, each time after half of the lifetime that the master
-    has granted, and with action=stop at the end."""
+    """Announces a server of any game by POST /announce.
+
+    The master's response says for how long the server stays listed. After half of that time it is
+    announced again. The last announcement has action=stop."""
 
     transport = "http"
     refused_s = RETRY_MAX_S             # the master's operator may lift the refusal at any time
 
     def fields(self):
-        """Return the fields to post, by name."""
+        """Return the fields of the announcement, by name."""
         fields = {"game": self.server.game, "port": self.server.port}
         for name in ANNOUNCEMENT_FIELDS:
             fields[name] = getattr(self.server, name)
         return fields
 
     def on_response(self, status, body, now):
-        """Take the master's HTTP response. Raise MasterRefused, or OSError if the announcement is
-        to be tried again."""
+        """Read the master's response to an announcement.
+
+        Raise MasterRefused if the master refuses the server, and OSError if the announcement failed
+        for a reason that may end soon."""
         response, lifetime_s = self.read_response(body)
         if response.get("listed") is True:
-            # max() comes first, so that a lifetime that is not a number (NaN) becomes TTL_MIN_S
+            # max() is called first because it turns a lifetime of NaN into TTL_MIN_S
             lifetime_s = min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
             self.due = now + lifetime_s / 2
             self.on_accepted("listed")
             return
         reason = str(response.get("reason", "HTTP status %d" % status))
-        is_final = 400 <= status < 500 and status not in (408, 429)
-        if is_final:
+        # 408 and 429 mean that the request came too slowly, or too soon after others
+        is_temporary = status in (408, 429)
+        is_client_error = 400 <= status < 500
+        if is_client_error and not is_temporary:
             raise MasterRefused("refused: " + reason)
         raise OSError("not listed yet: " + reason)
 
     @staticmethod
     def read_response(body):
-        """Return the JSON object of a response and its lifetime in seconds; {} and 0.0 where the
-        body has none."""
+        """Return the JSON object in a response, and the lifetime in seconds that it grants.
+
+        If the body is not a JSON object, or has no lifetime, these are {} or 0.0."""
         response, lifetime_s = {}, 0.0
         with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
             response = dict(json.loads(body))
@@ -13560,13 +13949,16 @@ class HttpAnnouncer(Announcer):
 
 
 class HyperbolAnnouncer(HttpAnnouncer):
-    """Announces a Hyperbol server by POST /announce. The master then queries the server itself,
-    on its game port, every 30 s."""
+    """Announces a Hyperbol server by POST /announce, and answers queries for it.
+
+    Masters query the server's game port by UDP, every 30 s by default."""
 
     query_offset = 0
 
     def answer(self, data):
-        """Return the answer to the master's query. Raise Malformed if it is not a query."""
+        """Return the answer to a query: the byte 02 and a timestamp, which the answer repeats.
+
+        Raise Malformed for other data."""
         if len(data) != HYPERBOL_MESSAGE_HEAD.size:
             raise Malformed("a query is 02 and a timestamp")
         message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
@@ -13588,7 +13980,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
         return head + HYPERBOL_INFO.pack(*info)
 
 
-# By game, and for AIO also by dialect; every other game is announced by HTTP
+# The Announcers by game, and for AIO by game and dialect. All other games are announced by HTTP
 ANNOUNCERS = {
     "iceball": IceballAnnouncer,
     "subspace": SubSpaceAnnouncer,
@@ -13599,8 +13991,10 @@ ANNOUNCERS = {
 
 
 def post_announcement(announcer, **extra_fields):
-    """Announce a server by HTTP. Raise OSError if the master cannot be reached, and MasterRefused
-    if it refuses."""
+    """Announce a server by HTTP, with extra fields such as action="stop".
+
+    Raise OSError if the master cannot be reached or does not list the server yet, and MasterRefused
+    if it refuses the server."""
     announcer.address = resolved(announcer.host)
     body = json.dumps({**announcer.fields(), **extra_fields})
     headers = {"Host": announcer.master, "Content-Type": "application/json"}
@@ -13617,14 +14011,14 @@ def post_announcement(announcer, **extra_fields):
     announcer.on_response(response.status, response_body, time.monotonic())
 
 
-# The fields that Announcement accepts beside the game and the port
+# The fields that Announcement accepts besides the game and the port, with their types
 ANNOUNCEMENT_FIELDS = {
     "name": str, "players": int, "max_players": int, "playing": int, "mode": str, "map": str,
     "version": str, "description": str}
 
 
 class Announcement:
-    """Announces a game server to masters, for games that cannot do it and for bundles.
+    """Announces a game server to masters, for games that cannot announce themselves.
 
         announcement = masterserver.Announcement("iceball", 21737,
                                                  ["master.example", "other.example:27790"],
@@ -13635,32 +14029,33 @@ class Announcement:
 
     game          iceball, subspace, aio, hyperbol, or another name that the masters list
     port          the game server's port, where players find it
-    masters       HOST or HOST:PORT, or a list of such texts
+    masters       HOST or HOST:PORT, or a list of them
     dialect       for AIO, "text" or "framed"; by default "text" if there is a name
-    players_from  a file whose last line is as for read_players(); read again when it changes
-    give_up       True: run() ends when every master has refused from the beginning, and `failure`
-                  then says why
+    players_from  a file whose last line gives the players in the format of read_players(); it is
+                  read a few times a second
+    give_up       if True, run() ends when all masters have only refused; `failure` then says why
     **fields      name, players, max_players, playing, map, mode, version, description
 
     A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's on
-    port + 1, Hyperbol's and AIO's (framed) on the port. They are answered here if that port is
-    free; otherwise the game server answers. An instance runs once.
+    port + 1, Hyperbol's and AIO's (framed) on the port itself. If that port is free, the queries
+    are answered here; otherwise the game server has to answer them. An instance can run only once.
     """
 
     failure = ""
-    # A plain attribute and no threading.Event: stop() may be called in a signal handler, which
-    # could interrupt a thread that holds the Event's lock
+    # This is not a threading.Event, because stop() may be called in a signal handler, and that may
+    # have interrupted the thread that holds the Event's lock
     stopping = False
-    has_complained = False              # the players could not be read, and the log has said so
+    has_complained = False              # True if the log says already that the players are unknown
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
                  dialect: str = "", players_from: str = "", give_up: bool = False,
                  **fields: Any) -> None:
-        """Check the arguments; start() or run() begins to announce."""
+        """Check the arguments. Nothing is announced before start() or run() is called."""
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
-        # SubSpace also uses the next port, so 65535 is left out. The port may be given as text
+        # 65535 is no game's port here, because SubSpace needs the port above it too. The number may
+        # be given as text
         game_port = read_number(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
@@ -13679,22 +14074,27 @@ class Announcement:
 
     @staticmethod
     def announcer_class(game: str, dialect: str) -> Any:
-        """Return the class that announces this game. Raise ValueError for an unknown dialect."""
+        """Return the subclass of Announcer for a game and, for AIO, a dialect.
+
+        Raise ValueError if the game does not have this dialect."""
         announcer_class = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
         if dialect and announcer_class is HttpAnnouncer:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         return announcer_class
 
     def announcer(self, announcer_class, master):
-        """Return an announcer for one master, given as HOST or HOST:PORT."""
+        """Return the Announcer for one master, which the user names as HOST or HOST:PORT.
+
+        Raise ValueError if the host cannot be a host name."""
         host, named_port = read_place(master)
-        ascii_host = host.encode("idna").decode("ascii")    # a ValueError if it can be no name
+        ascii_host = host.encode("idna").decode("ascii")
         port = named_port or announcer_class.master_port
         return announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
 
     def update(self, **fields: Any) -> None:
-        """Announce these values from now on; from any thread. Raises ValueError for a value that
-        cannot be announced."""
+        """Announce these values from now on. Any thread may call this.
+
+        Raise ValueError if a value cannot be announced; then none of them is."""
         for name, value in fields.items():
             if not self.may_be_announced(name, value):
                 raise ValueError("%s=%r cannot be announced" % (name, value))
@@ -13707,19 +14107,22 @@ class Announcement:
 
     @staticmethod
     def may_be_announced(name, value):
-        """Is there a field of this name, and does it have values of this type and size?"""
+        """Does ANNOUNCEMENT_FIELDS have this name, with the type of this value?
+
+        A number must also be within its bounds."""
         if type(value) is not ANNOUNCEMENT_FIELDS.get(name):
             return False
         return type(value) is not int or 0 <= value <= PLAYERS_MAX
 
     def start(self):
-        """Announce in threads of its own. A second call changes nothing."""
+        """Begin to announce in new threads, and return at once. A second call does nothing."""
         if not self.thread.is_alive():
             self.thread.start()
 
     def stop(self):
-        """Sign off and end; from any thread or a signal handler. A master that does not answer
-        delays this by 3 s."""
+        """Sign off from all masters and stop. Any thread and any signal handler may call this.
+
+        Each master that does not answer delays the return by 3 s."""
         self.stopping = True
         if self.thread.is_alive():
             self.thread.join()
@@ -13732,8 +14135,9 @@ class Announcement:
         self.stop()
 
     def run(self):
-        """Announce until stop() is called, or, with give_up, until no master is left."""
-        # The socket is opened first, because a master may query the server at once
+        """Announce until stop() is called or, with give_up, until all masters have refused."""
+        # The socket is opened before the threads start, because a master may query the server as
+        # soon as it is announced
         query_socket = self.open_query_socket()
         threads = []
         for announcer in self.announcers:
@@ -13755,15 +14159,18 @@ class Announcement:
             query_socket.close()
 
     def stop_if_refused(self):
-        """Stop, and set `failure`, if every master has refused from the beginning."""
-        if any(announcer.was_accepted is not False for announcer in self.announcers):
-            return
-        reasons = ["%s: %s" % (announcer.master, announcer.state) for announcer in self.announcers]
+        """Stop, and set `failure`, if all masters have refused the server and none has accepted it.
+        """
+        reasons = []
+        for announcer in self.announcers:
+            if announcer.was_accepted is not False:
+                return
+            reasons.append("%s: %s" % (announcer.master, announcer.state))
         self.failure = "; ".join(reasons)
         self.stopping = True
 
     def keep_announced(self, announcer):
-        """Announce to one master until stop(); runs in a thread of its own."""
+        """Announce to one master until stop() is called. A thread for each master runs this."""
         by_http = announcer.transport == "http"
         while not self.stopping:
             try:
@@ -13780,30 +14187,36 @@ class Announcement:
                 post_announcement(announcer, action="stop")
 
     def talk_to_master(self, announcer):
-        """Send what is due and answer the master: by TCP until it closes the connection, by UDP
-        until its name must be looked up again. Raise OSError, Malformed and MasterRefused."""
+        """Announce to one master by TCP or UDP, and answer what it sends, until stop() is called.
+
+        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
+        if the master cannot be reached or closes the connection, Malformed if it breaks the
+        protocol, and MasterRefused if it refuses the server."""
         announcer.address = resolved(announcer.host)
         endpoint = announcer.address, announcer.port
         now = time.monotonic()
         if announcer.transport == "tcp":
             with socket.create_connection(endpoint, CONNECT_S) as sock:
-                sock.settimeout(STEP_S)
                 sock.sendall(announcer.opened(now))
-                while not self.stopping:
-                    with contextlib.suppress(socket.timeout):
-                        self.send_and_receive(announcer, sock)
+                self.exchange_until(math.inf, announcer, sock, ignored_errors=(socket.timeout,))
         else:
             with udp_socket(*endpoint) as sock:
-                sock.settimeout(STEP_S)
-                while time.monotonic() < now + RESOLVE_S and not self.stopping:
-                    # By UDP a ConnectionError says that nobody has the port just now
-                    with contextlib.suppress(socket.timeout, ConnectionError):
-                        self.send_and_receive(announcer, sock)
+                # By UDP a ConnectionError only means that nobody has the port at the moment
+                ignored_errors = socket.timeout, ConnectionError
+                self.exchange_until(now + RESOLVE_S, announcer, sock, ignored_errors)
+
+    def exchange_until(self, end, announcer, sock, ignored_errors):
+        """Call send_and_receive() again and again, until the time `end` or stop()."""
+        sock.settimeout(STEP_S)
+        while time.monotonic() < end and not self.stopping:
+            with contextlib.suppress(*ignored_errors):
+                self.send_and_receive(announcer, sock)
 
     @staticmethod
     def send_and_receive(announcer, sock):
-        """Send an announcement if one is due, then wait for data from the master and reply to them.
-        Raise socket.timeout if none have come within STEP_S."""
+        """Send the announcement if it is due. Then wait for data from the master and answer them.
+
+        Raise socket.timeout if no data come within STEP_S."""
         now = time.monotonic()
         if now >= announcer.due:
             sock.sendall(announcer.announce(now))
@@ -13815,8 +14228,10 @@ class Announcement:
             sock.sendall(answer)
 
     def open_query_socket(self):
-        """Return the UDP socket on which masters query the game server. Return None if masters of
-        this game do not query, or if the game server itself has the port."""
+        """Open the UDP port on which masters query the game server, and return its socket.
+
+        Return None if masters of this game do not query, or if the game server itself has the
+        port."""
         first_announcer, *_ = self.announcers
         offset = first_announcer.query_offset
         if offset is None:
@@ -13832,7 +14247,7 @@ class Announcement:
         return sock
 
     def answer_query(self, sock):
-        """Answer one query, if one comes within STEP_S."""
+        """Wait up to STEP_S for a query, and answer it. Malformed queries are dropped."""
         first_announcer, *_ = self.announcers
         with contextlib.suppress(OSError, Malformed):
             data, peer = sock.recvfrom(MAX_DATAGRAM_BYTES)
@@ -13841,11 +14256,12 @@ class Announcement:
                 sock.sendto(answer, peer)
 
     def may_answer(self, peer, surplus):
-        """May this peer get an answer with `surplus` bytes more than its query?
+        """May this peer get an answer that is `surplus` bytes longer than its query?
 
-        An answer as long as its query is never sent: after one forged query two ports could
-        answer each other for ever. An AIO query of one byte gets a thousand times as much, and its
-        source may be forged. So each master has a bucket of its own, and all others share one."""
+        An answer that is not longer is never sent: after one query with a forged source, two ports
+        could answer each other for ever. A longer answer could flood a forged source; AIO's has a
+        thousand times the bytes of its query. So the surplus is limited: each master has a bucket
+        of its own, and all other peers share one."""
         if surplus <= 0:
             return False
         source, _ = peer
@@ -13854,7 +14270,7 @@ class Announcement:
         return self.surplus_limiter.allow(bucket, time.monotonic(), surplus)
 
     def update_players_from_file(self):
-        """Announce the players that the last line of the file says."""
+        """Announce the number of players in the last line of the file `players_from`."""
         try:
             with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
                 text = file.read().strip()
@@ -13865,7 +14281,9 @@ class Announcement:
         self.update_players(last_line)
 
     def update_players(self, line):
-        """Announce the players that a line says, as for read_players(). Call it from any thread."""
+        """Announce the number of players in a line in the format of read_players().
+
+        Any thread may call this. A line that cannot be read is logged, and changes nothing."""
         if not line.strip():        # a file that is being written is empty for a moment
             return
         try:
@@ -13875,20 +14293,22 @@ class Announcement:
             self.complain_once(error)
 
     def complain_once(self, error):
-        """Log that the players are not known, once until they are known again: a script that
-        writes them may fail each second."""
+        """Log that the players are not known, unless the log says so already.
+
+        A script that writes a wrong line may do so every second."""
         if not self.has_complained:
             log.warning("the players are not known: %s", error)
         self.has_complained = True
 
 
-# Players, perhaps "/" and their maximum, perhaps a space and the map
+# The number of players, then perhaps "/" and the maximum, then perhaps a space and the map
 PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
-    """Return the fields in a line: `5`, `5/16` or `5/16 map name` gives the number of players, the
-    maximum and the map. Raise ValueError for anything else."""
+    """Return the fields of Announcement in a line such as `5`, `5/16` or `5/16 map name`.
+
+    They are players, max_players and map. Raise ValueError for a line in another format."""
     match = PLAYERS_LINE.fullmatch(line.strip())
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
@@ -13902,7 +14322,9 @@ def read_players(line):
 
 
 def command_announce(arguments):
-    """Announce a game server until a signal or the end of standard input."""
+    """Run the command `announce` until a signal comes or standard input ends.
+
+    Raise SettingsError if an argument is wrong, and StartError if all masters refuse the server."""
     fields = {}
     for name in ANNOUNCEMENT_FIELDS:
         value = getattr(arguments, name, None)
@@ -13928,23 +14350,23 @@ def command_announce(arguments):
 
 # --- Asking game servers and masters -------------------------------------------------------------
 #
-# The commands `ping` and `list`. To add a game, write a function that takes host and port
-# and returns what it has learned, ready for JSON, and add it to PINGS or LISTS. If there is no
+# The commands `ping` and `list`. To add a game, write a function that takes a host and a port and
+# returns a dict or a list that can be written as JSON, and add it to PINGS or LISTS. If it gets no
 # answer, the function raises an OSError or Malformed whose text says why.
 
-ASK_TRIES = 3                       # datagrams get lost
-ASK_WAIT_S = 2.0                    # several round trips around the world
-# For a whole list: our own master does not serve a slow reader for longer
+ASK_TRIES = 3                       # datagrams that are sent before a server counts as silent
+ASK_WAIT_S = 2.0                    # for each answer: several round trips around the world
+# The time for a whole list. Our own master does not serve a slow reader for longer
 ASK_TOTAL_S = OUTPUT_TOTAL_S
 FETCH_S = 10.0                      # a list server that is silent for this long does not answer
 FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
 LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
-AIO_TEXT_S = 3.0                    # masters answer text at once, or do not have that dialect
+AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
 AIO_TEXT_LIST_REQUEST = b"12#%\n"
-ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # all zones with at least 0 players
+ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
 QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
                      b"\xff\xff\xff\xffgetserversResponse")
 # The size of a server's address in a list, by the byte that precedes it
@@ -13954,8 +14376,9 @@ PORT_BYTES = 2
 
 @contextlib.contextmanager
 def udp_socket(host, port):
-    """Yield a UDP socket that sends to this endpoint and receives only from it. Raise OSError if
-    the host is not found."""
+    """Yield a UDP socket that sends only to this endpoint and receives only from it.
+
+    Raise OSError if the host is not found."""
     address = resolved(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -13964,10 +14387,10 @@ def udp_socket(host, port):
 
 
 def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
-    """Send a question, several times if needed, until an answer comes.
+    """Send a question up to `tries` times, until an answer comes.
 
-    `read_answer(data)` is given each datagram and raises Malformed if it is not an answer. Return
-    its result, and the round trip in milliseconds. Raise TimeoutError if no answer has come."""
+    `read_answer(data)` reads a datagram, and raises Malformed if it is not an answer. Return its
+    result and the round trip time in milliseconds. Raise TimeoutError if no answer comes."""
     trouble = ""
     sock.settimeout(ASK_WAIT_S)
     for _ in range(tries):
@@ -13987,11 +14410,12 @@ def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
 
 
 def tcp_ask(sock, question, read_answer):
-    """Send a question, and return what `read_answer(data)` returns for the data that have come so
-    far, as soon as that is not None.
+    """Send a question, receive data until `read_answer(data)` accepts them, and return its result.
 
-    The socket's own timeout bounds the wait for each piece, ASK_TOTAL_S the whole exchange. Raise
-    OSError, or Malformed if the other side closes before the answer is complete."""
+    `read_answer` is given all data received so far, and returns None as long as they are not
+    complete. The socket's timeout limits the wait for each piece, ASK_TOTAL_S the whole exchange.
+    Raise OSError if one of them is exceeded or the connection breaks, and Malformed if the other
+    side closes it before the answer is complete."""
     for data in received_so_far(sock, question, FETCH_BYTES, "%d bytes" % FETCH_BYTES):
         result = read_answer(data)
         if result is not None:
@@ -14000,13 +14424,15 @@ def tcp_ask(sock, question, read_answer):
 
 
 def tcp_read_all(sock, question, entry_bytes=0):
-    """Send a question, and return all that comes until the other side closes.
+    """Send a question, and return all data that come until the other side closes the connection.
 
-    `entry_bytes`: for a list of entries that each have this many bytes and no head; then there may
-    be LIST_SERVERS entries. Errors and deadlines are as in tcp_ask()."""
-    max_bytes, limit_text = FETCH_BYTES, "%d bytes" % FETCH_BYTES
+    If the answer consists of entries with `entry_bytes` bytes each, at most LIST_SERVERS of them
+    are accepted. Deadlines and errors are those of tcp_ask()."""
+    max_bytes = FETCH_BYTES
+    limit_text = "%d bytes" % FETCH_BYTES
     if entry_bytes:
-        max_bytes, limit_text = entry_bytes * LIST_SERVERS, "%d servers" % LIST_SERVERS
+        max_bytes = entry_bytes * LIST_SERVERS
+        limit_text = "%d servers" % LIST_SERVERS
     data = bytearray()
     for data in received_so_far(sock, question, max_bytes, limit_text):
         pass
@@ -14014,8 +14440,10 @@ def tcp_read_all(sock, question, entry_bytes=0):
 
 
 def received_so_far(sock, question, max_bytes, limit_text):
-    """Send a question. Yield all data received so far, each time that more have come, until the
-    other side closes. Raise Malformed, with `limit_text`, for more than `max_bytes`."""
+    """Send a question, and yield all data received so far each time that more have come.
+
+    The generator ends when the other side closes the connection. Raise Malformed if more than
+    `max_bytes` come; `limit_text` is that limit in words. Raise OSError after a timeout."""
     sock.sendall(question)
     data = bytearray()
     deadline = time.monotonic() + ASK_TOTAL_S
@@ -14031,13 +14459,15 @@ def received_so_far(sock, question, max_bytes, limit_text):
 
 
 def check_deadline(deadline):
-    """Raise TimeoutError if an exchange that began ASK_TOTAL_S before the deadline is late."""
+    """Raise TimeoutError if the deadline of an exchange, ASK_TOTAL_S after its start, is over."""
     if time.monotonic() > deadline:
         raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
 
 
 def ping_subspace(host, port):
-    """Return the players of a zone, in all and playing, its arenas and its ping."""
+    """Query a zone of SubSpace: return its players, those playing, its arenas, and its ping.
+
+    The poll has several questions, and some zones answer only the first."""
     poll = ZonePoll()
     is_complete = False
     with udp_socket(host, port + 1) as sock:
@@ -14047,23 +14477,25 @@ def ping_subspace(host, port):
             try:
                 is_complete, ping_ms = udp_ask(sock, poll.build_question(nonce), read_answer)
             except TimeoutError:
-                if not poll.step:
+                if poll.step == 0:
                     raise
-                break                   # some zones do not know the later forms of the question
+                break
     return {"players": poll.players, "playing": poll.playing, "arenas": poll.arenas,
             "ping_ms": ping_ms}
 
 
 def udp_ping(host, port, question, read_answer, tries=ASK_TRIES):
-    """Return the fields that `read_answer(data)` reads from a game server's answer, with its
-    ping."""
+    """Query a game server by UDP. Return the dict that `read_answer(data)` returns, and the ping.
+
+    `read_answer` raises Malformed if a datagram is not an answer. Raise TimeoutError if none comes.
+    """
     with udp_socket(host, port) as sock:
         fields, ping_ms = udp_ask(sock, question, read_answer, tries)
     return {**fields, "ping_ms": ping_ms}
 
 
 def ping_hyperbol(host, port, tries=ASK_TRIES):
-    """Return the fields of a Hyperbol server's answer, with its ping."""
+    """Query a Hyperbol server, and return the fields of its answer and its ping."""
     timestamp = RANDOM.getrandbits(32)
     question = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, timestamp)
     read_answer = functools.partial(parse_hyperbol_answer, timestamp=timestamp)
@@ -14071,33 +14503,32 @@ def ping_hyperbol(host, port, tries=ASK_TRIES):
 
 
 def ping_aio(host, port):
-    """Return the fields of a framed AIO server's answer, with its ping."""
+    """Query a framed AIO server, and return the fields of its answer and its ping."""
     return udp_ping(host, port, AIO_FRAMED_QUERY, read_aio_info)
 
 
 def read_aio_info(data):
-    """Return the fields of a framed AIO server's answer. Raise Malformed if it is not such an
-    answer."""
+    """Return the fields of a framed AIO server's answer. Raise Malformed for other data."""
     return aio_info(data)._asdict()
 
 
 def ping_quake3(host, port):
-    """Return the fields of a Quake III server's answer, with its ping."""
+    """Query a Quake III server, and return the fields of its answer and its ping."""
     return udp_ping(host, port, QUAKE3_GETINFO + b"challenge", read_quake3_info)
 
 
 def read_quake3_info(data):
-    """Return the fields of an infoResponse. Raise Malformed if it is not an infoResponse."""
+    """Return the fields of an infoResponse. Raise Malformed for any other datagram."""
     info = parse_quake3_info(split_quake3_pairs(data))
     gamename = info.gamename
     if not gamename:
-        # Scripts may rely on this name for servers that do not say their game
+        # A server that does not send its gamename is known by its protocol number
         gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol, "Quake3Arena")
     return quake3_fields(info, gamename)
 
 
 def ping_luanti(host, port):
-    """Return the ping of a Luanti server; its answer says nothing else."""
+    """Query a Luanti server, and return its ping. Its answer tells nothing else."""
     with udp_socket(host, port) as sock:
         goodbye, ping_ms = udp_ask(sock, LUANTI_PROBE, luanti_goodbye)
         sock.send(goodbye)
@@ -14105,15 +14536,17 @@ def ping_luanti(host, port):
 
 
 class ZoneListLink(SubSpaceLink):
-    """The player's end of SubSpaceList's exchange.
+    """The player's end of the exchange by which SubSpaceList sends its list.
 
-    `zones` are the bytes of the list that have come, `total` the size of the whole list."""
+    `zones` holds the bytes of the list received so far, `total` is the size of the whole list."""
 
     zones = b""
     total = FETCH_BYTES
 
     def on_packet(self, packet, now):
-        """Take a piece of the list."""
+        """Add a piece of the list to `zones`. Other packets are ignored.
+
+        A piece is 00 0a, the size of the whole list as u32, and some bytes of the list."""
         if packet[:2] == LINK_LIST_PIECE:
             size, chunk = packet[2:6], packet[6:]
             self.total = min(self.total, int.from_bytes(size, "little"))
@@ -14121,11 +14554,11 @@ class ZoneListLink(SubSpaceLink):
 
 
 def list_subspace(host, port):
-    """Return the zones that a SubSpace master lists."""
+    """Return the zones that a SubSpace master lists, from the exchange on its UDP port."""
     with udp_socket(host, port) as sock:
         first_version, *_ = LINK_VERSIONS
         connect = LINK_CONNECT + os.urandom(3) + b"\0" + first_version
-        udp_ask(sock, connect, bytes)           # any answer means that the master agrees
+        udp_ask(sock, connect, read_answer=bytes)   # any datagram means that the master agrees
         link = fetch_zones(sock)
         with contextlib.suppress(OSError):      # the master may have stopped
             sock.send(LINK_DISCONNECT)
@@ -14135,8 +14568,10 @@ def list_subspace(host, port):
 
 
 def fetch_zones(sock):
-    """Ask for the list on a connection that the master has accepted. Return the ZoneListLink once
-    the list is complete, the master has disconnected, or the time is over."""
+    """Receive the list of zones, after the master has accepted the connection.
+
+    Return the ZoneListLink, whose list may be incomplete: the master may have disconnected, or
+    ASK_TOTAL_S may have passed."""
     sock.settimeout(LINK_RESEND_S / 2)
     deadline = time.monotonic() + ASK_TOTAL_S
     link = ZoneListLink(time.monotonic(), [ALL_ZONES_REQUEST])
@@ -14154,23 +14589,27 @@ def fetch_zones(sock):
 
 
 def list_hyperbol(host, port):
-    """Return the servers that a Hyperbol master lists."""
+    """Return the servers that a Hyperbol master lists.
+
+    The master greets with a key, which the request repeats, and closes after the list."""
     with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
-        greeting = sock.recv(HYPERBOL_GREETING.size)        # it comes in one segment
+        # The greeting is so short that it arrives in one segment
+        greeting = sock.recv(HYPERBOL_GREETING.size)
         key, _ = parse_hyperbol_greeting(greeting)
         request = HYPERBOL_REQUEST.pack(key, HYPERBOL_ALL_SERVERS)
         data = tcp_read_all(sock, request, entry_bytes=HYPERBOL_ENTRY.size)
     servers = []
-    for address, port, flavor in parse_hyperbol_list(data):
-        servers.append({"address": address, "port": port, "flavor": flavor})
+    for address, server_port, flavor in parse_hyperbol_list(data):
+        servers.append({"address": address, "port": server_port, "flavor": flavor})
     return servers
 
 
 def list_aio(host, port):
     """Return the servers that an AIO master lists.
 
-    The text dialect is tried first, because its list has names. A master without it waits for more
-    or closes the connection; then, or if its text cannot be read, the framed dialect is tried."""
+    The text dialect is tried first, because its list has names. A master that does not speak it
+    waits for more data or closes the connection. Then the framed dialect is tried. Raise Malformed
+    if neither gives a list."""
     try:
         return list_aio_text(host, port)
     except (socket.timeout, ConnectionResetError, Malformed) as error:
@@ -14183,14 +14622,17 @@ def list_aio(host, port):
 
 
 def list_aio_text(host, port):
-    """Return the servers that an AIO master lists in its text dialect."""
+    """Return the servers that an AIO master lists in the text dialect."""
     with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        return aio_text_entries(tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields))
+        fields = tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields)
+    return aio_text_entries(fields)
 
 
 def aio_text_fields(data):
-    """Return the bytes between `12#` and the `#%` at the end of a text list; None if the list is
-    not complete yet. Greetings, with any number, may precede it."""
+    """Return the bytes of the servers in a text list: those between `12#` and the final `#%`.
+
+    Greetings, which are other numbered messages, may precede the list. Return None if the list is
+    not complete yet."""
     start = re.search(rb"(?:^|[%\0\r\n])12#", data)
     if not start or not data.endswith(b"#%"):
         return None
@@ -14198,41 +14640,45 @@ def aio_text_fields(data):
 
 
 def aio_text_entries(data):
-    """Return the servers of a text list, whose fields are `name#description#address#port#` for
-    each. Raise Malformed for too many servers, or a port that is not a number."""
+    """Return the servers in a text list as dicts.
+
+        name#description#address#port { #name#description#address#port }*
+
+    Raise Malformed if there are too many servers, or if a port is not a number."""
     if data.count(b"#") >= 4 * LIST_SERVERS:
         raise Malformed("more than %d servers" % LIST_SERVERS)
     fields = data.decode("utf-8", "replace").split("#")
-    texts = [aio_unescape(field) for field in fields]
     servers = []
-    for name, description, address, port in zip(
-            texts[0::4], texts[1::4], texts[2::4], texts[3::4]):
-        if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-            raise Malformed("port: %a" % port)
-        # In the document, an empty list has this as its one entry
+    for start in range(0, len(fields) - 3, 4):
+        server_fields = [aio_unescape(field) for field in fields[start:start + 4]]
+        name, description, address, port_text = server_fields
+        if not re.fullmatch("[0-9]{1,5}", port_text) or int(port_text) > 65535:
+            raise Malformed("port: %a" % port_text)
+        # In the document, an empty list has this as its only entry
         if name.startswith("No servers currently online"):
             continue
         servers.append({"name": name, "description": description, "address": address,
-                        "port": int(port)})
+                        "port": int(port_text)})
     return servers
 
 
 def aio_unescape(field):
-    """Return a field of a text list with its escaped characters restored, cleaned."""
+    """Return the text of a field in a text list, safe to show, with its escapes replaced."""
     text = field.replace("<num>", "#").replace("<percent>", "%")
     return clean(text, TEXT_CHARACTERS)
 
 
 def list_aio_framed(host, port):
-    """Return the servers that an AIO master lists in its framed dialect."""
+    """Return the servers that an AIO master lists in the framed dialect."""
     with socket.create_connection((host, port), FETCH_S) as sock:
         payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
     return aio_framed_entries(payload)
 
 
 def payload_after_greeting(data):
-    """Return the payload of the frame that follows a framed master's greeting; None if it is not
-    complete yet."""
+    """Return the payload of the frame that follows a framed master's greeting.
+
+    Return None if the frame is not complete yet."""
     unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
     if unframed is None:
         return None
@@ -14241,13 +14687,16 @@ def payload_after_greeting(data):
 
 
 def aio_framed_entries(payload):
-    """Return the servers of a framed list. Raise Malformed if it is not a list, or is cut off.
+    """Return the servers in the payload of a framed list, as dicts.
 
-        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end"""
+        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end
+
+    Raise Malformed if the payload is not a list, or is truncated."""
     if payload[:1] != AIO_LIST:
         raise Malformed("type: not a list")
     servers = []
-    offset = len(AIO_LIST) + 2          # the count is redundant
+    count_bytes = 2                     # the count itself is redundant, and skipped
+    offset = len(AIO_LIST) + count_bytes
     while offset < len(payload):
         address_start = offset + 1
         address_end = address_start + payload[offset]
@@ -14261,32 +14710,35 @@ def aio_framed_entries(payload):
 
 
 def list_quake3(host, port, gamename, protocol):
-    """Return the servers that a Quake III master lists for a game and protocol number."""
+    """Return the servers that a Quake III master lists for a gamename and a protocol number.
+
+    The list comes in several datagrams. Raise TimeoutError if its end does not come."""
     question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
     deadline = time.monotonic() + ASK_TOTAL_S
     with udp_socket(host, port) as sock:
-        (servers, is_complete), _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        first_part, _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        servers, is_complete = first_part
         while not is_complete:
             check_deadline(deadline)
             try:
-                part, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
+                more_servers, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
             except socket.timeout:
                 raise TimeoutError("timed out: the end of the list did not come") from None
-            servers += part
+            servers += more_servers
             if len(servers) > LIST_SERVERS:
                 raise Malformed("more than %d servers" % LIST_SERVERS)
     return servers
 
 
 def quake3_list_part(data):
-    r"""Return the servers in one datagram of a list, and whether it is the last datagram. Raise
-    Malformed.
+    r"""Return the servers in one datagram of a list, as dicts, and whether it is the last datagram.
 
         ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
-        \ "EOT" 000000                                  this only at the end of the last one
+        \ "EOT" 000000                      this only at the end of the last datagram
 
-    All numbers are in network order. The answer to `getservers` is "getserversResponse", without
-    IPv6."""
+    Numbers are in network byte order. The answer to `getservers` begins with "getserversResponse"
+    and has only IPv4 addresses. Raise Malformed if the datagram is truncated or has another
+    format."""
     servers = []
     offset = quake3_list_start(data)
     while offset < len(data) and data[offset:] != QUAKE3_END:
@@ -14307,8 +14759,9 @@ def quake3_list_part(data):
 
 
 def quake3_list_start(data):
-    """Return the offset of the first server in a datagram of a list. Raise Malformed if it is not a
-    list."""
+    """Return the offset of the first server in a datagram of a list.
+
+    Raise Malformed if the datagram does not begin as a list does."""
     for head in QUAKE3_LIST_HEADS:
         if data.startswith(head):
             return len(head)
@@ -14316,12 +14769,12 @@ def quake3_list_start(data):
 
 
 class JsonList(NamedTuple):
-    """The path of a game's list on its master, and the names of the fields in it."""
+    """The path of a game's list in JSON, and the names of those members that differ by game."""
 
     path: str
-    servers: str                        # the list of servers
-    players: str
-    max_players: str
+    servers: str                        # the member that is the array of servers
+    players: str                        # the member of a server with its number of players
+    max_players: str                    # the member of a server with its maximum of players
 
 
 ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_max")
@@ -14334,32 +14787,36 @@ def list_iceball(host, port):
 
 
 def list_luanti(host, port):
-    """Return the servers that a Luanti server list has."""
+    """Return the servers that a Luanti server list lists."""
     return list_json(host, port, LUANTI_LIST)
 
 
-def list_json(host, port, form):
-    """Return the servers of a list in JSON; `form` is its JsonList."""
-    # HTTP/1.0, because then the body comes in one piece and ends with the connection
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (form.path, endpoint_text(host, port))
+def list_json(host, port, json_list):
+    """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
+
+    Raise Malformed if the response is not such a list."""
+    # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
+    host_field = endpoint_text(host, port)
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, host_field)
     with socket.create_connection((host, port), FETCH_S) as sock:
         response = tcp_read_all(sock, request.encode())
     _, _, body = response.partition(b"\r\n\r\n")
     try:
-        return [json_entry(entry, form) for entry in json.loads(body)[form.servers]]
+        entries = json.loads(body)[json_list.servers]
+        return [json_entry(entry, json_list) for entry in entries]
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
             ValueError) as error:
-        raise Malformed("%s: %r" % (form.path, error)) from None
+        raise Malformed("%s: %r" % (json_list.path, error)) from None
 
 
-def json_entry(entry, form):
-    """Return one server of a list in JSON, with the names that all our lists have."""
+def json_entry(entry, json_list):
+    """Return one server of a list in JSON as a dict with the keys that other games' lists have."""
     server = {}
     for name in ("address", "name", "mode", "map", "version"):
         server[name] = clean(str(entry.get(name, "")))
     server["port"] = int(entry["port"])
-    server["players"] = int(entry[form.players])
-    server["max_players"] = int(entry[form.max_players])
+    server["players"] = int(entry[json_list.players])
+    server["max_players"] = int(entry[json_list.max_players])
     return server
 
 
@@ -14370,7 +14827,7 @@ PINGS = {
     "quake3": ping_quake3,
     "luanti": ping_luanti,
 }
-# With the default port of each game's masters
+# For each game the function that fetches a list, and the default port of the game's masters
 LISTS: Any = {
     "iceball": (list_iceball, 27790),
     "subspace": (list_subspace, 4990),
@@ -14384,8 +14841,9 @@ LISTS: Any = {
 # --- What all commands use -----------------------------------------------------------------------
 
 def read_place(text):
-    """Return host and port of HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
-    None if the text names none. Raise ValueError for anything else."""
+    """Parse HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT, and return host and port.
+
+    The port is None if the text does not have one. Raise ValueError for text in another format."""
     with contextlib.suppress(ValueError):
         return read_address(text), None
     if text and ":" not in text:
@@ -14394,7 +14852,9 @@ def read_place(text):
 
 
 def argument(read):
-    """Return a type for argparse that calls `read` and shows the message of its ValueError."""
+    """Return a type for argparse that parses an argument by `read(text)`.
+
+    argparse itself does not show the message of a ValueError; this type does."""
     def read_argument(text):
         try:
             return read(text)
@@ -14404,62 +14864,67 @@ def argument(read):
 
 
 class ToolError(Exception):
-    """Ends a command with an exit status and a message for the user."""
+    """Raised to end a command with an exit status and a message for the user."""
 
     def __init__(self, status, message):
+        """Take one of the EXIT_ statuses, and the message."""
         super().__init__(message)
         self.status = status
 
 
 @contextlib.contextmanager
 def failing_with(status, subject, *errors):
-    """Turn these errors into a ToolError with this exit status. Its message is `subject`, a colon
-    and the error's own text."""
+    """Turn these errors, raised in the `with` block, into a ToolError with this exit status.
+
+    Its message is `subject`, a colon, and the text of the error."""
     try:
         yield
     except errors as error:
-        # The text may come from another machine
+        # The text may come from another machine, so it is cleaned
         text = clean(error_text(error), TEXT_CHARACTERS)
         raise ToolError(status, "%s: %s" % (subject, text)) from None
 
 
 def say(text):
-    """Print a line to standard output; raise ToolError if that fails."""
+    """Print a line to standard output. Raise ToolError if that fails, as on a full disk."""
     with failing_with(EXIT_FAILED, "standard output", OSError):
         print(text, flush=True)
 
 
 def complain(text):
-    """Print a line to standard error. If that fails, the exit status still says that something is
-    wrong."""
+    """Print a line to standard error, if possible. The exit status tells of the error anyway."""
     with contextlib.suppress(OSError):
         print("masterserver.py:", text, file=sys.stderr, flush=True)
 
 
 def write_file(path, data):
-    """Write a file so that its readers find the old content or the new one, never a part. A pipe
-    or device is written to directly. Raise OSError if that fails."""
-    path = os.path.realpath(path)               # the file that a link leads to; the link stays
-    if is_special(path):
-        with open(path, "wb") as file:
+    """Replace the content of a file at once: a reader finds the old or the new content, no mixture.
+
+    The content is written to a file beside it, with ".new" added to its name, which then gets its
+    name. A pipe or a device is written to directly. Raise OSError if that fails."""
+    real_path = os.path.realpath(path)          # of a link, the file is replaced and not the link
+    if is_special(real_path):
+        with open(real_path, "wb") as file:
             file.write(data)
         return
-    new_path = path + ".new"
+    new_path = real_path + ".new"
     with open(new_path, "wb") as file:
         file.write(data)
-    os.replace(new_path, path)
+    os.replace(new_path, real_path)
 
 
 def read_stdin(on_line, on_end):
-    """Read standard input in a thread of its own: call on_line(text) for each line, and on_end()
-    at the end."""
-    threading.Thread(target=read_stdin_lines, args=[on_line, on_end],
-                     name="masterserver stdin", daemon=True).start()
+    """Start a thread that reads standard input.
+
+    It calls on_line(text) for each line, and on_end() when standard input ends."""
+    thread = threading.Thread(target=read_stdin_lines, args=[on_line, on_end],
+                              name="masterserver stdin", daemon=True)
+    thread.start()
 
 
 def read_stdin_lines(on_line, on_end):
-    """Read standard input as in read_stdin(), in the calling thread."""
-    # A standard input that does not exist, or is taken away, has ended
+    """Read standard input to its end, as read_stdin() says, in the calling thread."""
+    # An OSError means that there is no standard input, or no longer: it counts as ended
     with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
         for line in file:
             on_line(line.decode("utf-8-sig", "replace"))
@@ -14468,23 +14933,29 @@ def read_stdin_lines(on_line, on_end):
 
 
 def on_signals(call, *names):
-    """Have `call()` called on these signals, as far as this system has them: Windows has no
-    SIGHUP, and other systems have no SIGBREAK."""
+    """Call `call()` whenever one of the signals with these names comes.
+
+    Names that this system lacks are skipped: Windows has no SIGHUP, other systems no SIGBREAK."""
+    def handler(number, frame):
+        call()
+
     for name in names:
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: call())
+            signal.signal(getattr(signal, name), handler)
 
 
 def stop_on_signals(stop):
-    """Have `stop()` called on SIGINT, SIGTERM and Ctrl+Break."""
+    """Call `stop()` on Ctrl+C, SIGTERM and, under Windows, Ctrl+Break."""
     on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
 
 
 # --- Serving ------------------------------------------------------------------------------------
 
 def command_serve(arguments):
-    """Open all listeners, say where they are, and serve until a signal. Raise StartError if the
-    server cannot start."""
+    """Run the program without a command: serve until a signal comes.
+
+    With --print-config or --check only print, and return. Raise SettingsError if the settings are
+    wrong, and StartError if the master cannot start."""
     if arguments.print_config:
         say(config_text()[:-len("\n")])
         return EXIT_OK
@@ -14494,7 +14965,8 @@ def command_serve(arguments):
     log_writer = start_log(settings)
 
     def reload():
-        # The log file is closed in a thread: a disk that hangs must not keep the loop waiting
+        # The log file is closed so that a tool can rotate it. A disk that hangs must not stop the
+        # event loop, so another thread closes the file
         threading.Thread(target=log_writer.close, daemon=True).start()
         return load_settings(arguments)
 
@@ -14505,7 +14977,7 @@ def command_serve(arguments):
     try:
         serve(master_server, arguments)
     except StartError as error:
-        if settings["server.log_file"]:         # a scheduled task has no standard error
+        if settings["server.log_file"]:         # a scheduled task may have no standard error
             log.error("%s", error)
         raise
     finally:
@@ -14515,10 +14987,13 @@ def command_serve(arguments):
 
 
 def load_settings(arguments):
-    """Return the Settings of the ini and the command line."""
+    """Return the Settings from the ini and the command line.
+
+    The ini is the one that --config names, or else masterserver.ini beside the program, if it
+    exists. Raise SettingsError if it cannot be read, or if a setting is wrong."""
     program = __file__
     if getattr(sys, "frozen", False):
-        # PyInstaller and similar programs unpack this file into a folder that ends with the process
+        # PyInstaller and similar programs unpack this file into a temporary folder
         program = sys.executable
     default_path = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
     overrides = list(arguments.set)
@@ -14529,7 +15004,10 @@ def load_settings(arguments):
 
 
 def serve(master_server, arguments):
-    """Bind, log where the master listens, and run until it is stopped."""
+    """Open the ports, log where the master listens, and run until it is stopped.
+
+    Raise StartError if a port cannot be opened, and ToolError if the ready file cannot be written.
+    """
     if hasattr(gc, "set_threshold"):            # PyPy's collector has none
         gc.set_threshold(*GC_THRESHOLDS)
     master_server.bind()
@@ -14545,15 +15023,16 @@ def serve(master_server, arguments):
 
 
 def first_contact(master_server):
-    """Return lines for people: what listens where, what to put into game servers' settings, and
-    the address of the page."""
+    """Return the lines that the log begins with, to help the operator with the first steps.
+
+    They name the open ports, the lines for game servers' settings, and the address of the page."""
     settings = master_server.settings
     host = settings["server.public_address"] or own_address() or "localhost"
     listeners = []
     pages = []
     for protocol, transport, _, port in master_server.listeners:
         listener = "%s on %s %d" % (protocol, transport.upper(), port)
-        if listener not in listeners:           # it may listen at several addresses
+        if listener not in listeners:           # a port may be open at several addresses
             listeners.append(listener)
         if protocol == "http":
             pages.append("Players and browsers: http://%s/" % endpoint_text(host, port))
@@ -14564,8 +15043,10 @@ def first_contact(master_server):
 
 
 def write_ready_file(path, master_server):
-    """Write a file that tells other programs what listens where. The poller's port is left out,
-    because nobody sends to it first. Raise ToolError if it cannot be written."""
+    """Write the file that tells other programs the open ports of this master, as JSON.
+
+    The poller's port is left out, because other programs only answer it. Raise ToolError if the
+    file cannot be written."""
     listeners = []
     for listener in master_server.listeners:
         if listener.protocol != "poll":
@@ -14578,12 +15059,13 @@ def write_ready_file(path, master_server):
 # --- Checking the settings ----------------------------------------------------------------------
 
 def check_settings(settings):
-    """Print what is probably wrong with the settings, and try to listen at all ports. Raise
-    StartError or ToolError if the server cannot start."""
+    """Run --check: print warnings about the settings, and try to open all ports.
+
+    Raise StartError or ToolError if the master cannot start with these settings."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
     check_engine(settings["cluster.redis"])
-    # The trial must not touch the database, nor take part in the cluster
+    # The trial must not change the database, and other masters must not notice it
     settings.values.update({"server.database": "", "cluster.redis": None})
     master_server = MasterServer(settings)
     try:
@@ -14595,7 +15077,7 @@ def check_settings(settings):
 
 
 def reach_warnings(settings):
-    """Return warnings about settings that keep players from finding or reaching listed servers."""
+    """Return warnings about settings that may keep players from reaching listed servers."""
     warnings = []
     public_address = settings["server.public_address"]
     if not public_address:
@@ -14618,11 +15100,13 @@ def reach_warnings(settings):
 
 
 def check_engine(engine):
-    """Try the connection to Redis or Valkey; raise ToolError if it does not work. `engine` is an
-    EngineAddress, or None without a cluster."""
+    """Try the connection to Redis or Valkey, and print a warning if its settings are unsuitable.
+
+    `engine` is an EngineAddress, or None if there are no other masters. Raise ToolError if the
+    connection does not work."""
     if not engine:
         return
-    # AttributeError: Windows has no Unix sockets
+    # An AttributeError is raised under Windows, where Python has no Unix sockets
     with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
                       AttributeError):
         with contextlib.closing(EngineLink(engine)) as link:
@@ -14637,8 +15121,10 @@ def check_engine(engine):
 # --- A test of the webhooks ----------------------------------------------------------------------
 
 def command_notify(arguments):
-    """Post news of a server that does not exist, and print what each webhook answered. Return
-    EXIT_OK if all of them accepted the message."""
+    """Run the command `notify`: post a message about an invented server to the named webhooks.
+
+    Without names, post it to all of them. Print the status of each, and return EXIT_OK if all have
+    accepted the message."""
     settings = load_settings(arguments)
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
@@ -14650,8 +15136,8 @@ def command_notify(arguments):
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
         format_name, url = webhooks[name].split()
         format_news = NEWS_FORMATS[format_name]
-        type, body = format_news(server, settings, entry)
-        http_status, _ = post_url(url, type, body)
+        media_type, body = format_news(server, settings, entry)
+        http_status, _ = post_url(url, media_type, body)
         say("%s: %s" % (name, http_status))
         if not http_status.startswith("2"):
             status = EXIT_FAILED
@@ -14661,18 +15147,19 @@ def command_notify(arguments):
 # --- list and ping ------------------------------------------------------------------------------
 
 def command_ping(arguments):
-    """Query a game server and print its answer."""
+    """Run the command `ping`: query a game server and print its answer."""
     host, port = arguments.endpoint
     with failing_query(host, port):
         result = PINGS[arguments.game](host, port)
+    # The details, which differ by game, are printed like the other fields
     details = result.pop("details", {})
-    result.update(details)                  # further facts are printed like the others
+    result.update(details)
     print_result(arguments, host, port, result)
     return EXIT_OK
 
 
 def command_list(arguments):
-    """Fetch the list of a master and print it."""
+    """Run the command `list`: fetch the list of a master and print it."""
     fetch, default_port = LISTS[arguments.game]
     host, port = arguments.endpoint
     port = port or default_port
@@ -14686,19 +15173,19 @@ def command_list(arguments):
 
 
 def failing_query(host, port):
-    """Turn the errors of a query to this host and port into a ToolError."""
+    """Return a context manager that turns the errors of a query to this host into a ToolError."""
     return failing_with(EXIT_FAILED, endpoint_text(host, port),
                         Malformed, OSError, OverflowError, ValueError)
 
 
 def print_result(arguments, host, port, result):
-    """Print the result of a query, as JSON if the arguments say so, else as text."""
+    """Print the result of a query, which is a dict: with --json as JSON, otherwise as text."""
     result = {"game": arguments.game, "address": host, "port": port, **result}
     if arguments.json:
         say(json.dumps(result, indent=2))
         return
     if "servers" in result:
-        lines = [list_line(server) for server in result["servers"]]
+        lines = [server_line(server) for server in result["servers"]]
         say("\n".join(lines) or "no servers")
         return
     lines = []
@@ -14708,8 +15195,8 @@ def print_result(arguments, host, port, result):
     say("\n".join(lines))
 
 
-def list_line(server):
-    """Return one line of `list` for a server: players, endpoint and name."""
+def server_line(server):
+    """Return the line that `list` prints for a server: its players, its endpoint and its name."""
     players = str(server.get("players", "-"))
     if server.get("max_players"):
         players += "/%d" % server["max_players"]
@@ -14719,10 +15206,14 @@ def list_line(server):
 
 # --- Export -------------------------------------------------------------------------------------
 
-EXPORT_TRIES = 2                    # queries to each server: 4 s together; the script takes 3 s
-EXPORT_AT_ONCE = 200                # queries, with a socket each; macOS allows a program 256 files
-EXPORT_TOTAL_S = 60.0               # for all queries; it is enough for 3,000 that get no answer
-EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may be asleep
+# Queries to each server. Two take up to 4 s; the script in the document waits for 3 s
+EXPORT_TRIES = 2
+# Servers that are queried at once, with a socket each. macOS allows a program 256 open files
+EXPORT_AT_ONCE = 200
+# The time for all queries. It is enough for 3,000 servers that do not answer
+EXPORT_TOTAL_S = 60.0
+# The time for each answer of the FTP server, whose disk may have to spin up
+EXPORT_FTP_S = 30.0
 
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
@@ -14741,11 +15232,11 @@ with 0."""
 
 
 def command_export(arguments):
-    """Export once, or, with --every, again and again until a signal."""
+    """Run the command `export`: once or, with --every, again and again until a signal comes."""
     if not arguments.every:
         say(export_once(arguments))
         return EXIT_OK
-    # Each of these signals raises KeyboardInterrupt, also in the middle of a query
+    # Each of these signals raises KeyboardInterrupt, even in the middle of a query
     stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -14758,8 +15249,9 @@ def command_export(arguments):
 
 
 def export_once(arguments):
-    """Fetch the list, query its servers, write the file and upload it. Return a sentence that says
-    what was done. Raise ToolError if a step fails."""
+    """Fetch the list of a master, query its servers, write the file, and upload it if asked to.
+
+    Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
     entries = fetch_export_list(arguments)
     servers = query_servers(entries)
     path = arguments.output
@@ -14775,14 +15267,17 @@ def export_once(arguments):
 
 
 def fetch_export_list(arguments):
-    """Return the entries of the master's list. Raise ToolError if there are none."""
+    """Fetch the list of a Hyperbol master, and return its entries, which are dicts.
+
+    Raise ToolError, with the exit status of the document's script, if that fails or the list is
+    empty."""
     _, default_port = LISTS["hyperbol"]
     host, port = arguments.master
     port = port or default_port
     master = endpoint_text(host, port)
-    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError), \
-            failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
-        entries = list_hyperbol(host, port)
+    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError):
+        with failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
+            entries = list_hyperbol(host, port)
     if not entries:
         raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
                         % (master, arguments.output))
@@ -14790,8 +15285,9 @@ def fetch_export_list(arguments):
 
 
 def query_servers(entries):
-    """Query the servers of a list, many at once, for EXPORT_TOTAL_S at most. Return a Server for
-    each."""
+    """Query the servers of a list, many at once, and return a Server for each entry.
+
+    After EXPORT_TOTAL_S no further queries are sent."""
     deadline = time.monotonic() + EXPORT_TOTAL_S
     query = functools.partial(queried_server, deadline=deadline)
     with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
@@ -14799,20 +15295,26 @@ def query_servers(entries):
 
 
 def queried_server(entry, deadline):
-    """Query a server, given by its entry in a list, and return it as a Server with the values that
-    it answers. It is marked as not responding if it does not answer, or if the deadline is over."""
-    address, port = entry["address"], entry["port"]
+    """Query the server of an entry in a list, and return a Server with the values of its answer.
+
+    If the server does not answer, or the deadline has passed already, the Server is marked as not
+    responding."""
+    address = entry["address"]
+    port = entry["port"]
     fields: Dict[str, Any] = {"responding": False}
     if time.monotonic() < deadline:
-        with contextlib.suppress(Malformed, OSError, OverflowError):    # port 65536 overflows
+        # The socket raises OverflowError if the list has a port number above 65535
+        with contextlib.suppress(Malformed, OSError, OverflowError):
             fields = ping_hyperbol(address, port, EXPORT_TRIES)
     return Server("hyperbol", address, port, source=address, now=0.0, lifetime=0.0,
                   flavor=entry["flavor"], **fields)
 
 
 def read_ftp_url(text):
-    """Return the parts of ftp://USER@HOST[:PORT]/PATH/ as urlsplit() does. Raise ValueError for
-    another URL, or one with a password."""
+    """Parse ftp://USER@HOST[:PORT]/PATH/ and return the result of urlsplit().
+
+    Raise ValueError for a URL of another kind, and for one with a password, because other users of
+    the machine can see the arguments of a program."""
     url = urllib.parse.urlsplit(text)
     is_complete = url.scheme == "ftp" and url.hostname and url.port != 0
     if not is_complete or url.password:
@@ -14822,8 +15324,10 @@ def read_ftp_url(text):
 
 
 def ftp_login(url):
-    """Return user and password for an FTP URL; both are empty for an anonymous login. The password
-    is read from MASTERSERVER_FTP_PASSWORD, or else both are read from ~/.netrc."""
+    """Return the user and the password for an FTP URL. An anonymous login has "" for both.
+
+    The password is read from the environment variable MASTERSERVER_FTP_PASSWORD. Without it,
+    ~/.netrc is searched for the host, and may also give the user."""
     user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
     if password:
@@ -14838,20 +15342,24 @@ def ftp_login(url):
 
 
 def upload(url, file_name, data):
-    """Store data at an FTP URL, under `file_name` if the URL names no file. Raise ToolError if that
-    fails."""
-    # With one byte per character every answer can be decoded, and %C3%BC in the URL goes out as it
-    # stands there
+    """Store data at an FTP URL, under `file_name` if the URL ends in a folder.
+
+    Raise ToolError if that fails."""
+    # Latin-1 has a character for each byte. So every answer of the FTP server can be decoded, and
+    # the bytes of the URL's path are sent unchanged
     encoding = "latin-1"
     path = urllib.parse.unquote(url.path[len("/"):], encoding)
     if not path or path.endswith("/"):
         path += file_name
+    port = url.port or ftplib.FTP_PORT
     with failing_with(EXIT_FTP, "The upload to %s failed" % url.hostname, *ftplib.all_errors,
-                      ValueError, netrc.NetrcParseError), ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
-        ftp.encoding = encoding
-        ftp.connect(url.hostname, url.port or ftplib.FTP_PORT)
-        ftp.login(*ftp_login(url))
-        ftp.storbinary("STOR " + path, io.BytesIO(data))
+                      ValueError, netrc.NetrcParseError):
+        with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
+            ftp.encoding = encoding
+            ftp.connect(url.hostname, port)
+            user, password = ftp_login(url)
+            ftp.login(user, password)
+            ftp.storbinary("STOR " + path, io.BytesIO(data))
 
 
 # --- The arguments ------------------------------------------------------------------------------
@@ -14872,7 +15380,7 @@ AIO), they are answered here if that UDP port is free."""
 
 
 def settings_arguments(parser):
-    """Add the arguments that choose the settings."""
+    """Add the arguments by which the settings are chosen."""
     parser.epilog = EXIT_STATUSES
     add = parser.add_argument
     add("--config", metavar="FILE",
@@ -14967,15 +15475,15 @@ def announce_arguments(parser):
 
 
 class Command(NamedTuple):
-    """A command of the command line."""
+    """A command of the command line, such as `announce`."""
 
     run: Callable[[argparse.Namespace], int]            # returns the exit status
     add_arguments: Callable[[argparse.ArgumentParser], None]
     help: str
 
 
-# To add a command, write a function command_NAME(arguments) and one that adds its arguments to a
-# parser, and name both here. The empty name stands for the program without a command.
+# To add a command, write a function command_NAME(arguments), and a function that adds its arguments
+# to a parser, and name both here. The empty name stands for the program without a command
 COMMANDS = {
     "": Command(command_serve, serve_arguments, SERVE_HELP),
     "announce": Command(command_announce, announce_arguments, ANNOUNCE_HELP),
@@ -14988,17 +15496,20 @@ COMMANDS = {
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser whose errors show no secrets: they repeat the command line, which may have a
-    webhook's URL."""
+    """A parser that hides secrets in its error messages.
+
+    The messages repeat a part of the command line, and that may contain the URL of a webhook."""
 
     def error(self, message):
+        """Print the message without secrets, and exit."""
         words = [without_secrets(word) for word in message.split(" ")]
         super().error(" ".join(words))
 
 
 def main(argv=None):
-    """Run the command that the command line names; return the exit status. `argv`: the arguments
-    after the program's name, by default those of the process."""
+    """Run the command that the command line names, and return the exit status.
+
+    `argv` has the arguments after the program's name; None means those of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = ""
     if COMMANDS.keys() & set(arguments[:1]):
@@ -15028,6 +15539,6 @@ if __name__ == "__main__":
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr,unused-ignore]
     exit_status = main()
-    # The program ends at once. The interpreter's own end would wait for a terminal in which
-    # somebody selects text, and a further signal during that time would change the status.
+    # The program ends at once, without the interpreter's own clean-up. That would wait for a
+    # terminal in which somebody selects text, and a signal in that time would change the status
     os._exit(exit_status)

@@ -5300,7 +5300,7 @@ class Site(socketserver.ThreadingTCPServer):
     def answer(self, data):
         web = web_of(self.servers, template=self.template)
         if self.down:
-            web.respond = mock.Mock(side_effect=ms.HttpError(503, "It is down."))
+            web.response_to = mock.Mock(side_effect=ms.HttpError(503, "It is down."))
         out = answered(web.session("127.0.0.1", 0.0), data)
         if b"Content-Type: text/html" in out:
             self.asked.append((data.split()[1].decode(), int(out[9:12])))
