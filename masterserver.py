@@ -3670,45 +3670,50 @@ class PolledGame(Querier):
 # --- Iceball -------------------------------------------------------------------------------------
 
 ICEBALL_HBVERSION = 2
-# The kind of a datagram: its first 4 bytes
+# The first 4 bytes of a datagram tell its kind
 ICEBALL_ANNOUNCE = b"1CEB"
 ICEBALL_COOKIE = b"MSOK"
 ICEBALL_HANDSHAKE = b"HSHK"
 ICEBALL_BAD_VERSION = b"BADV"
 ICEBALL_BAD_FORMAT = b"BADF"
-# Kind, hbversion, ibversion, port, players, maximum, name, mode, map
+# An announcement: kind, hbversion, ibversion, port, players, maximum, name, mode, map
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size          # 86
-# Kind, hbversion, ibversion: the beginning of an announcement, and all of a BADV
+# An announcement begins with its kind, hbversion and ibversion. A BADV has nothing else
 ICEBALL_VERSIONS = struct.Struct("<4sHI")
-# The port within an announcement
+# Reads only the port of an announcement
 ICEBALL_PORT = struct.Struct("<10xH")
-# The beginning that all announcements have in common. The bytes behind it, without the zeros at
-# their end, are the "trimmed" announcement, which a cookie carries
+# Every announcement that can be listed begins with these 6 bytes. The other 80, without the zeros
+# at their end, are the "trimmed" announcement, which a cookie carries
 ICEBALL_HEAD = ICEBALL_ANNOUNCE + struct.pack("<H", ICEBALL_HBVERSION)
-# In an MSOK and an HSHK, a MAC stands between the kind and the trimmed announcement
+# An MSOK and an HSHK consist of the kind, a MAC and the trimmed announcement
 ICEBALL_MAC = slice(len(ICEBALL_HANDSHAKE), len(ICEBALL_HANDSHAKE) + COOKIE_MAC_BYTES)
 ICEBALL_TRIMMED = slice(ICEBALL_MAC.stop, None)
-# An MSOK with a trimmed announcement of this length is as long as the announcement itself
+# With a trimmed announcement of this length, an MSOK is as long as the announcement itself
 ICEBALL_TRIMMED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - ICEBALL_TRIMMED.start
-# A listed server that repeats its announcement has nothing to prove, so its MSOK has this constant
-# in place of a cookie. The server echoes it like any cookie, and the master ignores the echo
+# A listed server that repeats its announcement has nothing to prove, so its MSOK has "same" in
+# place of a cookie. The server echoes it like any cookie, and the master ignores the echo
 ICEBALL_SAME = ICEBALL_COOKIE + b"same"
 ICEBALL_SAME_RETURNED = ICEBALL_HANDSHAKE + b"same"
 # Every server has to prove its address again after this many times the setting iceball.timeout
 ICEBALL_PROOF_LIFETIMES = 2
-# The bits of a version that hold the build. Without them a version stands for all of its builds
+# The low bits of a version number are the build. If they are all 0 in a version that the settings
+# accept, every build of that version is accepted
 ICEBALL_BUILD_BITS = 1023
 # How many BADV and BADF one source gets, per second and at once. A server sends a burst of five
-# announcements every 40 s, so each of them is answered
+# announcements every 40 s, so each of them can be answered
 ICEBALL_REJECTIONS = 1 / 8, 5
+# /check records this port for a packet whose announced port was not read
+ICEBALL_UNKNOWN_PORT = 0
 
 
 @functools.lru_cache(maxsize=256)
 def iceball_version_text(number):
-    """Return a version as text: 8421413 is "0.2.1-37". The reverse of read_iceball_version().
+    """Return a version number as text: 8421413 is "0.2.1-37".
 
-    The texts are cached, so that all servers of one version share one text."""
+    This is the reverse of read_iceball_version(). From the highest bit on, the number has 5 bits
+    for the major version, 5 for the minor one, 7 for the patch, 5 for a letter and 10 for the
+    build. The cache makes all servers of a version share one string."""
     major = number >> 27
     minor = number >> 22 & 31
     patch = number >> 15 & 127
@@ -3717,7 +3722,7 @@ def iceball_version_text(number):
     text = "%d.%d" % (major, minor)
     if patch:
         text += ".%d" % patch
-    # 1 is "a"; 31 would be a control character
+    # 1 to 26 stand for "a" to "z". 31 is left out, because it would give a control character
     if 0 < letter < 31:
         text += chr(ord("a") + letter - 1)
     if build:
@@ -3726,29 +3731,30 @@ def iceball_version_text(number):
 
 
 def iceball_text(field):
-    """Return the text in a field of an announcement, cleaned.
+    """Return the text in a field of an announcement, cleaned. `field` is the whole field, in bytes.
 
-    The field is in UTF-8. Many game servers take the UTF-8 of their configuration for Latin-1 and
-    encode it again, so such a text is decoded twice. A character that the end of the field cuts
-    off is dropped."""
+    The text is in UTF-8. Many game servers encode it twice, because they take the UTF-8 of their
+    configuration for Latin-1; such a text is decoded twice. A character that the end of the field
+    cuts off is dropped."""
     raw = c_string(field)
     if raw.isascii():
         return clean(raw.decode())
-    once, _ = codecs.utf_8_decode(raw, "replace")
+    # Unlike bytes.decode(), codecs.utf_8_decode() drops an incomplete character at the end
+    decoded, _ = codecs.utf_8_decode(raw, "replace")
     try:
-        twice, _ = codecs.utf_8_decode(once.encode("latin-1"))
+        decoded_twice, _ = codecs.utf_8_decode(decoded.encode("latin-1"))
     except UnicodeError:
-        return clean(once)          # it was encoded once
-    # The second utf_8_decode() has dropped an incomplete character at the end, such as a last "Ã".
-    # If all else is ASCII and the field had room for more, the text was encoded once, and "Ã" is
-    # its last letter
-    may_be_cut_off = len(raw) == len(field)
-    if twice.isascii() and not may_be_cut_off:
-        return clean(once)
-    return clean(twice)
+        return clean(decoded)       # the server has encoded it only once
+    # A text that was encoded once may end in a letter such as "Ã". The second decoding drops this
+    # letter as an incomplete character. If nothing but ASCII is left, although the field had room
+    # for a complete character, that has happened here
+    is_field_full = len(raw) == len(field)
+    if decoded_twice.isascii() and not is_field_full:
+        return clean(decoded)
+    return clean(decoded_twice)
 
 
-# For modes and maps, of which all servers together have few
+# A cache for modes and maps, because all servers together have only a few of them
 cached_iceball_text = functools.lru_cache(maxsize=4096)(iceball_text)
 
 
@@ -3769,16 +3775,18 @@ class Iceball(UdpProtocol):
     repeats its announcement is refreshed at once.
 
     The server's address is the source of the datagram; its port stands in the announcement. The
-    same UDP port serves the first draft of the protocol, which the first byte tells apart.
+    same UDP port serves the first draft of the protocol: its packets begin with a byte from 1 to 7,
+    which no packet above has.
     """
 
     game = "iceball"
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Read the settings, and subscribe to servers that leave. `core` is the program's Core."""
         settings = core.settings
+        secret_key = os.urandom(16)
         self.registry = core.registry
-        self.cookie = Cookie(os.urandom(16))
+        self.cookie = Cookie(secret_key)
         self.draft = IceballDraft(self)
         self.timeout = settings["iceball.timeout"]
         # The time at which all servers have to prove their addresses again
@@ -3786,36 +3794,43 @@ class Iceball(UdpProtocol):
         self.rejection_limiter = Limiter(ICEBALL_REJECTIONS)
         # The listed servers by the address and UDP port that they send from
         self.senders = {}
-        self.registry.subscribe(self.forget_sender, "iceball", ["gone"])
+        self.registry.subscribe(self.on_server_gone, "iceball", ["gone"])
         self.read(settings)
 
     def read(self, settings):
-        """Read from the settings the version that players should have, and the versions to list."""
+        """Take over the settings that a reload can change.
+
+        `iceball.version` is the version that BADV recommends to servers with another one. Only the
+        `iceball.accept_versions` are listed, or all versions if the set is empty."""
         self.version = settings["iceball.version"]
         self.accepted_versions = set(settings["iceball.accept_versions"])
 
     def tick(self, now):
-        """Have every server prove its address again, once in ICEBALL_PROOF_LIFETIMES lifetimes.
+        """Make every server prove its address again, once in ICEBALL_PROOF_LIFETIMES lifetimes.
 
         Without this, somebody who repeats a server's announcement with a forged source could keep
-        it listed after it has left."""
+        it listed after it has left. Return [], because no datagram is to be sent."""
         if now >= self.prove_at:
-            pause = ICEBALL_PROOF_LIFETIMES * self.timeout
-            self.prove_at = now + pause
+            interval = ICEBALL_PROOF_LIFETIMES * self.timeout
+            self.prove_at = now + interval
+            # Without its fingerprint, a server's next announcement is answered with a cookie
             self.registry.forget_fingerprints()
             self.draft.tick(now)
         return []
 
     def answer_repeats(self, data, peers, now):
-        """Refresh the servers that repeat their announcements; return an answer or None for each.
+        """Refresh the listed servers that repeat their announcements in this batch of datagrams.
+
+        `peers` has the (address, port) that each datagram in `data` came from. Return one item per
+        datagram: ICEBALL_SAME for a repeated announcement, None for anything else.
 
         This is the busiest function of the program. With 100,000 servers each look-up waits for
-        the memory three times. If the look-ups of a batch follow each other directly, as they do
-        in these short loops, their waits overlap, and an announcement costs only 1.11 times as
-        much as it does with 100 servers."""
+        memory three times. In these short loops the look-ups of a batch follow each other directly,
+        so that their waits overlap: an announcement takes only 1.11 times as long as it does with
+        100 servers."""
         sources = [source for source, _ in peers]
-        packets = zip(data, sources)
-        fingerprints = list(map(hash, packets))
+        # accept_handshake() has stored the same hash for each listed server
+        fingerprints = list(map(hash, zip(data, sources)))
         by_fingerprint = self.registry.by_fingerprint
         servers = list(map(by_fingerprint.get, fingerprints))
         for server in servers:
@@ -3824,9 +3839,10 @@ class Iceball(UdpProtocol):
         return [None if server is None else ICEBALL_SAME for server in servers]
 
     def datagram(self, data, peer, now):
-        """Answer an announcement, a handshake or a packet of the first draft.
+        """Handle an announcement, a handshake or a packet of the first draft.
 
-        Raise Malformed for every other datagram, and record the reason for /check."""
+        `peer` is the (address, port) that it came from. Return [(answer, peer)], or [] if there is
+        no answer. Raise Malformed for any other datagram, after recording the reason for /check."""
         source, _ = peer
         kind = data[:len(ICEBALL_ANNOUNCE)]
         try:
@@ -3839,56 +3855,63 @@ class Iceball(UdpProtocol):
             else:
                 raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
         except Malformed as error:
-            self.registry.record_outcome(source, "iceball", 0, "bad packet", now, str(error))
+            self.registry.record_outcome(
+                source, "iceball", ICEBALL_UNKNOWN_PORT, "bad packet", now, str(error))
             raise
         return [(answer, peer)] if answer else []
 
     def answer_announcement(self, data, source, now):
         """Return an MSOK with a cookie, or a rejection if the announcement cannot be listed.
 
-        A rejection is a BADV, a BADF, or b"" if no answer is to be sent. Raise Malformed if the
-        announcement is too short to have versions."""
+        A rejection is a BADV or a BADF, or b"" if nothing is to be sent. `source` is the address
+        that the announcement came from. Raise Malformed if it is too short to contain versions."""
         size = len(data)
         if size < ICEBALL_VERSIONS.size:
             raise Malformed("an announcement too short for its versions")
-        reason = self.version_error(data)
-        if reason:
-            return self.reject(source, now, "version", reason)
-        # The length comes second, because the announcements of other versions may differ in length
+        version_error = self.version_error(data)
+        if version_error:
+            return self.reject(source, now, "version", version_error)
+        # The length is checked after the version, because it may differ in other versions
         if size != ICEBALL_ANNOUNCEMENT_BYTES:
-            reason = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT_BYTES)
-            return self.reject(source, now, "bad packet", reason)
+            length_error = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT_BYTES)
+            return self.reject(source, now, "bad packet", length_error)
         port, = ICEBALL_PORT.unpack_from(data)
         registry = self.registry
         address = registry.rules.listed_address(source)
         server = registry.get("iceball", address, port)
+        # /check goes on showing a listed server as listed
         if server is None:
             registry.record_outcome(source, "iceball", port, "announced", now)
         return self.answer_with_cookie(data, source, now)
 
     def version_error(self, data):
-        """Return the reason why this announcement's versions are not listed, "" if they are."""
+        """Return why the versions in this announcement are refused, or "" if they are accepted.
+
+        `data` is at least as long as ICEBALL_VERSIONS. The settings may accept all builds of a
+        version, which stands in them without a build."""
         _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
         if hbversion != ICEBALL_HBVERSION:
             return "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
         accepted = self.accepted_versions
-        if not accepted:
+        if not accepted:                    # the settings do not restrict the versions
             return ""
-        any_build = version & ~ICEBALL_BUILD_BITS
-        if version in accepted or any_build in accepted:
+        version_without_build = version & ~ICEBALL_BUILD_BITS
+        if version in accepted or version_without_build in accepted:
             return ""
-        text = iceball_version_text(version)
+        version_text = iceball_version_text(version)
         accepted_text = ", ".join(map(iceball_version_text, sorted(accepted)))
-        return "Iceball version %s, only %s" % (text, accepted_text)
+        return "Iceball version %s, only %s" % (version_text, accepted_text)
 
     def reject(self, source, now, outcome, reason):
-        """Return BADV or BADF, or b"" for no answer; record the reason for /check.
+        """Record for /check why an announcement is rejected; return the answer to `source`.
 
-        `outcome` is "version", for a BADV, or "bad packet". A game server that gets such an answer
-        stops announcing itself to every master. The packet may have been forged to bring that
-        about, so a source with a listed server gets no such answer, and every other source gets
-        few. Packets from loopback cannot be forged."""
-        self.registry.record_outcome(source, "iceball", 0, outcome, now, reason)
+        The answer is a BADV if `outcome` is "version", a BADF if it is "bad packet", or b"" for no
+        answer. A game server that gets one of them stops announcing itself to every master, and
+        somebody may forge a bad announcement in its name to achieve that. Therefore a source with
+        a listed server gets no answer, and any other source gets few. Packets from loopback
+        addresses cannot be forged, so they are always answered."""
+        self.registry.record_outcome(
+            source, "iceball", ICEBALL_UNKNOWN_PORT, outcome, now, reason)
         if not is_loopback(source):
             has_listed_server = source in self.registry.sources
             if has_listed_server:
@@ -3900,15 +3923,20 @@ class Iceball(UdpProtocol):
         return ICEBALL_BAD_FORMAT
 
     def answer_with_cookie(self, data, source, now):
-        """Return an MSOK with a cookie for this announcement, which has 86 bytes."""
-        body = data[len(ICEBALL_HEAD):]
-        trimmed = body.rstrip(b"\0")
-        surplus = len(trimmed) - ICEBALL_TRIMMED_BYTES
-        if surplus > 0:
+        """Return an MSOK whose cookie carries this announcement.
+
+        `data` is an announcement of the right length and version, `source` the address that it came
+        from. The cookie is a MAC over the source and the trimmed announcement, followed by the
+        trimmed announcement itself."""
+        without_head = data[len(ICEBALL_HEAD):]
+        trimmed = without_head.rstrip(b"\0")
+        # By how much the MSOK would be longer than the announcement
+        surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
+        if surplus_bytes > 0:
             rules = self.registry.rules
-            if not rules.allow_surplus("cookie", source, surplus, now):
-                # The end of the map's name is lost for now. The next announcement of the burst
-                # brings it, a second later
+            if not rules.allow_surplus("cookie", source, surplus_bytes, now):
+                # This cuts off the end of the map's name, the last field. The server sends its
+                # announcement again a second later, which may bring the whole name
                 trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
         # The "=" ends the address. Without it, the cookie of an announcement that begins with a
         # digit would also be valid for a longer address that ends in this digit
@@ -3917,11 +3945,13 @@ class Iceball(UdpProtocol):
         return ICEBALL_COOKIE + mac + trimmed
 
     def accept_handshake(self, data, peer, now):
-        """List or update the server that returns a cookie. Return b"", because HSHK has no answer.
+        """List or update the server whose handshake returns a cookie.
 
-        Raise Malformed if the cookie is not one that went to this source, or is too old."""
+        `peer` is the (address, port) that it came from. Return b"", because an HSHK has no answer.
+        If the server is refused, the reason is recorded for /check. Raise Malformed if the cookie
+        did not go to this address, or is too old."""
         if data == ICEBALL_SAME_RETURNED:
-            return b""
+            return b""                      # answer_repeats() has refreshed the server already
         source, _ = peer
         packet = self.proven_announcement(data, source, now)
         (_, _, version, port, players, max_players, name, mode,
@@ -3931,27 +3961,29 @@ class Iceball(UdpProtocol):
                 source, "iceball", port, "owner", now,
                 "the UDP port that it came from announces another game port")
             return b""
-        server = self.list_proven(source, "", port, now, {
+        fields = {
+            "verified": "handshake",
             "name": iceball_text(name),
             "mode": cached_iceball_text(mode),
             "map": cached_iceball_text(map_name),
             "version": iceball_version_text(version),
             "players": players,
             "max_players": max_players,
-        })
+        }
+        server = self.list_proven(source, port, fields, now)
         if server is not None:
-            # Hashes have 64 bits, so that two of a million servers share one once in 40 million
-            # times
+            # The chance that two of a million servers have the same 64-bit hash is 1 in 40 million
             self.registry.set_fingerprint(server, hash((packet, source)))
             self.set_sender(server, peer)
         return b""
 
     def proven_announcement(self, data, source, now):
-        """Return the announcement (86 bytes) that the cookie in this handshake carries.
+        """Return the whole announcement, 86 bytes, that the cookie in this handshake carries.
 
-        Raise Malformed if the cookie is not one that went to this source, or is too old."""
+        Raise Malformed if the cookie did not go to the address `source`, or is too old."""
         mac = data[ICEBALL_MAC]
         trimmed = data[ICEBALL_TRIMMED]
+        # The same message as in answer_with_cookie()
         message = source.encode() + b"=" + trimmed
         if not self.cookie.is_valid(mac, message, now):
             raise Malformed("a cookie that went to another address, or is older than %d s"
@@ -3960,16 +3992,16 @@ class Iceball(UdpProtocol):
         return packet.ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
 
     def is_sender_taken(self, sender, port):
-        """Return whether a new server is to be refused because another one sends from there.
+        """Return whether to refuse a server because its sender has announced another one.
 
-        `sender` is the address and UDP port that a handshake came from, `port` is the game port in
-        it. A game server echoes every MSOK, even one for an announcement that was forged in its
-        name. Therefore each sender may announce one game port only: otherwise an attacker could
-        list further servers at its address. A server that is listed already is never refused."""
+        `sender` is the (address, UDP port) that a handshake came from, `port` the game port in it.
+        A game server echoes every MSOK, even one for an announcement that was forged in its name.
+        If a sender could announce several game ports, an attacker could thus list more servers at
+        its address. A server that is listed already is never refused."""
         server = self.senders.get(sender)
         if server is None or server.port == port:
             return False
-        # list_proven() refuses port 0, and gives the better reason
+        # list_proven() refuses port 0 with a reason that helps the operator more
         if port == 0:
             return False
         source, _ = sender
@@ -3979,16 +4011,16 @@ class Iceball(UdpProtocol):
         address = rules.listed_address(source)
         return self.registry.get("iceball", address, port) is None
 
-    def list_proven(self, source, claimed_address, port, now, fields):
-        """List or refresh a server that has proven its source.
+    def list_proven(self, source, port, fields, now, claimed_address=""):
+        """List or refresh a server that has proven that it receives packets at `source`.
 
-        `claimed_address` is the address that the server gives itself, or ""; `fields` has
-        attributes of Server. Return the Server, or None if it is refused."""
+        `port` is its game port, and `fields` has attributes of Server. `claimed_address` is the
+        address that it gives itself, or "". Return the Server, or None if it is refused. Record
+        either for /check."""
         registry = self.registry
         rules = registry.rules
         address = rules.listed_address(source, claimed_address)
         key = "iceball", address, port
-        fields["verified"] = "handshake"
         try:
             server = registry.list_or_refresh(key, source, now, self.timeout, fields)
         except Refused as refused:
@@ -3998,22 +4030,23 @@ class Iceball(UdpProtocol):
         return server
 
     def set_sender(self, server, sender):
-        """Remember the address and UDP port that a listed server sends from."""
+        """Remember `sender`, the (address, UDP port) that this listed server sends from."""
         if server.sender != sender:
-            self.forget_sender("changed", server)
+            self.forget_sender(server)
             server.sender = sender
         self.senders[sender] = server
 
-    def forget_sender(self, event: str, server: Server) -> None:
-        """Forget where a server sends from, when it leaves or sends from elsewhere.
+    def on_server_gone(self, event: str, server: Server) -> None:
+        """Forget where a server that has left was sending from. `event` is always "gone"."""
+        self.forget_sender(server)
 
-        `event` is "gone" or "changed"; it makes no difference here."""
-        sender = server.sender
-        if self.senders.get(sender) is server:
-            del self.senders[sender]
+    def forget_sender(self, server: Server) -> None:
+        """Remove this server from `senders`, unless another server has taken its place there."""
+        if self.senders.get(server.sender) is server:
+            del self.senders[server.sender]
 
 
-# The kind of a packet of the first draft: its first byte
+# The first byte of a packet of the first draft tells its kind
 DRAFT_REQUEST = b"\1"
 DRAFT_ID = b"\2"
 DRAFT_TEXT = b"\3"
@@ -4025,18 +4058,18 @@ DRAFT_WRONG_VERSION = b"\7"
 DRAFT_SESSION_KINDS = DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE
 DRAFT_KINDS = (DRAFT_REQUEST, DRAFT_ID, DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE,
                DRAFT_NO_SESSION, DRAFT_WRONG_VERSION)
-# A game server's packets begin with the kind and hbversion, or with the kind and its session's id
+# In a game server's packets the kind is followed by hbversion, or by the id of its session
 DRAFT_VERSION = slice(1, 3)
 DRAFT_IDENTITY = slice(1, 5)
-# A packet that sets a field has the number of the field behind the id, and then the value
+# In a packet that sets a field, the number of the field follows the id, and the value comes last
 DRAFT_FIELD_NUMBER = slice(5, 6)
 DRAFT_FIELD_VALUE = slice(6, None)
 DRAFT_HBVERSION = b"\1\0"
-# Kind, hbversion, port. The address follows as text
+# The head of a request: kind, hbversion, port. The address follows as text
 DRAFT_REQUEST_HEAD = struct.Struct("<c2sH")
-# Kind, id, port. The address follows as text
+# The head of the answer: kind, id, port. The address follows as text
 DRAFT_ID_HEAD = struct.Struct("<c4sH")
-# The attribute of Server by the kind of the packet and the number of the field
+# The attribute of Server that a packet sets, by the kind of the packet and the number of the field
 DRAFT_FIELDS = {
     (DRAFT_TEXT, b"\1"): "name",
     (DRAFT_TEXT, b"\2"): "mode",
@@ -4044,8 +4077,9 @@ DRAFT_FIELDS = {
     (DRAFT_NUMBER, b"\2"): "max_players",
 }
 DRAFT_VALUE = struct.Struct("<i")
-# The latest requests are kept until their ids come back. If 30,000 forged requests come each
-# second, more than can be read, an honest game server still has 0.3 s to return its id
+# So many requests, the latest ones, are kept until their ids come back. Even if 30,000 forged
+# requests came each second, more than the program can read, a game server would have 0.3 s to
+# return its id
 DRAFT_REQUESTS = 8192
 # A source may have this many sessions for each server that it may list
 DRAFT_SESSIONS = 2
@@ -4054,11 +4088,13 @@ DRAFT_SESSIONS = 2
 class DraftSession(NamedTuple):
     """The session that a game server of the first draft has requested."""
 
-    # 4 random bytes, which every further packet of the session repeats
+    # The session's id: 4 random bytes, which every further packet of the session repeats
     identity: bytes
     # The address that the game server gives itself, or ""
     claimed_address: str
+    # The port that players connect to
     port: int
+    # The monotonic time at which the session ends, unless a packet prolongs it
     ends: float
 
 
@@ -4074,24 +4110,28 @@ class IceballDraft:
         < 06                                   no such session: request an id
         < 07 0100                              wrong hbversion
 
-    The id is random, so whoever returns it has received it. The first packet that returns the id
-    lists the server.
+    The id is random, so a game server that returns it must have received it. The first packet that
+    returns the id lists the server.
     """
 
     def __init__(self, iceball):
-        """`iceball`: the Iceball object that receives the datagrams of both protocols."""
+        """Begin without sessions.
+
+        `iceball` is the Iceball object, which receives the datagrams of both protocols."""
         self.iceball = iceball
         self.registry = iceball.registry
-        # The sessions whose id has not come back yet, by peer. They are apart from the others,
-        # because requests may be forged and must not push out a session whose id has come back
+        # The sessions whose id has not come back yet, by peer. They are kept apart, because
+        # requests may be forged and must not push out a session whose id has come back
         self.requests = collections.OrderedDict()
         # The sessions whose id has come back, by address and then by peer
         self.sessions = collections.defaultdict(collections.OrderedDict)
 
     def answer(self, data, peer, now):
-        """Return the answer to a packet of the draft, or b"" for none.
+        """Return the answer to a packet of the draft, or b"" if it gets none.
 
-        Raise Malformed if the draft has no such packet from a game server."""
+        `peer` is the (address, port) that it came from. The first byte of `data` is one of the
+        DRAFT_KINDS. Raise Malformed if only masters send packets of this kind, or if the contents
+        cannot be read."""
         kind = data[:1]
         if kind == DRAFT_REQUEST:
             return self.answer_request(data, peer, now)
@@ -4101,18 +4141,23 @@ class IceballDraft:
         if session is None:
             return DRAFT_NO_SESSION
         name, value = read_draft_field(data)
-        fields = {name: value} if name else {}
+        fields = {"verified": "handshake"}
+        if name:
+            fields[name] = value
         server = self.list_session(session, peer, fields, now)
         if server is None or not name:
             return b""
+        # The answer repeats the packet with the value that is now stored, which may be shorter
+        stored_value = getattr(server, name)
         head = data[:DRAFT_FIELD_VALUE.start]
-        stored = getattr(server, name)
-        return head + draft_value_bytes(stored)
+        return head + draft_value_bytes(stored_value)
 
     def answer_request(self, data, peer, now):
-        """Return a new id for this request, or the right version, or b"" if a limit forbids it.
+        """Answer a game server that requests an id: create a session, and return its id.
 
-        Raise Malformed if the request cannot be read."""
+        Return a DRAFT_WRONG_VERSION packet if the request has another hbversion, or b"" if a limit
+        forbids an answer that is longer than the request. Raise Malformed if the request cannot be
+        read."""
         version = data[DRAFT_VERSION]
         if len(version) < len(DRAFT_HBVERSION):
             raise Malformed("a request without a version")
@@ -4125,8 +4170,8 @@ class IceballDraft:
         identity = struct.pack("<I", RANDOM.getrandbits(32))
         head = DRAFT_ID_HEAD.pack(DRAFT_ID, identity, port)
         answer = head + draft_value_bytes(address)
-        surplus = len(answer) - len(data)
-        if not rules.allow_surplus("id", source, surplus, now):
+        surplus_bytes = len(answer) - len(data)
+        if not rules.allow_surplus("id", source, surplus_bytes, now):
             return b""
         ends = now + self.iceball.timeout
         session = DraftSession(identity, claimed_address, port, ends)
@@ -4134,12 +4179,15 @@ class IceballDraft:
         return answer
 
     def session_of(self, peer, identity, now):
-        """Return the peer's DraftSession with this id, or None if it has none or it has ended.
+        """Return this peer's session with the id `identity`, or None if there is none.
 
-        It does not matter whether the id has come back before."""
+        A session that has ended does not count. One whose id comes back for the first time does."""
         source, _ = peer
-        proven = self.sessions.get(source, {})
-        for session in (proven.get(peer), self.requests.get(peer)):
+        sessions_of_source = self.sessions.get(source, {})
+        # A peer may have requested a new session while it still has an old one
+        old_session = sessions_of_source.get(peer)
+        requested_session = self.requests.get(peer)
+        for session in (old_session, requested_session):
             if session is None or session.identity != identity:
                 continue
             if now < session.ends:
@@ -4147,47 +4195,57 @@ class IceballDraft:
         return None
 
     def list_session(self, session, peer, fields, now):
-        """List or refresh the session's server with these attributes, and prolong the session.
+        """List or refresh the game server of this session, and prolong the session.
 
-        Return the Server, or None if it is refused."""
+        `fields` has attributes of Server. Return the Server, or None if it is refused; the session
+        then stays as it is."""
         source, _ = peer
         server = self.iceball.list_proven(
-            source, session.claimed_address, session.port, now, fields)
+            source, session.port, fields, now, session.claimed_address)
         if server is None:
             return None
+        # The id has come back, so the session moves from the requests to the sessions
         self.requests.pop(peer, None)
         ends = now + self.iceball.timeout
         prolonged = session._replace(ends=ends)
         self.keep_session(prolonged, peer)
         if not server.name:
+            # Players see the endpoint until the server sends its name
             name = endpoint_text(server.address, server.port)
             self.registry.update(server, {"name": name})
         return server
 
     def keep_session(self, session, peer):
-        """Keep a session whose id has come back. If its source has too many, the oldest goes."""
+        """Store this peer's session, whose id has come back.
+
+        If its source then has more sessions than DRAFT_SESSIONS allows, the oldest is deleted."""
         source, _ = peer
         rules = self.registry.rules
         max_servers = rules.max_servers_per_source
         if rules.exempts(source):
             max_servers = rules.max_servers
-        limit = DRAFT_SESSIONS * max_servers
-        keep_latest(self.sessions[source], peer, session, limit)
+        max_sessions = DRAFT_SESSIONS * max_servers
+        keep_latest(self.sessions[source], peer, session, max_sessions)
 
     def tick(self, now):
-        """Forget the sessions that have ended. Only listed game servers have sessions."""
-        for address, sessions in list(self.sessions.items()):
+        """Delete the sessions that have ended, and the sources that have no session left.
+
+        Requests need no clean-up, because only the latest DRAFT_REQUESTS are kept."""
+        # The loops go over copies, because they delete entries of the originals
+        for source, sessions in list(self.sessions.items()):
             for peer, session in list(sessions.items()):
                 if now >= session.ends:
                     del sessions[peer]
             if not sessions:
-                del self.sessions[address]
+                del self.sessions[source]
 
 
 def read_draft_request(data):
-    """Return the address that a request for an id claims, perhaps "", and its port.
+    """Return the address and the port in a request for an id.
 
-    Raise Malformed if the request does not end with a text."""
+    The address is the one that the game server gives itself, or "" if it gives none. Raise
+    Malformed if the request is too short or does not end with a text."""
+    # A request that is too short has no text either, so the head is complete if this succeeds
     text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
     _, _, port = DRAFT_REQUEST_HEAD.unpack_from(data)
     claimed_address = text.decode("ascii", "replace")
@@ -4195,32 +4253,36 @@ def read_draft_request(data):
 
 
 def read_draft_field(data):
-    """Return the attribute of Server that a packet of the draft sets, and its value.
+    """Return (name, value) for a packet with which a game server describes itself.
 
-    The attribute is "" if the packet sets none that is known here. Raise Malformed if the value
-    cannot be read."""
+    `name` is the attribute of Server that the packet sets. It is "" for a DRAFT_STILL_HERE, which
+    sets none, and for a field that is not in DRAFT_FIELDS. Raise Malformed if the value cannot be
+    read."""
     kind = data[:1]
     if kind == DRAFT_STILL_HERE:
         return "", None
-    number = data[DRAFT_FIELD_NUMBER]
-    value = data[DRAFT_FIELD_VALUE]
-    name = DRAFT_FIELDS.get((kind, number), "")
+    field_number = data[DRAFT_FIELD_NUMBER]
+    raw_value = data[DRAFT_FIELD_VALUE]
+    name = DRAFT_FIELDS.get((kind, field_number), "")
     if kind == DRAFT_TEXT:
-        return name, decode_utf8(read_draft_text(value))
-    return name, read_draft_number(value)
+        return name, decode_utf8(read_draft_text(raw_value))
+    return name, read_draft_number(raw_value)
 
 
 def read_draft_text(raw):
-    """Return the bytes of a text without the NUL at its end. Raise Malformed if there is none."""
-    text, end, surplus = raw.partition(b"\0")
-    if not end or surplus:
+    """Return the bytes before the NUL that ends a text.
+
+    Raise Malformed if there is no NUL, or if further bytes follow it."""
+    text, terminator, surplus = raw.partition(b"\0")
+    if not terminator or surplus:
         raise Malformed("text: expected one with a NUL at its end")
     return text
 
 
 def read_draft_number(raw):
-    """Return a number, at least 0 and at most PLAYERS_MAX. Raise Malformed if it is not a
-    number."""
+    """Return a signed 32-bit number, clamped to the range from 0 to PLAYERS_MAX.
+
+    Raise Malformed if `raw` does not have 4 bytes."""
     if len(raw) != DRAFT_VALUE.size:
         raise Malformed("number: expected 4 bytes")
     number, = DRAFT_VALUE.unpack(raw)
@@ -4228,7 +4290,7 @@ def read_draft_number(raw):
 
 
 def draft_value_bytes(value):
-    """Return a text or a number as the draft's packets have it."""
+    """Return the bytes that stand for this value, a str or an int, in a packet of the draft."""
     if isinstance(value, str):
         return value.encode() + b"\0"
     return DRAFT_VALUE.pack(value)
@@ -4241,15 +4303,16 @@ HYPERBOL_GREETING = struct.Struct("<4sII")          # magic, key, players
 HYPERBOL_REQUEST = struct.Struct("<IB3x")           # key, filter
 HYPERBOL_FILTER_UNOFFICIAL = 16     # the bit of the filter that asks for unofficial servers as well
 HYPERBOL_ENTRY = struct.Struct("<4sIB3x")           # address, port, flavor
-# A player gets this long to send the request: the document has "just a few seconds to ask for the
-# full list".
+HYPERBOL_UNOFFICIAL = 0             # the flavor of every server that the ini does not name
+# A player has this long to send the request. The document says "just a few seconds to ask for the
+# full list"
 HYPERBOL_REQUEST_S = 5.0
-# A query, and the beginning of its answer: type, timestamp
+# All of a query, and the beginning of its answer: type, timestamp
 HYPERBOL_MESSAGE_HEAD = struct.Struct("<BI")
 HYPERBOL_QUERY = 2                  # the type of a query
 HYPERBOL_ANSWER = 27                # the type of an answer
-# The answer after its head, as the document's script reads it: the fields of HyperbolInfo
-# of which nothing else is used: the fields between them are padding here.
+# The rest of an answer, as the script in the document reads it. The fields that are not used here
+# are padding; the others are those of HyperbolInfo
 HYPERBOL_INFO = struct.Struct(
     "<32s32sBBx64s"                 # name, mode, players, max_players, a zero, map
     "21xII4x"                       # the address as text, port, flags, four unknown bytes
@@ -4260,7 +4323,7 @@ HYPERBOL_ANSWER_BYTES = HYPERBOL_MESSAGE_HEAD.size + HYPERBOL_INFO.size     # 22
 
 
 class Hyperbol(TcpProtocol, PolledGame):
-    """Serve Hyperbol's list by TCP and query its game servers by UDP.
+    """Serves Hyperbol's list by TCP and queries its game servers by UDP.
 
     Document: "The master Server Protocol".
 
@@ -4282,36 +4345,36 @@ class Hyperbol(TcpProtocol, PolledGame):
     game = "hyperbol"
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Begin with the servers that the ini names. `core` is the program's Core."""
         super().__init__(core)
         registry = core.registry
         self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
         self.official_list = RenderedList(registry, self.game, render_official_hyperbol_list)
-        self.flavors = {}                       # flavors by listed address and port
+        # The flavors in the ini, by the address and port at which each server is listed
+        self.flavors = {}
         self.read(core.settings)
 
     def read(self, settings):
-        """Read from the settings the servers that they name, each with its flavor."""
-        flavors = {}
+        """Take over the servers that the settings name by host and port, each with its flavor."""
+        flavors_by_host = {}
         for host, port, flavor in settings["hyperbol.servers"]:
-            flavors[host, port] = flavor
-        self.set_pinned(flavors)
+            flavors_by_host[host, port] = flavor
+        self.set_pinned(flavors_by_host)
 
     def tick(self, now):
-        """Look up the host names of the ini and give each server of this master the flavor from the
-        ini.
+        """Find the servers that the ini names, and give every listed server its flavor.
 
-        This is called once a second."""
+        This is called once a second, because the addresses of host names may change."""
         self.resolve_pinned(now)
         self.update_flavors()
         for endpoint, server in self.registry.games[self.game].items():
             if server.master:
-                continue                        # another master decides about its own servers
-            flavor = self.flavors.get(endpoint, 0)
+                continue            # another master has heard this server and sets its flavor
+            flavor = self.flavors.get(endpoint, HYPERBOL_UNOFFICIAL)
             self.registry.update(server, {"flavor": flavor})
 
     def update_flavors(self):
-        """Set `flavors` from the ini's servers, by the addresses under which they are listed."""
+        """Fill `flavors` with the flavors from the ini, by the listed address and port."""
         self.flavors = {}
         for (address, port), flavor in self.pinned_by_address.items():
             listed_address = self.rules.listed_address(address)
@@ -4322,61 +4385,62 @@ class Hyperbol(TcpProtocol, PolledGame):
         return HyperbolSession(self, address, now)
 
     def on_http_announcement(self, source, port, fields, now):
-        """Query a game server that has announced itself by HTTP from the address `source`.
+        """Query the game server at `source` and `port`, which has announced itself by HTTP.
 
-        `fields` is ignored, because the server is listed with its answer to the query.
-        Raises Refused if the server must not be queried."""
+        `fields` is ignored, because the answer to the query describes the server. Raise Refused if
+        the server may not be queried."""
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
                                         "this came from %s" % source)
         self.query_newcomer(source, port, now)
 
     def query(self, target):
-        """Return the datagram that queries this target; its nonce is the timestamp."""
+        """Return the datagram that queries this target. Its timestamp is the target's nonce."""
         return HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, target.nonce)
 
     def answer(self, target, data, now):
-        """List the target's server with the fields of its answer, or refresh it.
+        """List or refresh the target's server with the contents of its answer.
 
-        Returns b"", because one answer completes the poll and needs no reply. Raises Malformed if
-        `data` does not answer the query that is open."""
+        Return b"", because one answer completes the poll and needs no reply. Raise Malformed if
+        `data` does not answer the open query."""
         fields = parse_hyperbol_answer(data, target.nonce)
         endpoint = self.listed_endpoint(target)
         if not fields["name"]:
             fields["name"] = endpoint_text(*endpoint)
-        # Whole milliseconds, so that jitter alone does not change the list
+        # Whole milliseconds, so that a little jitter does not change the list
         fields["ping_ms"] = round(target.ping_ms)
-        fields["flavor"] = self.flavors.get(endpoint, 0)
+        fields["flavor"] = self.flavors.get(endpoint, HYPERBOL_UNOFFICIAL)
         self.list_polled(target, fields, now)
         return b""
 
 
 class HyperbolSession(Session):
-    """Serve one player, whose connection asks for the list."""
+    """One TCP connection of a player who asks for the list."""
 
     def __init__(self, hyperbol, address, now):
-        """`hyperbol`: the protocol; `address`: the client's; `now`: the time at which it
-        connected."""
+        """Begin the session of a client at `address` that has just connected."""
         self.hyperbol = hyperbol
         self.address = address
         self.deadline = now + HYPERBOL_REQUEST_S
-        # The protocol demands a key, which over TCP proves nothing
+        # The protocol demands that the request repeats this key, although over TCP it proves nothing
         self.key = RANDOM.getrandbits(32)
+        # The bytes of the request that have come so far
         self.request = b""
 
     def opened(self, now):
         """Return the greeting: the key, and the number of players on all servers."""
         registry = self.hyperbol.registry
         census_by_game = registry.census(now)
-        census = census_by_game.get(self.hyperbol.game, Census())
-        players = census.players
-        return HYPERBOL_GREETING.pack(HYPERBOL_MAGIC, self.key, players)
+        nobody = Census()           # a game without servers has no census
+        census = census_by_game.get(self.hyperbol.game, nobody)
+        return HYPERBOL_GREETING.pack(HYPERBOL_MAGIC, self.key, census.players)
 
     def receive(self, data, now):
-        """Collect the request; return the list once the request is complete, and then close.
+        """Collect the bytes of the request; return the list once the request is complete.
 
-        Returns b"" while bytes are missing, and to an address that asks too often. Raises Malformed
-        if the request does not repeat the key of the greeting."""
+        Return b"" while bytes are missing, and for an address that asks too often. Setting `done`
+        closes the connection when the list has been sent. Raise Malformed if the request does not
+        repeat the key of the greeting."""
         self.request += data
         if self.done or len(self.request) < HYPERBOL_REQUEST.size:
             return b""
@@ -4392,38 +4456,44 @@ class HyperbolSession(Session):
         return hyperbol.official_list.get(now)
 
     def tick(self, now):
-        """Close the connection if no complete request has come in time; return nothing to send."""
+        """Close the connection if the request is still incomplete at the deadline.
+
+        Return b"", because nothing is to be sent."""
         if now >= self.deadline:
             self.done = True
         return b""
 
 
 def render_hyperbol_list(servers):
-    """Return the list of those servers that answer and have an IPv4 address: 12 bytes for each."""
-    shown = []
+    """Return the list in the bytes of the protocol, 12 for each server.
+
+    It has those servers that answer and have an IPv4 address, because an entry has no room for an
+    IPv6 address."""
+    eligible = []
     for server in servers:
-        if server.responding and ":" not in server.address:
-            shown.append(server)
-    entries = cached_entries(shown, "hyperbol", render_hyperbol_entry)
+        is_ipv6 = ":" in server.address
+        if server.responding and not is_ipv6:
+            eligible.append(server)
+    entries = cached_entries(eligible, "hyperbol", render_hyperbol_entry)
     return b"".join(entries)
 
 
 def render_official_hyperbol_list(servers):
-    """Return Hyperbol's list without the unofficial servers, whose flavor is 0."""
-    official = [server for server in servers if server.flavor]
+    """Return Hyperbol's list without the unofficial servers, as bytes."""
+    official = [server for server in servers if server.flavor != HYPERBOL_UNOFFICIAL]
     return render_hyperbol_list(official)
 
 
 def render_hyperbol_entry(server):
-    """Return the 12 bytes of a server in the list."""
+    """Return the 12 bytes of this server in the list. Its address is an IPv4 address."""
     address = ipv4_bytes(server.address)
     return HYPERBOL_ENTRY.pack(address, server.port, server.flavor)
 
 
 class HyperbolInfo(NamedTuple):
-    """The fields of a game server's answer that are used, in the order of HYPERBOL_INFO.
+    """The fields of a game server's answer that are used here, in the order of HYPERBOL_INFO.
 
-    Texts are NUL-terminated unless they fill their field."""
+    A text ends with a NUL, unless it fills its field."""
 
     name: bytes
     mode: bytes                     # the document calls it gametype
@@ -4433,17 +4503,17 @@ class HyperbolInfo(NamedTuple):
     port: int
     flags: int
     version: bytes
-    imf: int                        # the players of each faction
+    imf: int                        # this and the next two: the players of each faction
     syndicate: int
     republic: int
     skill: int
 
 
 def parse_hyperbol_answer(data, timestamp):
-    """Parse a game server's answer to a query; return attributes of Server by name.
+    """Parse a game server's answer to a query; return a dict of attributes of Server.
 
-    `timestamp` is the number that the query carried. Raises Malformed if the answer is too short,
-    is no answer, or has another timestamp."""
+    `timestamp` is the number in the query, which the answer has to repeat. Raise Malformed if it
+    does not, or if the answer is too short or has the wrong type."""
     if len(data) < HYPERBOL_ANSWER_BYTES:
         raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_ANSWER_BYTES))
     message_type, answered_timestamp = HYPERBOL_MESSAGE_HEAD.unpack_from(data)
@@ -4471,9 +4541,10 @@ def parse_hyperbol_answer(data, timestamp):
 
 
 def parse_hyperbol_greeting(data):
-    """Return the key and the number of players from the 12 bytes of a master's greeting.
+    """Return (key, players) from a master's greeting: "HBSL", then two unsigned 32-bit numbers.
 
-    Raises Malformed if this is not a greeting."""
+    `players` is the number of players on all servers. Raise Malformed if `data` is too short or
+    does not begin with "HBSL"."""
     is_complete = len(data) >= HYPERBOL_GREETING.size
     if not is_complete or not data.startswith(HYPERBOL_MAGIC):
         raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
@@ -4483,9 +4554,9 @@ def parse_hyperbol_greeting(data):
 
 
 def parse_hyperbol_list(data):
-    """Return [(address, port, flavor), ...] of the servers in a list, the address as text.
+    """Return a tuple (address, port, flavor) for each server in a list, the address as text.
 
-    Fewer than 12 bytes at the end are an entry that is cut off; they are ignored."""
+    The connection may break within an entry, so an incomplete one at the end is ignored."""
     entry_count = len(data) // HYPERBOL_ENTRY.size
     complete_entries = data[:entry_count * HYPERBOL_ENTRY.size]
     servers = []
