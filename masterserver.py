@@ -3891,7 +3891,7 @@ class Iceball(UdpProtocol):
         version, which stands in them without a build."""
         _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
         if hbversion != ICEBALL_HBVERSION:
-            return "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
+            return "heartbeat version %d instead of %d" % (hbversion, ICEBALL_HBVERSION)
         accepted = self.accepted_versions
         if not accepted:                    # the settings do not restrict the versions
             return ""
@@ -3900,7 +3900,7 @@ class Iceball(UdpProtocol):
             return ""
         version_text = iceball_version_text(version)
         accepted_text = ", ".join(map(iceball_version_text, sorted(accepted)))
-        return "Iceball version %s, only %s" % (version_text, accepted_text)
+        return "Iceball version %s; accepted: %s" % (version_text, accepted_text)
 
     def reject(self, source, now, outcome, reason):
         """Record for /check why an announcement is rejected; return the answer to `source`.
@@ -4275,7 +4275,7 @@ def read_draft_text(raw):
     Raise Malformed if there is no NUL, or if further bytes follow it."""
     text, terminator, surplus = raw.partition(b"\0")
     if not terminator or surplus:
-        raise Malformed("text: expected one with a NUL at its end")
+        raise Malformed("text: expected exactly one NUL, at its end")
     return text
 
 
@@ -4422,7 +4422,7 @@ class HyperbolSession(Session):
         self.hyperbol = hyperbol
         self.address = address
         self.deadline = now + HYPERBOL_REQUEST_S
-        # The protocol demands that the request repeats this key, although over TCP it proves nothing
+        # The request has to repeat this key, although that proves nothing over TCP
         self.key = RANDOM.getrandbits(32)
         # The bytes of the request that have come so far
         self.request = b""
@@ -6520,31 +6520,32 @@ QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
 QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
-# In a list, one of these bytes stands before each address
+# In a list, one of these two bytes stands before each address
 QUAKE3_IPV4 = b"\\"
 QUAKE3_IPV6 = b"/"
 QUAKE3_END = b"\\EOT\0\0\0"
-# The limit for one packet of a list is that of dpmaster. No network splits packets of this size
+# The longest packet of a list, as in dpmaster. Packets of this size need not be fragmented
 QUAKE3_PACKET_BYTES = 1400
-# A key or a value that is longer is skipped
+# A pair of an infoResponse with a longer key or value is skipped
 QUAKE3_TEXT_BYTES = 255
-# A challenge is a MAC in base64. The secret key changes at each start and reload. Because a MAC has
-# only 6 bytes, a getinfo has 20, which is no more than a heartbeat has. Even 50,000 guesses a
-# second take 180 years to find one
+# A challenge is a MAC in base64, with a secret key that changes at each start and reload. The MAC
+# has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat. At 50,000
+# guesses a second it would still take 180 years to guess one
 QUAKE3_MAC_BYTES = 6
 QUAKE3_CHALLENGE = re.compile(rb"[A-Za-z0-9_-]{8}")
-# A game server has this time to answer a getinfo; up to twice the time is accepted
+# A game server has at least this time to answer a getinfo, and at most twice as much
 QUAKE3_CHALLENGE_S = 2.0
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
-# The filters of a question that stand for a game type, with its number
+# The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-# The filter for any game type: its number or its name follows
+# The filter for any other game type begins with this. The game type's number or name follows
 QUAKE3_GAMETYPE = b"gametype="
 # A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
 QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
-# The tags of heartbeats, with the gamename that each stands for. Servers of DarkPlaces say their
-# gamename in the infoResponse. A server that shuts down sends a Flatline tag. Like any other
-# heartbeat it may be forged, so the server is removed only if it does not answer any more
+# The tags of heartbeats, with the gamename that each stands for. It is "" for DarkPlaces, which
+# several games use: their servers give the gamename in the infoResponse. A server that shuts down
+# sends a Flatline tag. Such a heartbeat may be forged, like any other, so the server is removed
+# only if it no longer answers
 QUAKE3_TAGS = {
     "DarkPlaces": "",
     "QuakeArena-1": "Quake3Arena",
@@ -6553,17 +6554,18 @@ QUAKE3_TAGS = {
     "WolfFlatline-1": "wolfmp",
     "ETFlatline-1": "et",
 }
-# Some servers, such as those of Quake III 1.32, do not say their gamename. Their protocol number
-# tells the game
+# Some servers, such as those of Quake III 1.32, do not give their gamename. Their protocol number
+# tells which game it is
 QUAKE3_GAME_OF_PROTOCOL = {
     "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
     "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
     "72": "et", "80": "et", "83": "et", "84": "et"}
 # OpenArena still uses Quake III's gamename. No other game has OpenArena's protocol number
 QUAKE3_OPENARENA_PROTOCOL = "71"
-# A game has its gamename as its id in the registry, in lower case and cut off here
+# The id of a game in the registry is its gamename in lower case, cut to this length
 QUAKE3_GAME_ID_CHARACTERS = 32
-# The titles of games by id in the registry. A game that is not here has its gamename as its title
+# The titles of well-known games, by their ids in the registry. Every other game has its gamename as
+# its title
 QUAKE3_TITLES = {
     "quake3arena": "Quake III Arena",
     "openarena": "OpenArena",
@@ -6573,24 +6575,24 @@ QUAKE3_TITLES = {
     "nexuiz": "Nexuiz",
     "warsow": "Warsow",
 }
-# The meaning of the game types' numbers in the games that the protocol was made for
+# What the numbers of game types mean in the two games of QUAKE3_MODE_GAMES
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
 QUAKE3_MODE_GAMES = "quake3arena", "openarena"
-# At most this many games that have no name here may be listed at a time, because each game is a tab
-# on the page
+# A new game is one that is not named in the titles, the tags or the settings. At most this many may
+# be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many of those games. A machine runs servers of one game, rarely of two
+# One source may bring this many new games. A machine runs servers of one game, rarely of two
 QUAKE3_GAMES_PER_SOURCE = 4
-# The limit for an IPv6 /48, because anybody can have one
+# The limit is not much higher for an IPv6 /48, because anybody can have one
 QUAKE3_GAMES_PER_NETWORK = 8
-# An answer costs this many tokens of [limits] requests. With the default of that setting a source
-# gets 5 answers at once, then 1 a second
+# Each answer takes this many tokens of the setting limits.requests. With its default, a source gets
+# 5 answers at once, then 1 a second
 QUAKE3_QUESTION_TOKENS = 10
-# The answers to this many different questions are kept. Programs ask a few questions for each game
+# The answers to so many different questions are cached. Programs ask a few questions for each game
 QUAKE3_MAX_CACHED_ANSWERS = 256
-# The values that an infoResponse must have, each with the pattern that it must match. The game type
-# may be missing, because QUAKE3_DEFAULTS has one
+# The keys that an infoResponse must have, each with the pattern that the value must match. Only the
+# game type may be missing: it is then taken from QUAKE3_DEFAULTS
 QUAKE3_REQUIRED_VALUES = {
     "protocol": "0|-?[1-9][0-9]{0,8}",
     "clients": "-?[0-9]{1,9}",
@@ -6601,7 +6603,7 @@ QUAKE3_DEFAULTS = {"gametype": "0"}
 
 
 class Quake3Info(NamedTuple):
-    """The state of a game server, as its infoResponse says it."""
+    """What a game server's infoResponse says about the server."""
 
     gamename: Optional[str]             # None if the infoResponse has no such key
     protocol: str                       # a number
@@ -6610,14 +6612,14 @@ class Quake3Info(NamedTuple):
     mapname: str
     clients: int                        # all players, bots included
     max_clients: int
-    human_players: str                  # the number of players without bots; "" if it is missing
+    human_players: str                  # the number of players who are no bots; "" if it is missing
 
 
 def split_quake3_pairs(data):
     r"""Return the `\key\value` pairs of an infoResponse as a dict of bytes.
 
-    If a key comes twice, its last value counts."""
-    # The first piece is the head of the packet
+    If a key occurs several times, its last value counts."""
+    # The first piece is the head of the packet. Then keys and values alternate
     pieces = data.split(b"\\")
     keys = pieces[1::2]
     values = pieces[2::2]
@@ -6625,45 +6627,52 @@ def split_quake3_pairs(data):
 
 
 def parse_quake3_info(pairs):
-    """Return the Quake3Info in the key-value pairs of an infoResponse, which are bytes.
+    """Return the Quake3Info in these key-value pairs of an infoResponse, a dict of bytes.
 
-    Raise Malformed if a value that the list needs is missing or has the wrong form."""
-    texts = decode_quake3_pairs(pairs)
+    Raise Malformed if one of the QUAKE3_REQUIRED_VALUES is missing or does not match its pattern,
+    or if the gamename is not a single word."""
+    values = decode_quake3_pairs(pairs)
     for key, pattern in QUAKE3_REQUIRED_VALUES.items():
-        value = texts.get(key, "")
+        value = values.get(key, "")
         if not re.fullmatch(pattern, value):
             raise Malformed("%s: %a" % (key, value))
-    gamename = texts.get("gamename")
+    gamename = values.get("gamename")
+    # Players' programs could not ask for a gamename with a blank, because blanks separate the
+    # words of a question
     if gamename is not None and len(gamename.split()) != 1:
         raise Malformed("gamename: %a" % gamename)
-    hostname = QUAKE3_COLOUR.sub("", texts.get("hostname", ""))
+    coloured_hostname = values.get("hostname", "")
+    hostname = QUAKE3_COLOUR.sub("", coloured_hostname)
     return Quake3Info(
         gamename,
-        texts["protocol"],
-        texts["gametype"],
-        clean(hostname),
-        texts.get("mapname", ""),
-        clients=int(texts["clients"]),
-        max_clients=clamp(int(texts["sv_maxclients"])),
-        human_players=texts.get("g_humanplayers", ""))
+        protocol=values["protocol"],
+        gametype=values["gametype"],
+        # Without the colours, the name may begin or end with a blank
+        hostname=clean(hostname),
+        mapname=values.get("mapname", ""),
+        clients=int(values["clients"]),
+        max_clients=clamp(int(values["sv_maxclients"])),
+        human_players=values.get("g_humanplayers", ""))
 
 
 def decode_quake3_pairs(pairs):
-    """Return these key-value pairs of bytes as strings, together with QUAKE3_DEFAULTS.
+    """Return these key-value pairs, a dict of bytes, as a dict of cleaned strings.
 
-    Pairs with a key or value that is too long are left out."""
-    texts = dict(QUAKE3_DEFAULTS)
+    A pair is left out if its key or value is longer than QUAKE3_TEXT_BYTES. A missing key that
+    QUAKE3_DEFAULTS contains is added from there."""
+    decoded = dict(QUAKE3_DEFAULTS)
     for key, value in pairs.items():
         longest = max(len(key), len(value))
         if longest <= QUAKE3_TEXT_BYTES:
-            texts[decode_legacy(key)] = decode_legacy(value)
-    return texts
+            decoded[decode_legacy(key)] = decode_legacy(value)
+    return decoded
 
 
 def quake3_fields(info, gamename):
     """Return the contents of a Quake3Info as a dict of attributes of Server.
 
-    `gamename` is that of the server's game; the infoResponse may not have it."""
+    `gamename` is the gamename of the server's game. It is passed separately, because the
+    infoResponse may lack it."""
     return {
         "name": info.hostname,
         "map": info.mapname,
@@ -6676,19 +6685,31 @@ def quake3_fields(info, gamename):
 
 
 def quake3_game_id(gamename, protocol=""):
-    """Return the id that a game has in the registry, from its gamename and protocol number."""
-    allowed = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
-    game = allowed[:QUAKE3_GAME_ID_CHARACTERS]
+    """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena".
+
+    `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
+    because its servers use the gamename of Quake III."""
+    # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
+    safe_name = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
+    game = safe_name[:QUAKE3_GAME_ID_CHARACTERS]
     if game == "quake3arena" and protocol == QUAKE3_OPENARENA_PROTOCOL:
         return "openarena"
     return game
 
 
-class Quake3Question(NamedTuple):
-    """The question of a player's program: which servers of a game are there?"""
+def quake3_title(game, gamename):
+    """Return the title of a game, given its id in the registry and its gamename."""
+    if game in QUAKE3_TITLES:
+        return QUAKE3_TITLES[game]
+    # Letters of other scripts may look like those of a well-known title. The id has only ASCII
+    return gamename if gamename.isascii() else game
 
-    is_extended: bool                   # True: a getserversExt, whose answer has IPv6 addresses
-    gamename: str                       # "" for the games that are listed without a name
+
+class Quake3Question(NamedTuple):
+    """A player's program asks for the servers of a game."""
+
+    is_extended: bool                   # True: a getserversExt, whose answer has IPv6, too
+    gamename: str                       # "" if a getservers has no gamename
     protocol: str                       # a number
     gametype: str                       # "" for any
     wants_empty: bool                   # False leaves out servers without players
@@ -6698,53 +6719,61 @@ class Quake3Question(NamedTuple):
 
 
 def parse_quake3_question(pieces):
-    """Return the Quake3Question in a packet. Raise Malformed if the packet is no question.
+    """Return the Quake3Question in a packet, given as its words: bytes, split at white space.
 
-    `pieces` are the bytes of the packet, split at white space. There are two forms:
+    There are two forms:
 
         getservers [gamename] protocol [filter ...]
-        getserversExt gamename protocol [filter ...]"""
+        getserversExt gamename protocol [filter ...]
+
+    Raise Malformed if the packet begins with neither word, or has no protocol number."""
+    # A word that is missing is read as b"", which is refused below
     command, *arguments = pieces or [b""]
     is_extended = command == QUAKE3_GETSERVERS_EXT
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
     first, *following = arguments or [b""]
-    # A gamename may begin with a digit, but it is not a number
+    # Without a gamename, a getservers begins with the protocol number
     has_gamename = is_extended or not QUAKE3_NUMBER.fullmatch(first)
     if has_gamename:
         gamename = first
         protocol, *filters = following or [b""]
     else:
-        gamename, protocol, filters = b"", first, following
+        gamename = b""
+        protocol = first
+        filters = following
     if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
     wants_ipv4, wants_ipv6 = quake3_address_families(filters, is_extended)
-    wants_empty = b"empty" in filters
-    wants_full = b"full" in filters
     return Quake3Question(
-        is_extended, decode_legacy(gamename), protocol.decode(), quake3_gametype(filters),
-        wants_empty, wants_full, wants_ipv4, wants_ipv6)
+        is_extended,
+        decode_legacy(gamename),
+        protocol.decode(),
+        quake3_gametype(filters),
+        wants_empty=b"empty" in filters,
+        wants_full=b"full" in filters,
+        wants_ipv4=wants_ipv4,
+        wants_ipv6=wants_ipv6)
 
 
 def quake3_gametype(filters):
-    """Return the game type that these filters of a question name, "" if there is none.
+    """Return the game type that these filters of a question ask for, or "" for any.
 
-    If there are several, the last one counts."""
+    A filter names it as in b"ctf" or b"gametype=4"; both give "4". The last such filter counts."""
     gametype = ""
-    for argument in filters:
-        if argument.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(argument[len(QUAKE3_GAMETYPE):])
-        elif argument in QUAKE3_GAMETYPES:
-            gametype = QUAKE3_GAMETYPES[argument]
+    for word in filters:
+        if word.startswith(QUAKE3_GAMETYPE):
+            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
+        elif word in QUAKE3_GAMETYPES:
+            gametype = QUAKE3_GAMETYPES[word]
     return gametype
 
 
 def quake3_address_families(filters, is_extended):
-    """Return two booleans: does a question with these filters ask for IPv4 servers, and for IPv6
-    servers?
+    """Return (wants_ipv4, wants_ipv6): which servers does a question with these filters ask for?
 
-    A plain getservers gets IPv4 servers, because its answer has no room for IPv6 addresses. A
-    getserversExt gets both if its filters name neither."""
+    A getservers (`is_extended` is False) always gets IPv4 servers, because its answer has no room
+    for IPv6 addresses. A getserversExt gets both kinds if its filters name neither."""
     if not is_extended:
         return True, False
     wants_ipv4 = b"ipv4" in filters
@@ -6755,22 +6784,22 @@ def quake3_address_families(filters, is_extended):
 
 
 class Quake3Entry(NamedTuple):
-    """A game server in the lists of its game, prepared for the answers to questions."""
+    """What the answers to questions need to know about a listed server."""
 
-    # Questions with one of these gamenames get the server. "" is among them if the game is also
-    # listed without a name
+    # The server is in the answers to questions with one of these gamenames. "" is among them if
+    # questions without a gamename get it too
     gamenames: Sequence[str]
     protocol: str
     gametype: str
-    is_empty: bool                      # listed only for questions that want empty servers
-    is_full: bool                       # listed only for questions that want full servers
+    is_empty: bool                      # True: only questions that want empty servers get it
+    is_full: bool                       # True: only questions that want full servers get it
     is_ipv6: bool
-    packed: bytes                       # the address and port as they stand in a list
+    packed: bytes                       # the address and port as in a list, after "\\" or "/"
 
     def matches(self, question):
-        """Return whether the server belongs in the answer to this question.
+        """Return whether the server passes the filters of this Quake3Question.
 
-        The caller has compared gamename and protocol already."""
+        Gamename and protocol are not compared: the caller has selected the entries by them."""
         if self.is_empty and not question.wants_empty:
             return False
         if self.is_full and not question.wants_full:
@@ -6785,15 +6814,18 @@ class Quake3Entry(NamedTuple):
 def render_quake3_entry(server, anonymous_gamenames):
     """Return the Quake3Entry of a listed server.
 
-    `anonymous_gamenames` are the games that are listed for questions without a gamename too."""
+    Servers with one of the `anonymous_gamenames` are also in the answers to questions without a
+    gamename."""
     gamename = server.details["gamename"]
     gamenames = [gamename]
     if gamename in anonymous_gamenames:
         gamenames.append("")
     is_empty = server.players == 0
     is_full = server.players == server.max_players and not is_empty
-    if gamename == "et":                # its players always get empty and full servers too
-        is_empty = is_full = False
+    if gamename == "et":
+        # Players of Enemy Territory get empty and full servers even if they do not ask for them
+        is_empty = False
+        is_full = False
     address = ipaddress.ip_address(server.address)
     is_ipv6 = address.version == 6
     separator = QUAKE3_IPV6 if is_ipv6 else QUAKE3_IPV4
@@ -6803,11 +6835,13 @@ def render_quake3_entry(server, anonymous_gamenames):
 
 
 def render_quake3_packets(question, entries):
-    """Return the list of packets that answers a Quake3Question.
+    """Return the packets that answer a Quake3Question, each at most QUAKE3_PACKET_BYTES long.
 
-    `entries` are the Quake3Entry records of the game and protocol that it asks for."""
+    `entries` are the Quake3Entry records of the gamename and protocol that it asks for; those that
+    do not match its filters are left out."""
     head = QUAKE3_SERVERS_EXT if question.is_extended else QUAKE3_SERVERS
     pieces = [entry.packed for entry in entries if entry.matches(question)]
+    # Only the last packet has this mark, so that players' programs know that the list is complete
     pieces.append(QUAKE3_END)
     packets = []
     packet = head
@@ -6830,28 +6864,31 @@ class Quake3(UdpProtocol, PolledGame):
         > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
 
-    Because a heartbeat may be forged, it only makes the master ask: nothing is remembered before an
-    infoResponse with the right challenge, and the contents of the list come from infoResponses.
+    A heartbeat may be forged, so the master only answers it with a getinfo. It lists the server
+    once an infoResponse with the right challenge has come, and lists only what infoResponses say.
 
-    The poller queries all listed servers, at the address and port that each sends from. If one of
-    them sends a heartbeat, it is polled at once. If it is silent then, it is removed, because the
-    heartbeat may have been its farewell. The answer to such a poll goes to the poller's own port,
-    so packets that others send to this port in the server's name do not hinder it.
+    The poller queries every listed server at the address and port that it sends from. If a listed
+    server sends a heartbeat, it is polled at once, and removed if it does not answer, because the
+    heartbeat may have been its farewell. It answers such a poll at the poller's own port, so forged
+    packets that somebody sends to this port in its name cannot prevent the answer.
     """
 
-    # The name of the protocol for the poller and /check. In the registry each gamename is a game
+    # The poller and /check know the whole family by this name. In the registry each gamename is a
+    # game of its own
     game = "quake3"
     ipv4_only = False
-    # With these a server that has left is removed within 5 s of its farewell
+    # These values remove a server within 5 s of its farewell
     timeout_s = 1.0
     attempts = 3
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Read the settings, and subscribe to the events of all servers. `core` is the program's
+        Core."""
         super().__init__(core)
-        # Servers of this protocol are announced by heartbeats alone, not by HTTP
+        # PolledGame allows announcements by HTTP, but these servers announce themselves by
+        # heartbeats only
         del core.http_announcers[self.game]
-        # The rendered value is a function that answers questions
+        # Renders not a list but a function, which answers questions about the servers
         self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
         self.registry.subscribe(
             self.on_registry_event,
@@ -6860,7 +6897,9 @@ class Quake3(UdpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Read the settings, at the start and after a reload."""
+        """Take over the settings, at the start and after a reload.
+
+        A line of `quake3.tags` is TAG=GAMENAME; it adds to QUAKE3_TAGS or overrides it."""
         secret_key = os.urandom(16)
         self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
         self.settings = settings
@@ -6869,8 +6908,9 @@ class Quake3(UdpProtocol, PolledGame):
             tag, _, gamename = line.partition("=")
             self.gamenames_by_tag[tag.strip()] = gamename.strip()
         gamenames = self.gamenames_by_tag.values()
-        self.tag_gamenames = tuple(dict.fromkeys(gamenames))        # each gamename once
-        # The cached entries say which games are listed without a name
+        # dict.fromkeys() removes repetitions and keeps the order
+        self.tag_gamenames = tuple(dict.fromkeys(gamenames))
+        # The cached entries depend on `tag_gamenames`
         self.registry.forget_entries()
 
     def serves(self, server):
@@ -6878,40 +6918,40 @@ class Quake3(UdpProtocol, PolledGame):
         return "gamename" in server.details
 
     def on_registry_event(self, event, server):
-        """Poll every server of the family that is listed, and give its game a title.
+        """Begin or end the polling of a server of the family, and give its game a title.
 
-        `event` is "listed" or "gone". Servers restored from the disk are listed in this way too.
-        The servers of other masters are not polled."""
+        `event` is "listed" or "gone". It is "listed" for servers restored from the disk, too.
+        Servers of other masters are not polled here."""
         gamename = server.details.get("gamename")
         if not gamename:
-            return
+            return                          # a server of another protocol
         if not server.master:
             super().on_registry_event(event, server)
         if event == "listed":
-            title = gamename
-            if not gamename.isascii():
-                # Letters of other scripts may look like those of a known title; the id has none
-                title = server.game
-            known_title = QUAKE3_TITLES.get(server.game, title)
-            self.registry.set_game_title(server, known_title)
+            title = quake3_title(server.game, gamename)
+            self.registry.set_game_title(server, title)
 
     # Questions of players' programs
 
     def render_answer_function(self, servers):
-        """Return a function that takes a Quake3Question and returns the packets that answer it from
-        these servers."""
+        """Return answer(question), a function that answers Quake3Questions about these servers.
+
+        It returns a list of packets, and caches the latest QUAKE3_MAX_CACHED_ANSWERS answers."""
         entries_by_game = self.group_entries(servers)
 
         @functools.lru_cache(QUAKE3_MAX_CACHED_ANSWERS)
         def answer(question):
-            entries = entries_by_game.get((question.gamename, question.protocol), ())
-            return render_quake3_packets(question, entries)
+            no_entries = ()
+            key = question.gamename, question.protocol
+            return render_quake3_packets(question, entries_by_game.get(key, no_entries))
 
         return answer
 
     def group_entries(self, servers):
-        """Return the Quake3Entry records of the family's servers among these, as a dict of lists by
-        (gamename, protocol)."""
+        """Return lists of Quake3Entry records, in a dict by (gamename, protocol).
+
+        Of `servers`, only those of the family are in it. A server is in several lists if questions
+        without a gamename get it too."""
         family = [server for server in servers if self.serves(server)]
         entries_by_game = collections.defaultdict(list)
         for entry in cached_entries(family, "quake3", self.render_entry):
@@ -6923,12 +6963,13 @@ class Quake3(UdpProtocol, PolledGame):
         """Return the Quake3Entry of a server, which cached_entries() keeps until it changes."""
         return render_quake3_entry(server, self.tag_gamenames)
 
-    def answer_question(self, pieces, source, now):
-        """Return the packets that answer a question. `pieces` are its bytes, split at white space.
+    def answer_question(self, words, source, now):
+        """Return the packets that answer a question from the address `source`.
 
-        Raise Malformed if it is not a question, and Limited if a limit forbids an answer."""
-        question = parse_quake3_question(pieces)
-        # If forged questions have used up the limit for answers, none is even rendered
+        `words` are the bytes of the packet, split at white space. Raise Malformed if they are not
+        a question, and Limited if a limit forbids an answer."""
+        question = parse_quake3_question(words)
+        # datagram() would refuse to send the answer, so do not spend time on rendering it
         if self.rules.surplus_is_spent("quake3", source, now):
             raise Limited
         tokens = self.rules.request_tokens(QUAKE3_QUESTION_TOKENS)
@@ -6940,10 +6981,11 @@ class Quake3(UdpProtocol, PolledGame):
     # All datagrams
 
     def datagram(self, data, peer, now):
-        """Answer a heartbeat, an infoResponse or a question: return (datagram, peer) pairs.
+        """Handle a heartbeat, an infoResponse or a question; return [(packet, peer), ...].
 
-        Raise Malformed for every other datagram, and record the reason for /check. Raise Limited
-        if a limit forbids the answer."""
+        Raise Limited if the answer would exceed a limit. Raise Malformed for any other datagram,
+        after recording the reason for /check."""
+        # The peer of an IPv6 socket has two further items, which are not used
         endpoint = peer[:2]
         source, port = endpoint
         try:
@@ -6951,50 +6993,51 @@ class Quake3(UdpProtocol, PolledGame):
         except Malformed as error:
             self.record_outcome(source, port, "bad packet", now, str(error))
             raise
-        surplus = sum(map(len, packets)) - len(data)
-        if not self.rules.allow_surplus("quake3", source, surplus, now):
+        surplus_bytes = sum(map(len, packets)) - len(data)
+        if not self.rules.allow_surplus("quake3", source, surplus_bytes, now):
             raise Limited
         return [(packet, peer) for packet in packets]
 
     def answer_packet(self, data, endpoint, now):
-        """Return the list of packets that answer this one.
+        """Return the list of packets that answer this one, empty if there is no answer.
 
-        `endpoint` is the (address, port) that it comes from. Raise Malformed and Limited as
-        datagram() does."""
+        `endpoint` is the (address, port) that it comes from. Raise Limited if a limit forbids the
+        answer, and Malformed if this is not a heartbeat, an infoResponse or a question, or if its
+        contents are wrong."""
         if data.startswith(QUAKE3_INFO):
             self.accept_info(data, endpoint, now)
             target = self.poller.find(self, *endpoint)
-            if target is not None:                      # it is None if the server was refused
+            if target is not None:          # it is None if the server was refused
+                # The infoResponse proves that the server is there, as the answer to a poll would
                 target.missed_polls = 0
             return []
-        pieces = data.split()
-        if len(pieces) == 2:
-            command, tag = pieces
+        words = data.split()
+        if len(words) == 2:
+            command, tag = words
             if command == QUAKE3_HEARTBEAT:
                 return self.answer_heartbeat(tag.decode("latin-1"), endpoint, now)
         source, _ = endpoint
-        return self.answer_question(pieces, source, now)
+        return self.answer_question(words, source, now)
 
     # Heartbeats, and the challenges that infoResponses must have
 
     def answer_heartbeat(self, tag, endpoint, now):
-        """Return a list with a getinfo for the server at `endpoint`, if it is listed or may be.
+        """Return [getinfo] for the server at `endpoint`, or [] if it is not to be asked now.
 
-        A listed server is also polled at once, unless a poll is under way already. Otherwise the
-        list is empty. Raise Malformed if the tag stands for no game here."""
+        A listed server is also polled at once. It is not asked if such a poll is under way. A new
+        server is not asked if it may not be listed. Raise Malformed if the tag is not known."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
         target = self.poller.find(self, *endpoint)
-        listed_server = None
-        if target is not None:
-            listed_server = self.listed_server(target)
-        if listed_server is not None:
-            # Whatever arrives, a listed server is asked once a second at most
+        is_listed = target is not None and self.listed_server(target) is not None
+        if is_listed:
+            # However many heartbeats arrive, a listed server is asked at most once a second
             if self.is_last_poll(target, now):
                 return []
             polled_target = self.poller.poll_now(self, *endpoint, now)
+            # The heartbeat may have been a farewell, so a single missed poll removes the server
             polled_target.missed_polls = MISSED_POLLS_LIMIT - 1
-            tag_gamename = ""                           # the list has its gamename already
+            tag_gamename = ""               # a listed server has its gamename in the list
         elif self.may_be_listed(endpoint, now):
             tag_gamename = self.gamenames_by_tag[tag]
         else:
@@ -7003,43 +7046,46 @@ class Quake3(UdpProtocol, PolledGame):
         return [QUAKE3_GETINFO + challenge]
 
     def may_be_listed(self, endpoint, now):
-        """Return whether a new server at this (address, port) may be listed.
+        """Return whether a new server at `endpoint`, an (address, port), may be listed.
 
         Record for /check that it has announced itself, or why it is refused."""
         source, port = endpoint
+        record_outcome = self.registry.record_outcome
         try:
             address = self.rules.listed_address(source)
             key = self.game, address, port
             self.registry.check_admission(key, source)
         except Refused as refused:
-            self.record_outcome(source, port, refused.outcome, now, str(refused))
+            record_outcome(source, self.game, port, refused.outcome, now, str(refused))
             return False
-        self.registry.record_outcome(source, self.game, port, "announced", now)
+        record_outcome(source, self.game, port, "announced", now)
         return True
 
     def is_last_poll(self, target, now):
-        """Return whether a poll is under way after which the server is removed if it is silent."""
+        """Return whether a poll is under way that removes this target's server if it is missed.
+
+        A poll is under way if its query is open or due."""
         if target.missed_polls != MISSED_POLLS_LIMIT - 1:
             return False
-        is_asked = target.asked_at is not None
-        return is_asked or target.due <= now
+        has_open_query = target.asked_at is not None
+        return has_open_query or target.due <= now
 
     def make_challenge(self, tag_gamename, endpoint, now):
-        """Return a challenge for a getinfo to this (address, port), as 8 bytes of base64.
+        """Return the challenge for a getinfo to this (address, port): 8 bytes of base64.
 
-        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The challenge
-        carries it in its MAC: verify_challenge() finds it again."""
+        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The MAC covers
+        it, so that verify_challenge() can tell which one it was without any stored state."""
         message = repr((tag_gamename, endpoint)).encode()
         mac = self.cookie.make(message, now)
         return base64.urlsafe_b64encode(mac)
 
     def verify_challenge(self, challenge, endpoint, now):
-        """Return the `tag_gamename` for which make_challenge() has made this challenge.
+        """Return the `tag_gamename` with which make_challenge() has made this challenge.
 
-        Raise Malformed if it is not a challenge of this master for this (address, port), or too
-        old. """
+        Raise Malformed if it was not made for this (address, port), or is too old."""
         if QUAKE3_CHALLENGE.fullmatch(challenge):
             mac = base64.urlsafe_b64decode(challenge)
+            # The challenge does not say which gamename its MAC covers, so each of them is tried
             for tag_gamename in self.tag_gamenames:
                 message = repr((tag_gamename, endpoint)).encode()
                 if self.cookie.is_valid(mac, message, now):
@@ -7051,16 +7097,16 @@ class Quake3(UdpProtocol, PolledGame):
     def accept_info(self, data, endpoint, now, poll_fields=NO_DETAILS):
         """List or refresh the server that has sent this infoResponse from `endpoint`.
 
-        `poll_fields` has the attributes of Server that the poller has measured. The server may be
-        refused, which is recorded for /check. Raise Malformed if the challenge is wrong or the
-        contents cannot be read."""
+        `poll_fields` are attributes of Server that the poller has measured, empty outside a poll.
+        If the server is refused, the reason is recorded for /check. Raise Malformed if the
+        challenge is wrong or the contents cannot be read."""
         pairs = split_quake3_pairs(data)
         challenge = pairs.get(b"challenge", b"")
         tag_gamename = self.verify_challenge(challenge, endpoint, now)
-        # An infoResponse that differs from the last one only in its challenge need not be read.
-        # Among a million servers two have the same 64-bit hash once in 40 million times
-        contents = data.replace(challenge, b"", 1)
-        fingerprint = hash((endpoint, contents))
+        # If only the challenge differs from the server's last infoResponse, the rest is not parsed
+        # again. Two of a million servers have the same 64-bit hash once in 40 million cases
+        without_challenge = data.replace(challenge, b"", 1)
+        fingerprint = hash((endpoint, without_challenge))
         server = self.registry.by_fingerprint.get(fingerprint)
         if server is None:
             info = parse_quake3_info(pairs)
@@ -7069,14 +7115,17 @@ class Quake3(UdpProtocol, PolledGame):
             self.registry.confirm(server, now)
             if not poll_fields:
                 return
-            self.registry.update(server, poll_fields)       # this may forget the fingerprint
+            # This deletes the fingerprint if a value has changed, so it is set again below
+            self.registry.update(server, poll_fields)
         if server is not None:
             self.registry.set_fingerprint(server, fingerprint)
 
     def list_info(self, info, tag_gamename, endpoint, now, poll_fields):
-        """List or refresh the server at `endpoint` with a Quake3Info and the poller's fields.
+        """List or refresh the server at `endpoint`, which has sent this Quake3Info.
 
-        Return the Server, or None if it is refused. Raise Malformed if its game is not known."""
+        `tag_gamename` is the one from its challenge, and `poll_fields` has further attributes of
+        Server. Return the Server, or None if it is refused. Raise Malformed if its game cannot be
+        determined."""
         target = self.poller.find(self, *endpoint)
         listed_server = None
         if target is not None:
@@ -7090,9 +7139,9 @@ class Quake3(UdpProtocol, PolledGame):
     def determine_gamename(self, info, listed_server, tag_gamename):
         """Return the gamename of the server that has sent this Quake3Info.
 
-        It is the one in the infoResponse. Without one, the protocol number may tell the game, then
-        the list (`listed_server` is None if it is not listed), then the heartbeat's tag. Raise
-        Malformed if none of them does."""
+        If the infoResponse has none, the protocol number may tell it, then the list, then the
+        heartbeat's tag. `listed_server` is None if the server is not listed, and `tag_gamename` is
+        "" if the tag does not tell the game. Raise Malformed if nothing tells it."""
         if info.gamename:
             return info.gamename
         protocol_gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
@@ -7104,61 +7153,66 @@ class Quake3(UdpProtocol, PolledGame):
                 return listed_gamename
         if tag_gamename:
             return tag_gamename
-        raise Malformed("gamename: it is not told, and protocol %s is of no known game"
+        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
                         % info.protocol)
 
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with these attributes is listed.
 
         `source` is the address that it sends from. Raise Refused if the settings exclude the game,
-        or if it is new and there are too many new games."""
+        if its id belongs to another protocol, or if it is one new game too many."""
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
         game_filter = self.settings["quake3.games"]
-        # Under the id of another protocol's game the server would be listed as what it is not
+        # Every section of the settings may be the id of a game. A gamename such as "iceball" must
+        # not put a server into the list of another protocol's game
         is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
         if is_id_of_another_protocol or not game_filter.accepts(game):
-            raise Refused("game", "%a is none of those here" % gamename)
-        # The limits for new games do not count the games that have a name here, so that strangers
-        # with invented games cannot keep those out
+            raise Refused("game", "%a is not listed here" % gamename)
+        # The games that are named here can always be listed, even if strangers have filled the
+        # limits for new games with invented ones
         games_of_tags = map(quake3_game_id, self.tag_gamenames)
         named_games = {*QUAKE3_TITLES, *game_filter.named, *games_of_tags}
-        if game not in self.registry.titles and game not in named_games:
+        is_listed_game = game in self.registry.titles
+        if not is_listed_game and game not in named_games:
             self.check_new_game(source, named_games)
         return game
 
     def check_new_game(self, source, named_games):
-        """Raise Refused if there are too many new games in the list, of all sources or of this one.
+        """Raise Refused if the list has no room for one more new game from the address `source`.
 
-        A game is new if its id is not in `named_games`."""
+        New games are those whose id is not in `named_games`. Their number is limited in all, by
+        source, and by IPv6 network."""
         new_games = self.registry.titles.keys() - named_games
         if len(new_games) >= QUAKE3_MAX_NEW_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
         if self.rules.exempts(source):
             return
-        # The keys of the source that has brought each new game
-        keys_of_new_games = []
-        for game, game_source in self.registry.title_sources.items():
-            if game not in named_games:
-                keys_of_new_games.append(source_keys(game_source))
+        # For each new game, the keys of the source whose server was the first of the game
+        keys_by_new_game = {}
+        for game, first_source in self.registry.title_sources.items():
+            if game in new_games:
+                keys_by_new_game[game] = source_keys(first_source)
         for key, source_limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
             limit = min(source_limit, QUAKE3_GAMES_PER_NETWORK)
-            game_count = sum(key in keys for keys in keys_of_new_games)
+            game_count = sum(key in keys for keys in keys_by_new_game.values())
             if game_count >= limit:
                 raise Refused("limit", "at most %d new games of one source" % limit)
 
     # The poller's questions
 
     def query(self, target):
-        """Return a getinfo for a poll of this target."""
+        """Return the getinfo that queries this target; target.asked_at is the present time."""
         endpoint = target.address, target.server_port
-        challenge = self.make_challenge("", endpoint, target.asked_at)
+        no_tag = ""                 # a poll does not come from a heartbeat
+        challenge = self.make_challenge(no_tag, endpoint, target.asked_at)
         return QUAKE3_GETINFO + challenge
 
     def answer(self, target, data, now):
-        """Accept the infoResponse that answers a poll, and return b"", because nothing is sent.
+        """Accept the infoResponse that answers a poll of this target.
 
-        Raise Malformed if it is not an infoResponse, or has the wrong challenge."""
+        Return b"", because nothing is sent back. Raise Malformed if `data` is not an infoResponse,
+        or has the wrong challenge or contents."""
         if not data.startswith(QUAKE3_INFO):
             raise Malformed("no infoResponse")
         endpoint = target.address, target.server_port
