@@ -7226,15 +7226,15 @@ class Quake3(UdpProtocol, PolledGame):
 LUANTI_ID = b"OEt\3"                # begins every packet
 LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
 LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
-LUANTI_GOODBYE = b"\0\0\3"          # stands after the id and the peer's number
+LUANTI_GOODBYE = b"\0\0\3"          # ends a goodbye, after the id and the peer's number
 LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
-LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough; int() is slow with 10,000
-# How many names of a list are read. Few servers have 500 mods
+LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough, and int() is slow with 10,000
+# Only this many names of a list are read. Few servers have 500 mods
 LUANTI_NAMES = 500
-LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
-# How much of each list of names is kept, in bytes of JSON, because every client fetches it with the
-# list of servers. There is room for 180 players with the longest names, and for 500 mods with usual
-# ones. The official list has 8 kB for everything.
+LUANTI_NAME_CHARACTERS = 32         # players' names have up to 20, names of mods rarely 30
+# Each list of names is cut to this many bytes of JSON, because every client fetches it with the
+# list of servers. There is room for 180 players with the longest names, and for 500 mods with names
+# of usual length. The official master allows 8 kB for the whole announcement
 LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
@@ -7244,10 +7244,10 @@ def read_luanti_text(text):
 
 
 def read_luanti_address(text):
-    """Return the address that players connect to: "", an IP address, or a host name with a dot.
+    """Return the announced address that players connect to, if it can be one.
 
-    "" stands for the address that the server announces from. Raise ValueError for anything else
-    than these three."""
+    It is an IP address, a host name with a dot, or "" for the address that the server announces
+    from. Raise ValueError for anything else."""
     if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
         raise ValueError("not a text, or too long")
     if text == "":
@@ -7269,22 +7269,23 @@ def read_luanti_address(text):
 
 
 def read_luanti_names(names):
-    """Return a list of names, each of them cleaned and listed once; at most LUANTI_NAMES.
+    """Return the first LUANTI_NAMES names of a list, cleaned and without repetitions.
 
-    Raise TypeError or AttributeError if this is not a list of texts."""
+    Raise TypeError or AttributeError if `names` is not a list of texts."""
     if not isinstance(names, list):
-        raise TypeError("no list")
-    first = names[:LUANTI_NAMES]
-    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in first]
-    # A dict keeps the order in which its keys came
-    without_repetitions = dict.fromkeys(cleaned)
-    return list(without_repetitions)
+        raise TypeError("not a list")
+    first_ones = names[:LUANTI_NAMES]
+    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in first_ones]
+    # A dict has each key once and keeps the order of its keys
+    unique_names = dict.fromkeys(cleaned)
+    return list(unique_names)
 
 
 def luanti_number_reader(high, kind=int):
     """Return a function that reads a text as a number from 0 to `high`; `kind` is int or float.
 
-    The function raises ValueError for other texts, and for a number with too many digits."""
+    The function raises ValueError if the text is not such a number, or has more than
+    LUANTI_NUMBER_CHARACTERS."""
     read_number_of_any_length = read_number(0, high, kind)
 
     def read(text):
@@ -7299,8 +7300,8 @@ class LuantiField(NamedTuple):
     """A field that an announcement may have.
 
     `read` takes the announced value, a text or a list, and returns it cleaned. It raises
-    ValueError, TypeError or AttributeError for a wrong value; the answer to the announcement then
-    says that `expected` was expected."""
+    ValueError, TypeError or AttributeError for a wrong value. The answer to the announcement then
+    tells what was expected: the text `expected`."""
 
     name: str
     read: Callable[[Any], Any]
@@ -7341,19 +7342,20 @@ LUANTI_FIELDS = (
     LuantiField("proto_min", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("proto_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("lag", read_luanti_fraction, EXPECTED_NUMBER),
-    # The master computes these three: the most clients ever, the number of announcements, and the
-    # mean number of clients
+    # The master computes the last three: the most clients that the server has announced, the number
+    # of its announcements, and the mean of the announced clients
     LuantiField("clients_top", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("updates", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("pop_v", read_luanti_fraction, EXPECTED_NUMBER, is_required=True),
 )
 LUANTI_COMPUTED = "clients_top", "updates", "pop_v"
-# The fields that the page of a server shows as its flags
+# The true-or-false fields that a server's page shows as its flags
 LUANTI_FLAGS = "creative", "damage", "pvp", "password"
 
 
 class Luanti(TcpProtocol, PolledGame):
-    """Luanti, once Minetest; captured from minetestserver 5.6.1. The rules are the official list's.
+    """Luanti, formerly Minetest, as captured from minetestserver 5.6.1. The rules for announcements
+    are those of the official master.
 
     A game server announces itself by HTTP when it starts, every 300 s, and when it ends:
 
@@ -7366,36 +7368,38 @@ class Luanti(TcpProtocol, PolledGame):
         > 4f457403 0001 00 03 ffdc 00 01 peer.u16       bytes 6 to 10 may differ
         < 4f457403 peer.u16 00 00 03
 
-    The server is listed once it answers, with what it has announced. It leaves when it says so,
-    when it leaves three polls unanswered, or after [luanti] timeout without an announcement. The
-    answer has no room for a nonce: somebody who forges a game server's address can pretend that it
-    is there."""
+    The server is listed, with the contents of its announcement, once it has answered the probe. It
+    is removed when it says that it ends, when it has left three polls unanswered, or when it has
+    not announced itself for the setting luanti.timeout. The answer has no room for a nonce, so
+    somebody who forges a game server's address can pretend that it is there."""
 
     game = "luanti"
 
     def __init__(self, core):
-        """Begin without announcements; `core` is the Core of this program."""
+        """Begin without announcements. `core` is the program's Core."""
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
+            # PolledGame's constructor has allowed announcements by HTTP
             del core.http_announcers[self.game]
-        # The announcements whose address is being looked up, by source and port. There are as many
-        # at most as there are look-ups
+        # The announcements whose address for players is being looked up, by source and port. The
+        # limit for look-ups limits their number, too
         self.being_looked_up = {}
 
     def serves(self, server):
-        """Return whether this server can announce itself on one of the ports of [http]."""
+        """Return whether this server can announce itself by HTTP on one of our ports."""
         settings = self.core.settings
         if server.game != self.game or not settings["luanti.enabled"]:
             return False
         return bool(settings["http.ports"])
 
     def on_http_announcement(self, source, port, fields, now):
-        """Handle the announcement of a game server at this address and port.
+        """Handle a "start" or an "update" from the game server at this address and port.
 
-        `fields` has the values of the JSON object that it posted. An update leaves out some of the
-        fields that the start has; their values are kept. Raise Refused if the announcement is wrong
-        or the server may not be listed."""
+        `fields` are the values of the JSON object in the announcement. A start describes the whole
+        server. An update omits some fields, whose values stay as they are. Raise Refused if the
+        announcement is wrong or the server may not be listed."""
         action = fields.get("action")
+        # The web server has handled a "delete" already
         if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
@@ -7406,6 +7410,7 @@ class Luanti(TcpProtocol, PolledGame):
         address = announcement.get("address")
         is_same_address = address == previous.get("address")
         if previous and is_same_address:
+            # The server has proven this address before
             self.refresh(source, port, announcement, now)
         elif address:
             self.look_up_address(source, port, announcement, now)
@@ -7413,7 +7418,9 @@ class Luanti(TcpProtocol, PolledGame):
             self.query_announced(source, port, announcement, now)
 
     def listed_announcement(self, source, port):
-        """Return the announcement with which this game server is listed, or NO_DETAILS."""
+        """Return the announcement with which this game server is listed.
+
+        It is a dict by the names of LUANTI_FIELDS; it is empty if the server is not listed."""
         address = self.rules.listed_address(source)
         server = self.registry.get(self.game, address, port)
         if server is None:
@@ -7421,46 +7428,44 @@ class Luanti(TcpProtocol, PolledGame):
         return server.luanti_announcement
 
     def refresh(self, source, port, announcement, now):
-        """Refresh a listed server with this announcement.
+        """Refresh a listed server with this announcement, without querying it.
 
-        Its address for players is the same as before, so nothing has to be proven again. Raise
-        Refused if the server may not be listed any more."""
+        Raise Refused if the server may not be listed any more."""
         address = self.rules.listed_address(source)
         key = self.game, address, port
         lifetime = self.core.settings["luanti.timeout"]
         attributes = luanti_attributes(announcement)
         self.registry.list_or_refresh(key, source, now, lifetime, attributes)
         self.record_outcome(source, port, "listed", now)
+        # An older announcement would otherwise replace this one when its result comes
         self.forget_waiting(source, port)
 
     def forget_waiting(self, source, port):
-        """Forget an announcement of this server that waits for a look-up or for an answer.
-
-        A newer announcement has taken its place."""
+        """Forget the announcement of this server that waits for a look-up or an answer, if any."""
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
             target.querier_data = None
 
     def look_up_address(self, source, port, announcement, now):
-        """Have the address for players that this announcement names looked up.
+        """Start to look up the announced address for players; on_address_found() gets the result.
 
-        on_address_found() is called with the result. Raise Refused if the server may not be listed,
-        or if too many look-ups are under way."""
+        Raise Refused if the server may not be listed, or if too many look-ups are under way."""
         name = announcement["name"]
         self.check_newcomer(source, port, name)
         host = announcement["address"]
-        listed_address = self.rules.listed_address(source)
+        # If the host has several addresses, this one is preferred
+        preferred_address = self.rules.listed_address(source)
         done = functools.partial(self.on_address_found, source, port, announcement)
-        self.core.resolve(host, done, source, listed_address)
+        self.core.resolve(host, done, source, preferred_address)
         self.being_looked_up[source, port] = announcement
         self.record_outcome(source, port, "announced", now)
 
     def on_address_found(self, source, port, announcement, address, now):
-        """Query the server, unless its name for players leads to an address elsewhere.
+        """Query the announced server, unless its host name leads to an address elsewhere.
 
-        `address` is what the name leads to, or "" if it leads to no address. Do nothing if the
-        server has sent another announcement since."""
+        `address` is the result of the look-up, or "" if the name has no address. Record a refusal
+        for /check. Do nothing if a newer announcement has replaced this one."""
         if self.being_looked_up.get((source, port)) != announcement:
             return
         del self.being_looked_up[source, port]
@@ -7479,10 +7484,11 @@ class Luanti(TcpProtocol, PolledGame):
             self.record_outcome(source, port, refused.outcome, now, reason)
 
     def leads_to_server(self, address, source):
-        """Return whether a name that leads to this address can be that of a server at `source`.
+        """Return whether `address` can belong to the server that announces from `source`.
 
-        `address` is "" for a name that leads to no address. An address of the other family says
-        nothing against the name, because a name may have only IPv4."""
+        `address` comes from the look-up of the server's host name; "" means that it has none. If
+        one of the two is IPv4 and the other IPv6, they cannot be compared, and the name is
+        believed: it may have no address of the other kind."""
         if not address:
             return False
         listed_address = self.rules.listed_address(source)
@@ -7495,14 +7501,13 @@ class Luanti(TcpProtocol, PolledGame):
         return is_ipv6 != is_listed_ipv6
 
     def query_announced(self, source, port, announcement, now):
-        """Query a server that has announced itself; its answer lists it with this announcement.
+        """Query a server that has announced itself. Its answer lists it with this announcement.
 
-        Until then the announcement is kept in the server's Target. So there are no more of them
-        than targets, and they are forgotten with their targets. Raise Refused if the server may
-        not be queried."""
+        Raise Refused if the server may not be queried."""
         name = announcement["name"]
         target = self.query_newcomer(source, port, now, name)
         self.forget_waiting(source, port)
+        # Kept in the target, the announcement is forgotten with it, and their number is limited
         target.querier_data = announcement
 
     def query(self, target):
@@ -7510,11 +7515,11 @@ class Luanti(TcpProtocol, PolledGame):
         return LUANTI_PROBE
 
     def answer(self, target, data, now):
-        """Handle a server's answer to a probe, and return the packet that ends the exchange.
+        """Handle a server's answer to a probe; return the goodbye that ends the exchange.
 
-        If an announcement waits for the answer, the server is listed with it. Otherwise a listed
-        server is known to be there; its lifetime still counts from its last announcement. A server
-        that is not listed is no target any more. Raise Malformed if the data are not an answer."""
+        An announcement that waits for this answer is now listed. Without one, a listed server is
+        only known to be there: its lifetime still counts from its last announcement. A server that
+        is not listed after this is no longer polled. Raise Malformed if `data` is not an answer."""
         goodbye = luanti_goodbye(data)
         announcement = target.querier_data
         target.querier_data = None
@@ -7536,7 +7541,8 @@ class Luanti(TcpProtocol, PolledGame):
 def luanti_goodbye(data):
     """Return the packet that ends the exchange after this answer to a probe.
 
-    It carries the peer's number from the answer. Raise Malformed if the data are not an answer."""
+    In its answer the game server gives us a peer number, which the goodbye has to repeat. Raise
+    Malformed if `data` is not such an answer."""
     answer = LUANTI_PROBE_ANSWER.fullmatch(data)
     if not answer:
         raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
@@ -7545,31 +7551,31 @@ def luanti_goodbye(data):
 
 
 def completed_luanti_announcement(fields, previous):
-    """Return an announcement, checked, cleaned and completed, as a dict by the fields' names.
+    """Return a complete announcement: a dict by the names of LUANTI_FIELDS, checked and cleaned.
 
-    `fields` has the announced values. Fields that are missing there come from `previous`, the
-    server's announcement before this one; it is empty if there is none. The master computes the
-    LUANTI_COMPUTED fields. Raise Refused if a field is missing or wrong."""
+    `fields` are the announced values. Fields that they lack are taken from `previous`, the server's
+    last announcement, which is empty if there is none. The LUANTI_COMPUTED fields are updated with
+    the announced number of clients. Raise Refused if a field is missing or wrong."""
     merged = {**previous, **fields}
+    # A server cannot set these three itself
     for name in LUANTI_COMPUTED:
         merged[name] = previous.get(name, 0)
     announcement = luanti_fields(merged)
     clients = announcement["clients"]
     updates = announcement["updates"] + 1
-    mean = announcement["pop_v"]
-    # The mean moves towards the new number by its share in all announcements
-    mean += (clients - mean) / updates
+    previous_mean = announcement["pop_v"]
     announcement["clients_top"] = max(clients, announcement["clients_top"])
     announcement["updates"] = updates
-    announcement["pop_v"] = mean
+    # The mean of all announcements so far, of which this one is the last
+    announcement["pop_v"] = previous_mean + (clients - previous_mean) / updates
     return announcement
 
 
 def luanti_fields(values):
-    """Return those of an announcement's values that LUANTI_FIELDS has, checked and cleaned.
+    """Return those of an announcement's values that are LUANTI_FIELDS, checked and cleaned.
 
-    The values were received, or stored by an earlier run. Raise Refused if a required one is
-    missing, or if one is wrong."""
+    `values` is a dict that has been received, or stored by an earlier run of the program. Raise
+    Refused if a required field is missing or a value is wrong."""
     fields = {}
     for field in LUANTI_FIELDS:
         if field.name in values or field.is_required:
@@ -7577,11 +7583,13 @@ def luanti_fields(values):
             fields[field.name] = read_luanti_field(field, value)
     if fields["proto_min"] > fields["proto_max"]:
         raise Refused("bad packet", "proto_min is above proto_max")
+    # The count and the list may contradict each other; then the list is right
     if "clients_list" in fields:
         fields["clients"] = len(fields["clients_list"])
     for name, max_bytes in LUANTI_LIST_BYTES.items():
         if name in fields:
             fields[name] = first_names(fields[name], max_bytes)
+    # Clients open this link, so it must not have another scheme, such as "javascript:"
     url = fields.get("url", "")
     is_web_address = re.match("https?://", url)
     if not is_web_address:
@@ -7590,34 +7598,40 @@ def luanti_fields(values):
 
 
 def read_luanti_field(field, value):
-    """Return a value of this LuantiField, checked and cleaned.
+    """Return the value of this LuantiField, checked and cleaned.
 
-    `value` is None if it is missing. Raise Refused if it is wrong or missing."""
+    `value` is the received one, or None if it is missing. Raise Refused if it is wrong or
+    missing."""
     if isinstance(value, (int, float)):
-        # The readers take numbers and flags as texts, in which form old servers send them
-        value = str(value)
+        # Old servers send numbers and flags as texts, so the readers expect texts
+        value_to_read = str(value)
+    else:
+        value_to_read = value
     try:
-        return field.read(value)
+        return field.read(value_to_read)
     except (ValueError, TypeError, AttributeError):
+        # `value` is not what the reader expects, and may be of any type of JSON
         reason = "%s: expected %s" % (field.name, field.expected)
         raise Refused("bad packet", reason) from None
 
 
 def first_names(names, max_bytes):
-    """Return the first of these names, as many as fit into `max_bytes` of JSON."""
+    """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
     total_bytes = 0
-    for number, name in enumerate(names):
+    for position, name in enumerate(names):
         # In JSON a backslash stands before each of these two characters
-        escapes = name.count('"') + name.count("\\")
-        quotes_and_comma = len('"",')
-        total_bytes += len(name.encode()) + escapes + quotes_and_comma
+        escape_bytes = name.count('"') + name.count("\\")
+        quotes_and_comma_bytes = len('"",')
+        total_bytes += len(name.encode()) + escape_bytes + quotes_and_comma_bytes
         if total_bytes > max_bytes:
-            return names[:number]
+            return names[:position]
     return names
 
 
 def luanti_attributes(announcement):
-    """Return the attributes of Server with which this announcement is listed, as a dict."""
+    """Return the attributes of Server with which this announcement is listed, as a dict.
+
+    `announcement` is a complete one, from completed_luanti_announcement()."""
     flags = []
     for flag in LUANTI_FLAGS:
         if announcement.get(flag):
