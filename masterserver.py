@@ -3992,7 +3992,7 @@ class Iceball(UdpProtocol):
         return packet.ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
 
     def is_sender_taken(self, sender, port):
-        """Return whether to refuse a server because its sender has announced another one.
+        """Return whether to refuse a server because its sender already announces another one.
 
         `sender` is the (address, UDP port) that a handshake came from, `port` the game port in it.
         A game server echoes every MSOK, even one for an announcement that was forged in its name.
@@ -4077,7 +4077,7 @@ DRAFT_FIELDS = {
     (DRAFT_NUMBER, b"\2"): "max_players",
 }
 DRAFT_VALUE = struct.Struct("<i")
-# So many requests, the latest ones, are kept until their ids come back. Even if 30,000 forged
+# This many requests, the latest ones, are kept until their ids come back. Even if 30,000 forged
 # requests came each second, more than the program can read, a game server would have 0.3 s to
 # return its id
 DRAFT_REQUESTS = 8192
@@ -6589,7 +6589,7 @@ QUAKE3_GAMES_PER_NETWORK = 8
 # Each answer takes this many tokens of the setting limits.requests. With its default, a source gets
 # 5 answers at once, then 1 a second
 QUAKE3_QUESTION_TOKENS = 10
-# The answers to so many different questions are cached. Programs ask a few questions for each game
+# This many answers to different questions are cached. Programs ask a few questions for each game
 QUAKE3_MAX_CACHED_ANSWERS = 256
 # The keys that an infoResponse must have, each with the pattern that the value must match. Only the
 # game type may be missing: it is then taken from QUAKE3_DEFAULTS
@@ -6612,7 +6612,7 @@ class Quake3Info(NamedTuple):
     mapname: str
     clients: int                        # all players, bots included
     max_clients: int
-    human_players: str                  # the number of players who are no bots; "" if it is missing
+    human_players: str                  # the number of players without bots; "" if missing
 
 
 def split_quake3_pairs(data):
