@@ -6784,7 +6784,7 @@ def quake3_address_families(filters, is_extended):
 
 
 class Quake3Entry(NamedTuple):
-    """What the answers to questions need to know about a listed server."""
+    """A listed server, reduced to what the answers to questions need."""
 
     # The server is in the answers to questions with one of these gamenames. "" is among them if
     # questions without a gamename get it too
@@ -7181,8 +7181,8 @@ class Quake3(UdpProtocol, PolledGame):
     def check_new_game(self, source, named_games):
         """Raise Refused if the list has no room for one more new game from the address `source`.
 
-        New games are those whose id is not in `named_games`. Their number is limited in all, by
-        source, and by IPv6 network."""
+        New games are those whose id is not in `named_games`. There is a limit for the whole list,
+        for each source and for each IPv6 network."""
         new_games = self.registry.titles.keys() - named_games
         if len(new_games) >= QUAKE3_MAX_NEW_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
@@ -7300,8 +7300,8 @@ class LuantiField(NamedTuple):
     """A field that an announcement may have.
 
     `read` takes the announced value, a text or a list, and returns it cleaned. It raises
-    ValueError, TypeError or AttributeError for a wrong value. The answer to the announcement then
-    tells what was expected: the text `expected`."""
+    ValueError, TypeError or AttributeError for a wrong value. `expected` describes a right value;
+    the answer to a wrong announcement quotes it."""
 
     name: str
     read: Callable[[Any], Any]
@@ -7370,7 +7370,7 @@ class Luanti(TcpProtocol, PolledGame):
 
     The server is listed, with the contents of its announcement, once it has answered the probe. It
     is removed when it says that it ends, when it has left three polls unanswered, or when it has
-    not announced itself for the setting luanti.timeout. The answer has no room for a nonce, so
+    not announced itself for longer than luanti.timeout. The answer has no room for a nonce, so
     somebody who forges a game server's address can pretend that it is there."""
 
     game = "luanti"
@@ -7507,7 +7507,7 @@ class Luanti(TcpProtocol, PolledGame):
         name = announcement["name"]
         target = self.query_newcomer(source, port, now, name)
         self.forget_waiting(source, port)
-        # Kept in the target, the announcement is forgotten with it, and their number is limited
+        # The target keeps the announcement, so that the limit for targets limits announcements, too
         target.querier_data = announcement
 
     def query(self, target):
@@ -7517,8 +7517,8 @@ class Luanti(TcpProtocol, PolledGame):
     def answer(self, target, data, now):
         """Handle a server's answer to a probe; return the goodbye that ends the exchange.
 
-        An announcement that waits for this answer is now listed. Without one, a listed server is
-        only known to be there: its lifetime still counts from its last announcement. A server that
+        If an announcement waits for this answer, the server is listed with it. Otherwise a listed
+        server is confirmed, but its lifetime still counts from its last announcement. A server that
         is not listed after this is no longer polled. Raise Malformed if `data` is not an answer."""
         goodbye = luanti_goodbye(data)
         announcement = target.querier_data
