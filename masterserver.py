@@ -3775,45 +3775,50 @@ class PolledGame(Querier):
 # --- Iceball -------------------------------------------------------------------------------------
 
 ICEBALL_HBVERSION = 2
-# The kind of a datagram: its first 4 bytes
+# The first 4 bytes of a datagram tell its kind
 ICEBALL_ANNOUNCE = b"1CEB"
 ICEBALL_COOKIE = b"MSOK"
 ICEBALL_HANDSHAKE = b"HSHK"
 ICEBALL_BAD_VERSION = b"BADV"
 ICEBALL_BAD_FORMAT = b"BADF"
-# Kind, hbversion, ibversion, port, players, maximum, name, mode, map
+# An announcement: kind, hbversion, ibversion, port, players, maximum, name, mode, map
 ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
 ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size          # 86
-# Kind, hbversion, ibversion: the beginning of an announcement, and all of a BADV
+# An announcement begins with its kind, hbversion and ibversion. A BADV has nothing else
 ICEBALL_VERSIONS = struct.Struct("<4sHI")
-# The port within an announcement
+# Reads only the port of an announcement
 ICEBALL_PORT = struct.Struct("<10xH")
-# The beginning that all announcements have in common. The bytes behind it, without the zeros at
-# their end, are the "trimmed" announcement, which a cookie carries
+# Every announcement that can be listed begins with these 6 bytes. The other 80, without the zeros
+# at their end, are the "trimmed" announcement, which a cookie carries
 ICEBALL_HEAD = ICEBALL_ANNOUNCE + struct.pack("<H", ICEBALL_HBVERSION)
-# In an MSOK and an HSHK, a MAC stands between the kind and the trimmed announcement
+# An MSOK and an HSHK consist of the kind, a MAC and the trimmed announcement
 ICEBALL_MAC = slice(len(ICEBALL_HANDSHAKE), len(ICEBALL_HANDSHAKE) + COOKIE_MAC_BYTES)
 ICEBALL_TRIMMED = slice(ICEBALL_MAC.stop, None)
-# An MSOK with a trimmed announcement of this length is as long as the announcement itself
+# With a trimmed announcement of this length, an MSOK is as long as the announcement itself
 ICEBALL_TRIMMED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - ICEBALL_TRIMMED.start
-# A listed server that repeats its announcement has nothing to prove, so its MSOK has this constant
-# in place of a cookie. The server echoes it like any cookie, and the master ignores the echo
+# A listed server that repeats its announcement has nothing to prove, so its MSOK has "same" in
+# place of a cookie. The server echoes it like any cookie, and the master ignores the echo
 ICEBALL_SAME = ICEBALL_COOKIE + b"same"
 ICEBALL_SAME_RETURNED = ICEBALL_HANDSHAKE + b"same"
 # Every server has to prove its address again after this many times the setting iceball.timeout
 ICEBALL_PROOF_LIFETIMES = 2
-# The bits of a version that hold the build. Without them a version stands for all of its builds
+# The low bits of a version number are the build. If they are all 0 in a version that the settings
+# accept, every build of that version is accepted
 ICEBALL_BUILD_BITS = 1023
 # How many BADV and BADF one source gets, per second and at once. A server sends a burst of five
-# announcements every 40 s, so each of them is answered
+# announcements every 40 s, so each of them can be answered
 ICEBALL_REJECTIONS = 1 / 8, 5
+# /check records this port for a packet whose announced port was not read
+ICEBALL_UNKNOWN_PORT = 0
 
 
 @functools.lru_cache(maxsize=256)
 def iceball_version_text(number):
-    """Return a version as text: 8421413 is "0.2.1-37". The reverse of read_iceball_version().
+    """Return a version number as text: 8421413 is "0.2.1-37".
 
-    The texts are cached, so that all servers of one version share one text."""
+    This is the reverse of read_iceball_version(). From the highest bit on, the number has 5 bits
+    for the major version, 5 for the minor one, 7 for the patch, 5 for a letter and 10 for the
+    build. The cache makes all servers of a version share one string."""
     major = number >> 27
     minor = number >> 22 & 31
     patch = number >> 15 & 127
@@ -3822,7 +3827,7 @@ def iceball_version_text(number):
     text = "%d.%d" % (major, minor)
     if patch:
         text += ".%d" % patch
-    # 1 is "a"; 31 would be a control character
+    # 1 to 26 stand for "a" to "z". 31 is left out, because it would give a control character
     if 0 < letter < 31:
         text += chr(ord("a") + letter - 1)
     if build:
@@ -3831,29 +3836,30 @@ def iceball_version_text(number):
 
 
 def iceball_text(field):
-    """Return the text in a field of an announcement, cleaned.
+    """Return the text in a field of an announcement, cleaned. `field` is the whole field, in bytes.
 
-    The field is in UTF-8. Many game servers take the UTF-8 of their configuration for Latin-1 and
-    encode it again, so such a text is decoded twice. A character that the end of the field cuts
-    off is dropped."""
+    The text is in UTF-8. Many game servers encode it twice, because they take the UTF-8 of their
+    configuration for Latin-1; such a text is decoded twice. A character that the end of the field
+    cuts off is dropped."""
     raw = c_string(field)
     if raw.isascii():
         return clean(raw.decode())
-    once, _ = codecs.utf_8_decode(raw, "replace")
+    # Unlike bytes.decode(), codecs.utf_8_decode() drops an incomplete character at the end
+    decoded, _ = codecs.utf_8_decode(raw, "replace")
     try:
-        twice, _ = codecs.utf_8_decode(once.encode("latin-1"))
+        decoded_twice, _ = codecs.utf_8_decode(decoded.encode("latin-1"))
     except UnicodeError:
-        return clean(once)          # it was encoded once
-    # The second utf_8_decode() has dropped an incomplete character at the end, such as a last "Ã".
-    # If all else is ASCII and the field had room for more, the text was encoded once, and "Ã" is
-    # its last letter
-    may_be_cut_off = len(raw) == len(field)
-    if twice.isascii() and not may_be_cut_off:
-        return clean(once)
-    return clean(twice)
+        return clean(decoded)       # the server has encoded it only once
+    # A text that was encoded once may end in a letter such as "Ã". The second decoding drops this
+    # letter as an incomplete character. If nothing but ASCII is left, although the field had room
+    # for a complete character, that has happened here
+    is_field_full = len(raw) == len(field)
+    if decoded_twice.isascii() and not is_field_full:
+        return clean(decoded)
+    return clean(decoded_twice)
 
 
-# For modes and maps, of which all servers together have few
+# A cache for modes and maps, because all servers together have only a few of them
 cached_iceball_text = functools.lru_cache(maxsize=4096)(iceball_text)
 
 
@@ -3874,16 +3880,18 @@ class Iceball(UdpProtocol):
     repeats its announcement is refreshed at once.
 
     The server's address is the source of the datagram; its port stands in the announcement. The
-    same UDP port serves the first draft of the protocol, which the first byte tells apart.
+    same UDP port serves the first draft of the protocol: its packets begin with a byte from 1 to 7,
+    which no packet above has.
     """
 
     game = "iceball"
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Read the settings, and subscribe to servers that leave. `core` is the program's Core."""
         settings = core.settings
+        secret_key = os.urandom(16)
         self.registry = core.registry
-        self.cookie = Cookie(os.urandom(16))
+        self.cookie = Cookie(secret_key)
         self.draft = IceballDraft(self)
         self.timeout = settings["iceball.timeout"]
         # The time at which all servers have to prove their addresses again
@@ -3891,36 +3899,43 @@ class Iceball(UdpProtocol):
         self.rejection_limiter = Limiter(ICEBALL_REJECTIONS)
         # The listed servers by the address and UDP port that they send from
         self.senders = {}
-        self.registry.subscribe(self.forget_sender, "iceball", ["gone"])
+        self.registry.subscribe(self.on_server_gone, "iceball", ["gone"])
         self.read(settings)
 
     def read(self, settings):
-        """Read from the settings the version that players should have, and the versions to list."""
+        """Take over the settings that a reload can change.
+
+        `iceball.version` is the version that BADV recommends to servers with another one. Only the
+        `iceball.accept_versions` are listed, or all versions if the set is empty."""
         self.version = settings["iceball.version"]
         self.accepted_versions = set(settings["iceball.accept_versions"])
 
     def tick(self, now):
-        """Have every server prove its address again, once in ICEBALL_PROOF_LIFETIMES lifetimes.
+        """Make every server prove its address again, once in ICEBALL_PROOF_LIFETIMES lifetimes.
 
         Without this, somebody who repeats a server's announcement with a forged source could keep
-        it listed after it has left."""
+        it listed after it has left. Return [], because no datagram is to be sent."""
         if now >= self.prove_at:
-            pause = ICEBALL_PROOF_LIFETIMES * self.timeout
-            self.prove_at = now + pause
+            interval = ICEBALL_PROOF_LIFETIMES * self.timeout
+            self.prove_at = now + interval
+            # Without its fingerprint, a server's next announcement is answered with a cookie
             self.registry.forget_fingerprints()
             self.draft.tick(now)
         return []
 
     def answer_repeats(self, data, peers, now):
-        """Refresh the servers that repeat their announcements; return an answer or None for each.
+        """Refresh the listed servers that repeat their announcements in this batch of datagrams.
+
+        `peers` has the (address, port) that each datagram in `data` came from. Return one item per
+        datagram: ICEBALL_SAME for a repeated announcement, None for anything else.
 
         This is the busiest function of the program. With 100,000 servers each look-up waits for
-        the memory three times. If the look-ups of a batch follow each other directly, as they do
-        in these short loops, their waits overlap, and an announcement costs only 1.11 times as
-        much as it does with 100 servers."""
+        memory three times. In these short loops the look-ups of a batch follow each other directly,
+        so that their waits overlap: an announcement takes only 1.11 times as long as it does with
+        100 servers."""
         sources = [source for source, _ in peers]
-        packets = zip(data, sources)
-        fingerprints = list(map(hash, packets))
+        # accept_handshake() has stored the same hash for each listed server
+        fingerprints = list(map(hash, zip(data, sources)))
         by_fingerprint = self.registry.by_fingerprint
         servers = list(map(by_fingerprint.get, fingerprints))
         for server in servers:
@@ -3929,9 +3944,10 @@ class Iceball(UdpProtocol):
         return [None if server is None else ICEBALL_SAME for server in servers]
 
     def datagram(self, data, peer, now):
-        """Answer an announcement, a handshake or a packet of the first draft.
+        """Handle an announcement, a handshake or a packet of the first draft.
 
-        Raise Malformed for every other datagram, and record the reason for /check."""
+        `peer` is the (address, port) that it came from. Return [(answer, peer)], or [] if there is
+        no answer. Raise Malformed for any other datagram, after recording the reason for /check."""
         source, _ = peer
         kind = data[:len(ICEBALL_ANNOUNCE)]
         try:
@@ -3944,56 +3960,63 @@ class Iceball(UdpProtocol):
             else:
                 raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
         except Malformed as error:
-            self.registry.record_outcome(source, "iceball", 0, "bad packet", now, str(error))
+            self.registry.record_outcome(
+                source, "iceball", ICEBALL_UNKNOWN_PORT, "bad packet", now, str(error))
             raise
         return [(answer, peer)] if answer else []
 
     def answer_announcement(self, data, source, now):
         """Return an MSOK with a cookie, or a rejection if the announcement cannot be listed.
 
-        A rejection is a BADV, a BADF, or b"" if no answer is to be sent. Raise Malformed if the
-        announcement is too short to have versions."""
+        A rejection is a BADV or a BADF, or b"" if nothing is to be sent. `source` is the address
+        that the announcement came from. Raise Malformed if it is too short to contain versions."""
         size = len(data)
         if size < ICEBALL_VERSIONS.size:
             raise Malformed("an announcement too short for its versions")
-        reason = self.version_error(data)
-        if reason:
-            return self.reject(source, now, "version", reason)
-        # The length comes second, because the announcements of other versions may differ in length
+        version_error = self.version_error(data)
+        if version_error:
+            return self.reject(source, now, "version", version_error)
+        # The length is checked after the version, because it may differ in other versions
         if size != ICEBALL_ANNOUNCEMENT_BYTES:
-            reason = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT_BYTES)
-            return self.reject(source, now, "bad packet", reason)
+            length_error = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT_BYTES)
+            return self.reject(source, now, "bad packet", length_error)
         port, = ICEBALL_PORT.unpack_from(data)
         registry = self.registry
         address = registry.rules.listed_address(source)
         server = registry.get("iceball", address, port)
+        # /check goes on showing a listed server as listed
         if server is None:
             registry.record_outcome(source, "iceball", port, "announced", now)
         return self.answer_with_cookie(data, source, now)
 
     def version_error(self, data):
-        """Return the reason why this announcement's versions are not listed, "" if they are."""
+        """Return why the versions in this announcement are refused, or "" if they are accepted.
+
+        `data` is at least as long as ICEBALL_VERSIONS. The settings may accept all builds of a
+        version, which stands in them without a build."""
         _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
         if hbversion != ICEBALL_HBVERSION:
-            return "heartbeat version %d, only %d" % (hbversion, ICEBALL_HBVERSION)
+            return "heartbeat version %d instead of %d" % (hbversion, ICEBALL_HBVERSION)
         accepted = self.accepted_versions
-        if not accepted:
+        if not accepted:                    # the settings do not restrict the versions
             return ""
-        any_build = version & ~ICEBALL_BUILD_BITS
-        if version in accepted or any_build in accepted:
+        version_without_build = version & ~ICEBALL_BUILD_BITS
+        if version in accepted or version_without_build in accepted:
             return ""
-        text = iceball_version_text(version)
+        version_text = iceball_version_text(version)
         accepted_text = ", ".join(map(iceball_version_text, sorted(accepted)))
-        return "Iceball version %s, only %s" % (text, accepted_text)
+        return "Iceball version %s; accepted: %s" % (version_text, accepted_text)
 
     def reject(self, source, now, outcome, reason):
-        """Return BADV or BADF, or b"" for no answer; record the reason for /check.
+        """Record for /check why an announcement is rejected; return the answer to `source`.
 
-        `outcome` is "version", for a BADV, or "bad packet". A game server that gets such an answer
-        stops announcing itself to every master. The packet may have been forged to bring that
-        about, so a source with a listed server gets no such answer, and every other source gets
-        few. Packets from loopback cannot be forged."""
-        self.registry.record_outcome(source, "iceball", 0, outcome, now, reason)
+        The answer is a BADV if `outcome` is "version", a BADF if it is "bad packet", or b"" for no
+        answer. A game server that gets one of them stops announcing itself to every master, and
+        somebody may forge a bad announcement in its name to achieve that. Therefore a source with
+        a listed server gets no answer, and any other source gets few. Packets from loopback
+        addresses cannot be forged, so they are always answered."""
+        self.registry.record_outcome(
+            source, "iceball", ICEBALL_UNKNOWN_PORT, outcome, now, reason)
         if not is_loopback(source):
             has_listed_server = source in self.registry.sources
             if has_listed_server:
@@ -4005,15 +4028,20 @@ class Iceball(UdpProtocol):
         return ICEBALL_BAD_FORMAT
 
     def answer_with_cookie(self, data, source, now):
-        """Return an MSOK with a cookie for this announcement, which has 86 bytes."""
-        body = data[len(ICEBALL_HEAD):]
-        trimmed = body.rstrip(b"\0")
-        surplus = len(trimmed) - ICEBALL_TRIMMED_BYTES
-        if surplus > 0:
+        """Return an MSOK whose cookie carries this announcement.
+
+        `data` is an announcement of the right length and version, `source` the address that it came
+        from. The cookie is a MAC over the source and the trimmed announcement, followed by the
+        trimmed announcement itself."""
+        without_head = data[len(ICEBALL_HEAD):]
+        trimmed = without_head.rstrip(b"\0")
+        # By how much the MSOK would be longer than the announcement
+        surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
+        if surplus_bytes > 0:
             rules = self.registry.rules
-            if not rules.allow_surplus("cookie", source, surplus, now):
-                # The end of the map's name is lost for now. The next announcement of the burst
-                # brings it, a second later
+            if not rules.allow_surplus("cookie", source, surplus_bytes, now):
+                # This cuts off the end of the map's name, the last field. The server sends its
+                # announcement again a second later, which may bring the whole name
                 trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
         # The "=" ends the address. Without it, the cookie of an announcement that begins with a
         # digit would also be valid for a longer address that ends in this digit
@@ -4022,11 +4050,13 @@ class Iceball(UdpProtocol):
         return ICEBALL_COOKIE + mac + trimmed
 
     def accept_handshake(self, data, peer, now):
-        """List or update the server that returns a cookie. Return b"", because HSHK has no answer.
+        """List or update the server whose handshake returns a cookie.
 
-        Raise Malformed if the cookie is not one that went to this source, or is too old."""
+        `peer` is the (address, port) that it came from. Return b"", because an HSHK has no answer.
+        If the server is refused, the reason is recorded for /check. Raise Malformed if the cookie
+        did not go to this address, or is too old."""
         if data == ICEBALL_SAME_RETURNED:
-            return b""
+            return b""                      # answer_repeats() has refreshed the server already
         source, _ = peer
         packet = self.proven_announcement(data, source, now)
         (_, _, version, port, players, max_players, name, mode,
@@ -4036,27 +4066,29 @@ class Iceball(UdpProtocol):
                 source, "iceball", port, "owner", now,
                 "the UDP port that it came from announces another game port")
             return b""
-        server = self.list_proven(source, "", port, now, {
+        fields = {
+            "verified": "handshake",
             "name": iceball_text(name),
             "mode": cached_iceball_text(mode),
             "map": cached_iceball_text(map_name),
             "version": iceball_version_text(version),
             "players": players,
             "max_players": max_players,
-        })
+        }
+        server = self.list_proven(source, port, fields, now)
         if server is not None:
-            # Hashes have 64 bits, so that two of a million servers share one once in 40 million
-            # times
+            # The chance that two of a million servers have the same 64-bit hash is 1 in 40 million
             self.registry.set_fingerprint(server, hash((packet, source)))
             self.set_sender(server, peer)
         return b""
 
     def proven_announcement(self, data, source, now):
-        """Return the announcement (86 bytes) that the cookie in this handshake carries.
+        """Return the whole announcement, 86 bytes, that the cookie in this handshake carries.
 
-        Raise Malformed if the cookie is not one that went to this source, or is too old."""
+        Raise Malformed if the cookie did not go to the address `source`, or is too old."""
         mac = data[ICEBALL_MAC]
         trimmed = data[ICEBALL_TRIMMED]
+        # The same message as in answer_with_cookie()
         message = source.encode() + b"=" + trimmed
         if not self.cookie.is_valid(mac, message, now):
             raise Malformed("a cookie that went to another address, or is older than %d s"
@@ -4065,16 +4097,16 @@ class Iceball(UdpProtocol):
         return packet.ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
 
     def is_sender_taken(self, sender, port):
-        """Return whether a new server is to be refused because another one sends from there.
+        """Return whether to refuse a server because its sender already announces another one.
 
-        `sender` is the address and UDP port that a handshake came from, `port` is the game port in
-        it. A game server echoes every MSOK, even one for an announcement that was forged in its
-        name. Therefore each sender may announce one game port only: otherwise an attacker could
-        list further servers at its address. A server that is listed already is never refused."""
+        `sender` is the (address, UDP port) that a handshake came from, `port` the game port in it.
+        A game server echoes every MSOK, even one for an announcement that was forged in its name.
+        If a sender could announce several game ports, an attacker could thus list more servers at
+        its address. A server that is listed already is never refused."""
         server = self.senders.get(sender)
         if server is None or server.port == port:
             return False
-        # list_proven() refuses port 0, and gives the better reason
+        # list_proven() refuses port 0 with a reason that helps the operator more
         if port == 0:
             return False
         source, _ = sender
@@ -4084,16 +4116,16 @@ class Iceball(UdpProtocol):
         address = rules.listed_address(source)
         return self.registry.get("iceball", address, port) is None
 
-    def list_proven(self, source, claimed_address, port, now, fields):
-        """List or refresh a server that has proven its source.
+    def list_proven(self, source, port, fields, now, claimed_address=""):
+        """List or refresh a server that has proven that it receives packets at `source`.
 
-        `claimed_address` is the address that the server gives itself, or ""; `fields` has
-        attributes of Server. Return the Server, or None if it is refused."""
+        `port` is its game port, and `fields` has attributes of Server. `claimed_address` is the
+        address that it gives itself, or "". Return the Server, or None if it is refused. Record
+        either for /check."""
         registry = self.registry
         rules = registry.rules
         address = rules.listed_address(source, claimed_address)
         key = "iceball", address, port
-        fields["verified"] = "handshake"
         try:
             server = registry.list_or_refresh(key, source, now, self.timeout, fields)
         except Refused as refused:
@@ -4103,22 +4135,23 @@ class Iceball(UdpProtocol):
         return server
 
     def set_sender(self, server, sender):
-        """Remember the address and UDP port that a listed server sends from."""
+        """Remember `sender`, the (address, UDP port) that this listed server sends from."""
         if server.sender != sender:
-            self.forget_sender("changed", server)
+            self.forget_sender(server)
             server.sender = sender
         self.senders[sender] = server
 
-    def forget_sender(self, event: str, server: Server) -> None:
-        """Forget where a server sends from, when it leaves or sends from elsewhere.
+    def on_server_gone(self, event: str, server: Server) -> None:
+        """Forget where a server that has left was sending from. `event` is always "gone"."""
+        self.forget_sender(server)
 
-        `event` is "gone" or "changed"; it makes no difference here."""
-        sender = server.sender
-        if self.senders.get(sender) is server:
-            del self.senders[sender]
+    def forget_sender(self, server: Server) -> None:
+        """Remove this server from `senders`, unless another server has taken its place there."""
+        if self.senders.get(server.sender) is server:
+            del self.senders[server.sender]
 
 
-# The kind of a packet of the first draft: its first byte
+# The first byte of a packet of the first draft tells its kind
 DRAFT_REQUEST = b"\1"
 DRAFT_ID = b"\2"
 DRAFT_TEXT = b"\3"
@@ -4130,18 +4163,18 @@ DRAFT_WRONG_VERSION = b"\7"
 DRAFT_SESSION_KINDS = DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE
 DRAFT_KINDS = (DRAFT_REQUEST, DRAFT_ID, DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE,
                DRAFT_NO_SESSION, DRAFT_WRONG_VERSION)
-# A game server's packets begin with the kind and hbversion, or with the kind and its session's id
+# In a game server's packets the kind is followed by hbversion, or by the id of its session
 DRAFT_VERSION = slice(1, 3)
 DRAFT_IDENTITY = slice(1, 5)
-# A packet that sets a field has the number of the field behind the id, and then the value
+# In a packet that sets a field, the number of the field follows the id, and the value comes last
 DRAFT_FIELD_NUMBER = slice(5, 6)
 DRAFT_FIELD_VALUE = slice(6, None)
 DRAFT_HBVERSION = b"\1\0"
-# Kind, hbversion, port. The address follows as text
+# The head of a request: kind, hbversion, port. The address follows as text
 DRAFT_REQUEST_HEAD = struct.Struct("<c2sH")
-# Kind, id, port. The address follows as text
+# The head of the answer: kind, id, port. The address follows as text
 DRAFT_ID_HEAD = struct.Struct("<c4sH")
-# The attribute of Server by the kind of the packet and the number of the field
+# The attribute of Server that a packet sets, by the kind of the packet and the number of the field
 DRAFT_FIELDS = {
     (DRAFT_TEXT, b"\1"): "name",
     (DRAFT_TEXT, b"\2"): "mode",
@@ -4149,8 +4182,9 @@ DRAFT_FIELDS = {
     (DRAFT_NUMBER, b"\2"): "max_players",
 }
 DRAFT_VALUE = struct.Struct("<i")
-# The latest requests are kept until their ids come back. If 30,000 forged requests come each
-# second, more than can be read, an honest game server still has 0.3 s to return its id
+# This many requests, the latest ones, are kept until their ids come back. Even if 30,000 forged
+# requests came each second, more than the program can read, a game server would have 0.3 s to
+# return its id
 DRAFT_REQUESTS = 8192
 # A source may have this many sessions for each server that it may list
 DRAFT_SESSIONS = 2
@@ -4159,11 +4193,13 @@ DRAFT_SESSIONS = 2
 class DraftSession(NamedTuple):
     """The session that a game server of the first draft has requested."""
 
-    # 4 random bytes, which every further packet of the session repeats
+    # The session's id: 4 random bytes, which every further packet of the session repeats
     identity: bytes
     # The address that the game server gives itself, or ""
     claimed_address: str
+    # The port that players connect to
     port: int
+    # The monotonic time at which the session ends, unless a packet prolongs it
     ends: float
 
 
@@ -4179,24 +4215,28 @@ class IceballDraft:
         < 06                                   no such session: request an id
         < 07 0100                              wrong hbversion
 
-    The id is random, so whoever returns it has received it. The first packet that returns the id
-    lists the server.
+    The id is random, so a game server that returns it must have received it. The first packet that
+    returns the id lists the server.
     """
 
     def __init__(self, iceball):
-        """`iceball`: the Iceball object that receives the datagrams of both protocols."""
+        """Begin without sessions.
+
+        `iceball` is the Iceball object, which receives the datagrams of both protocols."""
         self.iceball = iceball
         self.registry = iceball.registry
-        # The sessions whose id has not come back yet, by peer. They are apart from the others,
-        # because requests may be forged and must not push out a session whose id has come back
+        # The sessions whose id has not come back yet, by peer. They are kept apart, because
+        # requests may be forged and must not push out a session whose id has come back
         self.requests = collections.OrderedDict()
         # The sessions whose id has come back, by address and then by peer
         self.sessions = collections.defaultdict(collections.OrderedDict)
 
     def answer(self, data, peer, now):
-        """Return the answer to a packet of the draft, or b"" for none.
+        """Return the answer to a packet of the draft, or b"" if it gets none.
 
-        Raise Malformed if the draft has no such packet from a game server."""
+        `peer` is the (address, port) that it came from. The first byte of `data` is one of the
+        DRAFT_KINDS. Raise Malformed if only masters send packets of this kind, or if the contents
+        cannot be read."""
         kind = data[:1]
         if kind == DRAFT_REQUEST:
             return self.answer_request(data, peer, now)
@@ -4206,18 +4246,23 @@ class IceballDraft:
         if session is None:
             return DRAFT_NO_SESSION
         name, value = read_draft_field(data)
-        fields = {name: value} if name else {}
+        fields = {"verified": "handshake"}
+        if name:
+            fields[name] = value
         server = self.list_session(session, peer, fields, now)
         if server is None or not name:
             return b""
+        # The answer repeats the packet with the value that is now stored, which may be shorter
+        stored_value = getattr(server, name)
         head = data[:DRAFT_FIELD_VALUE.start]
-        stored = getattr(server, name)
-        return head + draft_value_bytes(stored)
+        return head + draft_value_bytes(stored_value)
 
     def answer_request(self, data, peer, now):
-        """Return a new id for this request, or the right version, or b"" if a limit forbids it.
+        """Answer a game server that requests an id: create a session, and return its id.
 
-        Raise Malformed if the request cannot be read."""
+        Return a DRAFT_WRONG_VERSION packet if the request has another hbversion, or b"" if a limit
+        forbids an answer that is longer than the request. Raise Malformed if the request cannot be
+        read."""
         version = data[DRAFT_VERSION]
         if len(version) < len(DRAFT_HBVERSION):
             raise Malformed("a request without a version")
@@ -4230,8 +4275,8 @@ class IceballDraft:
         identity = struct.pack("<I", RANDOM.getrandbits(32))
         head = DRAFT_ID_HEAD.pack(DRAFT_ID, identity, port)
         answer = head + draft_value_bytes(address)
-        surplus = len(answer) - len(data)
-        if not rules.allow_surplus("id", source, surplus, now):
+        surplus_bytes = len(answer) - len(data)
+        if not rules.allow_surplus("id", source, surplus_bytes, now):
             return b""
         ends = now + self.iceball.timeout
         session = DraftSession(identity, claimed_address, port, ends)
@@ -4239,12 +4284,15 @@ class IceballDraft:
         return answer
 
     def session_of(self, peer, identity, now):
-        """Return the peer's DraftSession with this id, or None if it has none or it has ended.
+        """Return this peer's session with the id `identity`, or None if there is none.
 
-        It does not matter whether the id has come back before."""
+        A session that has ended does not count. One whose id comes back for the first time does."""
         source, _ = peer
-        proven = self.sessions.get(source, {})
-        for session in (proven.get(peer), self.requests.get(peer)):
+        sessions_of_source = self.sessions.get(source, {})
+        # A peer may have requested a new session while it still has an old one
+        old_session = sessions_of_source.get(peer)
+        requested_session = self.requests.get(peer)
+        for session in (old_session, requested_session):
             if session is None or session.identity != identity:
                 continue
             if now < session.ends:
@@ -4252,47 +4300,57 @@ class IceballDraft:
         return None
 
     def list_session(self, session, peer, fields, now):
-        """List or refresh the session's server with these attributes, and prolong the session.
+        """List or refresh the game server of this session, and prolong the session.
 
-        Return the Server, or None if it is refused."""
+        `fields` has attributes of Server. Return the Server, or None if it is refused; the session
+        then stays as it is."""
         source, _ = peer
         server = self.iceball.list_proven(
-            source, session.claimed_address, session.port, now, fields)
+            source, session.port, fields, now, session.claimed_address)
         if server is None:
             return None
+        # The id has come back, so the session moves from the requests to the sessions
         self.requests.pop(peer, None)
         ends = now + self.iceball.timeout
         prolonged = session._replace(ends=ends)
         self.keep_session(prolonged, peer)
         if not server.name:
+            # Players see the endpoint until the server sends its name
             name = endpoint_text(server.address, server.port)
             self.registry.update(server, {"name": name})
         return server
 
     def keep_session(self, session, peer):
-        """Keep a session whose id has come back. If its source has too many, the oldest goes."""
+        """Store this peer's session, whose id has come back.
+
+        If its source then has more sessions than DRAFT_SESSIONS allows, the oldest is deleted."""
         source, _ = peer
         rules = self.registry.rules
         max_servers = rules.max_servers_per_source
         if rules.exempts(source):
             max_servers = rules.max_servers
-        limit = DRAFT_SESSIONS * max_servers
-        keep_latest(self.sessions[source], peer, session, limit)
+        max_sessions = DRAFT_SESSIONS * max_servers
+        keep_latest(self.sessions[source], peer, session, max_sessions)
 
     def tick(self, now):
-        """Forget the sessions that have ended. Only listed game servers have sessions."""
-        for address, sessions in list(self.sessions.items()):
+        """Delete the sessions that have ended, and the sources that have no session left.
+
+        Requests need no clean-up, because only the latest DRAFT_REQUESTS are kept."""
+        # The loops go over copies, because they delete entries of the originals
+        for source, sessions in list(self.sessions.items()):
             for peer, session in list(sessions.items()):
                 if now >= session.ends:
                     del sessions[peer]
             if not sessions:
-                del self.sessions[address]
+                del self.sessions[source]
 
 
 def read_draft_request(data):
-    """Return the address that a request for an id claims, perhaps "", and its port.
+    """Return the address and the port in a request for an id.
 
-    Raise Malformed if the request does not end with a text."""
+    The address is the one that the game server gives itself, or "" if it gives none. Raise
+    Malformed if the request is too short or does not end with a text."""
+    # A request that is too short has no text either, so the head is complete if this succeeds
     text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
     _, _, port = DRAFT_REQUEST_HEAD.unpack_from(data)
     claimed_address = text.decode("ascii", "replace")
@@ -4300,32 +4358,36 @@ def read_draft_request(data):
 
 
 def read_draft_field(data):
-    """Return the attribute of Server that a packet of the draft sets, and its value.
+    """Return (name, value) for a packet with which a game server describes itself.
 
-    The attribute is "" if the packet sets none that is known here. Raise Malformed if the value
-    cannot be read."""
+    `name` is the attribute of Server that the packet sets. It is "" for a DRAFT_STILL_HERE, which
+    sets none, and for a field that is not in DRAFT_FIELDS. Raise Malformed if the value cannot be
+    read."""
     kind = data[:1]
     if kind == DRAFT_STILL_HERE:
         return "", None
-    number = data[DRAFT_FIELD_NUMBER]
-    value = data[DRAFT_FIELD_VALUE]
-    name = DRAFT_FIELDS.get((kind, number), "")
+    field_number = data[DRAFT_FIELD_NUMBER]
+    raw_value = data[DRAFT_FIELD_VALUE]
+    name = DRAFT_FIELDS.get((kind, field_number), "")
     if kind == DRAFT_TEXT:
-        return name, decode_utf8(read_draft_text(value))
-    return name, read_draft_number(value)
+        return name, decode_utf8(read_draft_text(raw_value))
+    return name, read_draft_number(raw_value)
 
 
 def read_draft_text(raw):
-    """Return the bytes of a text without the NUL at its end. Raise Malformed if there is none."""
-    text, end, surplus = raw.partition(b"\0")
-    if not end or surplus:
-        raise Malformed("text: expected one with a NUL at its end")
+    """Return the bytes before the NUL that ends a text.
+
+    Raise Malformed if there is no NUL, or if further bytes follow it."""
+    text, terminator, surplus = raw.partition(b"\0")
+    if not terminator or surplus:
+        raise Malformed("text: expected exactly one NUL, at its end")
     return text
 
 
 def read_draft_number(raw):
-    """Return a number, at least 0 and at most PLAYERS_MAX. Raise Malformed if it is not a
-    number."""
+    """Return a signed 32-bit number, clamped to the range from 0 to PLAYERS_MAX.
+
+    Raise Malformed if `raw` does not have 4 bytes."""
     if len(raw) != DRAFT_VALUE.size:
         raise Malformed("number: expected 4 bytes")
     number, = DRAFT_VALUE.unpack(raw)
@@ -4333,7 +4395,7 @@ def read_draft_number(raw):
 
 
 def draft_value_bytes(value):
-    """Return a text or a number as the draft's packets have it."""
+    """Return the bytes that stand for this value, a str or an int, in a packet of the draft."""
     if isinstance(value, str):
         return value.encode() + b"\0"
     return DRAFT_VALUE.pack(value)
@@ -4346,15 +4408,16 @@ HYPERBOL_GREETING = struct.Struct("<4sII")          # magic, key, players
 HYPERBOL_REQUEST = struct.Struct("<IB3x")           # key, filter
 HYPERBOL_FILTER_UNOFFICIAL = 16     # the bit of the filter that asks for unofficial servers as well
 HYPERBOL_ENTRY = struct.Struct("<4sIB3x")           # address, port, flavor
-# A player gets this long to send the request: the document has "just a few seconds to ask for the
-# full list".
+HYPERBOL_UNOFFICIAL = 0             # the flavor of every server that the ini does not name
+# A player has this long to send the request. The document says "just a few seconds to ask for the
+# full list"
 HYPERBOL_REQUEST_S = 5.0
-# A query, and the beginning of its answer: type, timestamp
+# All of a query, and the beginning of its answer: type, timestamp
 HYPERBOL_MESSAGE_HEAD = struct.Struct("<BI")
 HYPERBOL_QUERY = 2                  # the type of a query
 HYPERBOL_ANSWER = 27                # the type of an answer
-# The answer after its head, as the document's script reads it: the fields of HyperbolInfo
-# of which nothing else is used: the fields between them are padding here.
+# The rest of an answer, as the script in the document reads it. The fields that are not used here
+# are padding; the others are those of HyperbolInfo
 HYPERBOL_INFO = struct.Struct(
     "<32s32sBBx64s"                 # name, mode, players, max_players, a zero, map
     "21xII4x"                       # the address as text, port, flags, four unknown bytes
@@ -4365,7 +4428,7 @@ HYPERBOL_ANSWER_BYTES = HYPERBOL_MESSAGE_HEAD.size + HYPERBOL_INFO.size     # 22
 
 
 class Hyperbol(TcpProtocol, PolledGame):
-    """Serve Hyperbol's list by TCP and query its game servers by UDP.
+    """Serves Hyperbol's list by TCP and queries its game servers by UDP.
 
     Document: "The master Server Protocol".
 
@@ -4387,36 +4450,36 @@ class Hyperbol(TcpProtocol, PolledGame):
     game = "hyperbol"
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Begin with the servers that the ini names. `core` is the program's Core."""
         super().__init__(core)
         registry = core.registry
         self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
         self.official_list = RenderedList(registry, self.game, render_official_hyperbol_list)
-        self.flavors = {}                       # flavors by listed address and port
+        # The flavors in the ini, by the address and port at which each server is listed
+        self.flavors = {}
         self.read(core.settings)
 
     def read(self, settings):
-        """Read from the settings the servers that they name, each with its flavor."""
-        flavors = {}
+        """Take over the servers that the settings name by host and port, each with its flavor."""
+        flavors_by_host = {}
         for host, port, flavor in settings["hyperbol.servers"]:
-            flavors[host, port] = flavor
-        self.set_pinned(flavors)
+            flavors_by_host[host, port] = flavor
+        self.set_pinned(flavors_by_host)
 
     def tick(self, now):
-        """Look up the host names of the ini and give each server of this master the flavor from the
-        ini.
+        """Find the servers that the ini names, and give every listed server its flavor.
 
-        This is called once a second."""
+        This is called once a second, because the addresses of host names may change."""
         self.resolve_pinned(now)
         self.update_flavors()
         for endpoint, server in self.registry.games[self.game].items():
             if server.master:
-                continue                        # another master decides about its own servers
-            flavor = self.flavors.get(endpoint, 0)
+                continue            # another master has heard this server and sets its flavor
+            flavor = self.flavors.get(endpoint, HYPERBOL_UNOFFICIAL)
             self.registry.update(server, {"flavor": flavor})
 
     def update_flavors(self):
-        """Set `flavors` from the ini's servers, by the addresses under which they are listed."""
+        """Fill `flavors` with the flavors from the ini, by the listed address and port."""
         self.flavors = {}
         for (address, port), flavor in self.pinned_by_address.items():
             listed_address = self.rules.listed_address(address)
@@ -4427,61 +4490,62 @@ class Hyperbol(TcpProtocol, PolledGame):
         return HyperbolSession(self, address, now)
 
     def on_http_announcement(self, source, port, fields, now):
-        """Query a game server that has announced itself by HTTP from the address `source`.
+        """Query the game server at `source` and `port`, which has announced itself by HTTP.
 
-        `fields` is ignored, because the server is listed with its answer to the query.
-        Raises Refused if the server must not be queried."""
+        `fields` is ignored, because the answer to the query describes the server. Raise Refused if
+        the server may not be queried."""
         if ":" in source:
             raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
                                         "this came from %s" % source)
         self.query_newcomer(source, port, now)
 
     def query(self, target):
-        """Return the datagram that queries this target; its nonce is the timestamp."""
+        """Return the datagram that queries this target. Its timestamp is the target's nonce."""
         return HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, target.nonce)
 
     def answer(self, target, data, now):
-        """List the target's server with the fields of its answer, or refresh it.
+        """List or refresh the target's server with the contents of its answer.
 
-        Returns b"", because one answer completes the poll and needs no reply. Raises Malformed if
-        `data` does not answer the query that is open."""
+        Return b"", because one answer completes the poll and needs no reply. Raise Malformed if
+        `data` does not answer the open query."""
         fields = parse_hyperbol_answer(data, target.nonce)
         endpoint = self.listed_endpoint(target)
         if not fields["name"]:
             fields["name"] = endpoint_text(*endpoint)
-        # Whole milliseconds, so that jitter alone does not change the list
+        # Whole milliseconds, so that a little jitter does not change the list
         fields["ping_ms"] = round(target.ping_ms)
-        fields["flavor"] = self.flavors.get(endpoint, 0)
+        fields["flavor"] = self.flavors.get(endpoint, HYPERBOL_UNOFFICIAL)
         self.list_polled(target, fields, now)
         return b""
 
 
 class HyperbolSession(Session):
-    """Serve one player, whose connection asks for the list."""
+    """One TCP connection of a player who asks for the list."""
 
     def __init__(self, hyperbol, address, now):
-        """`hyperbol`: the protocol; `address`: the client's; `now`: the time at which it
-        connected."""
+        """Begin the session of a client at `address` that has just connected."""
         self.hyperbol = hyperbol
         self.address = address
         self.deadline = now + HYPERBOL_REQUEST_S
-        # The protocol demands a key, which over TCP proves nothing
+        # The request has to repeat this key, although that proves nothing over TCP
         self.key = RANDOM.getrandbits(32)
+        # The bytes of the request that have come so far
         self.request = b""
 
     def opened(self, now):
         """Return the greeting: the key, and the number of players on all servers."""
         registry = self.hyperbol.registry
         census_by_game = registry.census(now)
-        census = census_by_game.get(self.hyperbol.game, Census())
-        players = census.players
-        return HYPERBOL_GREETING.pack(HYPERBOL_MAGIC, self.key, players)
+        nobody = Census()           # a game without servers has no census
+        census = census_by_game.get(self.hyperbol.game, nobody)
+        return HYPERBOL_GREETING.pack(HYPERBOL_MAGIC, self.key, census.players)
 
     def receive(self, data, now):
-        """Collect the request; return the list once the request is complete, and then close.
+        """Collect the bytes of the request; return the list once the request is complete.
 
-        Returns b"" while bytes are missing, and to an address that asks too often. Raises Malformed
-        if the request does not repeat the key of the greeting."""
+        Return b"" while bytes are missing, and for an address that asks too often. Setting `done`
+        closes the connection when the list has been sent. Raise Malformed if the request does not
+        repeat the key of the greeting."""
         self.request += data
         if self.done or len(self.request) < HYPERBOL_REQUEST.size:
             return b""
@@ -4497,38 +4561,44 @@ class HyperbolSession(Session):
         return hyperbol.official_list.get(now)
 
     def tick(self, now):
-        """Close the connection if no complete request has come in time; return nothing to send."""
+        """Close the connection if the request is still incomplete at the deadline.
+
+        Return b"", because nothing is to be sent."""
         if now >= self.deadline:
             self.done = True
         return b""
 
 
 def render_hyperbol_list(servers):
-    """Return the list of those servers that answer and have an IPv4 address: 12 bytes for each."""
-    shown = []
+    """Return the list in the bytes of the protocol, 12 for each server.
+
+    It has those servers that answer and have an IPv4 address, because an entry has no room for an
+    IPv6 address."""
+    eligible = []
     for server in servers:
-        if server.responding and ":" not in server.address:
-            shown.append(server)
-    entries = cached_entries(shown, "hyperbol", render_hyperbol_entry)
+        is_ipv6 = ":" in server.address
+        if server.responding and not is_ipv6:
+            eligible.append(server)
+    entries = cached_entries(eligible, "hyperbol", render_hyperbol_entry)
     return b"".join(entries)
 
 
 def render_official_hyperbol_list(servers):
-    """Return Hyperbol's list without the unofficial servers, whose flavor is 0."""
-    official = [server for server in servers if server.flavor]
+    """Return Hyperbol's list without the unofficial servers, as bytes."""
+    official = [server for server in servers if server.flavor != HYPERBOL_UNOFFICIAL]
     return render_hyperbol_list(official)
 
 
 def render_hyperbol_entry(server):
-    """Return the 12 bytes of a server in the list."""
+    """Return the 12 bytes of this server in the list. Its address is an IPv4 address."""
     address = ipv4_bytes(server.address)
     return HYPERBOL_ENTRY.pack(address, server.port, server.flavor)
 
 
 class HyperbolInfo(NamedTuple):
-    """The fields of a game server's answer that are used, in the order of HYPERBOL_INFO.
+    """The fields of a game server's answer that are used here, in the order of HYPERBOL_INFO.
 
-    Texts are NUL-terminated unless they fill their field."""
+    A text ends with a NUL, unless it fills its field."""
 
     name: bytes
     mode: bytes                     # the document calls it gametype
@@ -4538,17 +4608,17 @@ class HyperbolInfo(NamedTuple):
     port: int
     flags: int
     version: bytes
-    imf: int                        # the players of each faction
+    imf: int                        # this and the next two: the players of each faction
     syndicate: int
     republic: int
     skill: int
 
 
 def parse_hyperbol_answer(data, timestamp):
-    """Parse a game server's answer to a query; return attributes of Server by name.
+    """Parse a game server's answer to a query; return a dict of attributes of Server.
 
-    `timestamp` is the number that the query carried. Raises Malformed if the answer is too short,
-    is no answer, or has another timestamp."""
+    `timestamp` is the number in the query, which the answer has to repeat. Raise Malformed if it
+    does not, or if the answer is too short or has the wrong type."""
     if len(data) < HYPERBOL_ANSWER_BYTES:
         raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_ANSWER_BYTES))
     message_type, answered_timestamp = HYPERBOL_MESSAGE_HEAD.unpack_from(data)
@@ -4576,9 +4646,10 @@ def parse_hyperbol_answer(data, timestamp):
 
 
 def parse_hyperbol_greeting(data):
-    """Return the key and the number of players from the 12 bytes of a master's greeting.
+    """Return (key, players) from a master's greeting: "HBSL", then two unsigned 32-bit numbers.
 
-    Raises Malformed if this is not a greeting."""
+    `players` is the number of players on all servers. Raise Malformed if `data` is too short or
+    does not begin with "HBSL"."""
     is_complete = len(data) >= HYPERBOL_GREETING.size
     if not is_complete or not data.startswith(HYPERBOL_MAGIC):
         raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
@@ -4588,9 +4659,9 @@ def parse_hyperbol_greeting(data):
 
 
 def parse_hyperbol_list(data):
-    """Return [(address, port, flavor), ...] of the servers in a list, the address as text.
+    """Return a tuple (address, port, flavor) for each server in a list, the address as text.
 
-    Fewer than 12 bytes at the end are an entry that is cut off; they are ignored."""
+    The connection may break within an entry, so an incomplete one at the end is ignored."""
     entry_count = len(data) // HYPERBOL_ENTRY.size
     complete_entries = data[:entry_count * HYPERBOL_ENTRY.size]
     servers = []
@@ -6554,31 +6625,32 @@ QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
 QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
-# In a list, one of these bytes stands before each address
+# In a list, one of these two bytes stands before each address
 QUAKE3_IPV4 = b"\\"
 QUAKE3_IPV6 = b"/"
 QUAKE3_END = b"\\EOT\0\0\0"
-# The limit for one packet of a list is that of dpmaster. No network splits packets of this size
+# The longest packet of a list, as in dpmaster. Packets of this size need not be fragmented
 QUAKE3_PACKET_BYTES = 1400
-# A key or a value that is longer is skipped
+# A pair of an infoResponse with a longer key or value is skipped
 QUAKE3_TEXT_BYTES = 255
-# A challenge is a MAC in base64. The secret key changes at each start and reload. Because a MAC has
-# only 6 bytes, a getinfo has 20, which is no more than a heartbeat has. Even 50,000 guesses a
-# second take 180 years to find one
+# A challenge is a MAC in base64, with a secret key that changes at each start and reload. The MAC
+# has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat. At 50,000
+# guesses a second it would still take 180 years to guess one
 QUAKE3_MAC_BYTES = 6
 QUAKE3_CHALLENGE = re.compile(rb"[A-Za-z0-9_-]{8}")
-# A game server has this time to answer a getinfo; up to twice the time is accepted
+# A game server has at least this time to answer a getinfo, and at most twice as much
 QUAKE3_CHALLENGE_S = 2.0
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
-# The filters of a question that stand for a game type, with its number
+# The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-# The filter for any game type: its number or its name follows
+# The filter for any other game type begins with this. The game type's number or name follows
 QUAKE3_GAMETYPE = b"gametype="
 # A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
 QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
-# The tags of heartbeats, with the gamename that each stands for. Servers of DarkPlaces say their
-# gamename in the infoResponse. A server that shuts down sends a Flatline tag. Like any other
-# heartbeat it may be forged, so the server is removed only if it does not answer any more
+# The tags of heartbeats, with the gamename that each stands for. It is "" for DarkPlaces, which
+# several games use: their servers give the gamename in the infoResponse. A server that shuts down
+# sends a Flatline tag. Such a heartbeat may be forged, like any other, so the server is removed
+# only if it no longer answers
 QUAKE3_TAGS = {
     "DarkPlaces": "",
     "QuakeArena-1": "Quake3Arena",
@@ -6587,17 +6659,18 @@ QUAKE3_TAGS = {
     "WolfFlatline-1": "wolfmp",
     "ETFlatline-1": "et",
 }
-# Some servers, such as those of Quake III 1.32, do not say their gamename. Their protocol number
-# tells the game
+# Some servers, such as those of Quake III 1.32, do not give their gamename. Their protocol number
+# tells which game it is
 QUAKE3_GAME_OF_PROTOCOL = {
     "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
     "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
     "72": "et", "80": "et", "83": "et", "84": "et"}
 # OpenArena still uses Quake III's gamename. No other game has OpenArena's protocol number
 QUAKE3_OPENARENA_PROTOCOL = "71"
-# A game has its gamename as its id in the registry, in lower case and cut off here
+# The id of a game in the registry is its gamename in lower case, cut to this length
 QUAKE3_GAME_ID_CHARACTERS = 32
-# The titles of games by id in the registry. A game that is not here has its gamename as its title
+# The titles of well-known games, by their ids in the registry. Every other game has its gamename as
+# its title
 QUAKE3_TITLES = {
     "quake3arena": "Quake III Arena",
     "openarena": "OpenArena",
@@ -6607,24 +6680,24 @@ QUAKE3_TITLES = {
     "nexuiz": "Nexuiz",
     "warsow": "Warsow",
 }
-# The meaning of the game types' numbers in the games that the protocol was made for
+# What the numbers of game types mean in the two games of QUAKE3_MODE_GAMES
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
 QUAKE3_MODE_GAMES = "quake3arena", "openarena"
-# At most this many games that have no name here may be listed at a time, because each game is a tab
-# on the page
+# A new game is one that is not named in the titles, the tags or the settings. At most this many may
+# be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many of those games. A machine runs servers of one game, rarely of two
+# One source may bring this many new games. A machine runs servers of one game, rarely of two
 QUAKE3_GAMES_PER_SOURCE = 4
-# The limit for an IPv6 /48, because anybody can have one
+# The limit is not much higher for an IPv6 /48, because anybody can have one
 QUAKE3_GAMES_PER_NETWORK = 8
-# An answer costs this many tokens of [limits] requests. With the default of that setting a source
-# gets 5 answers at once, then 1 a second
+# Each answer takes this many tokens of the setting limits.requests. With its default, a source gets
+# 5 answers at once, then 1 a second
 QUAKE3_QUESTION_TOKENS = 10
-# The answers to this many different questions are kept. Programs ask a few questions for each game
+# This many answers to different questions are cached. Programs ask a few questions for each game
 QUAKE3_MAX_CACHED_ANSWERS = 256
-# The values that an infoResponse must have, each with the pattern that it must match. The game type
-# may be missing, because QUAKE3_DEFAULTS has one
+# The keys that an infoResponse must have, each with the pattern that the value must match. Only the
+# game type may be missing: it is then taken from QUAKE3_DEFAULTS
 QUAKE3_REQUIRED_VALUES = {
     "protocol": "0|-?[1-9][0-9]{0,8}",
     "clients": "-?[0-9]{1,9}",
@@ -6635,7 +6708,7 @@ QUAKE3_DEFAULTS = {"gametype": "0"}
 
 
 class Quake3Info(NamedTuple):
-    """The state of a game server, as its infoResponse says it."""
+    """What a game server's infoResponse says about the server."""
 
     gamename: Optional[str]             # None if the infoResponse has no such key
     protocol: str                       # a number
@@ -6644,14 +6717,14 @@ class Quake3Info(NamedTuple):
     mapname: str
     clients: int                        # all players, bots included
     max_clients: int
-    human_players: str                  # the number of players without bots; "" if it is missing
+    human_players: str                  # the number of players without bots; "" if missing
 
 
 def split_quake3_pairs(data):
     r"""Return the `\key\value` pairs of an infoResponse as a dict of bytes.
 
-    If a key comes twice, its last value counts."""
-    # The first piece is the head of the packet
+    If a key occurs several times, its last value counts."""
+    # The first piece is the head of the packet. Then keys and values alternate
     pieces = data.split(b"\\")
     keys = pieces[1::2]
     values = pieces[2::2]
@@ -6659,45 +6732,52 @@ def split_quake3_pairs(data):
 
 
 def parse_quake3_info(pairs):
-    """Return the Quake3Info in the key-value pairs of an infoResponse, which are bytes.
+    """Return the Quake3Info in these key-value pairs of an infoResponse, a dict of bytes.
 
-    Raise Malformed if a value that the list needs is missing or has the wrong form."""
-    texts = decode_quake3_pairs(pairs)
+    Raise Malformed if one of the QUAKE3_REQUIRED_VALUES is missing or does not match its pattern,
+    or if the gamename is not a single word."""
+    values = decode_quake3_pairs(pairs)
     for key, pattern in QUAKE3_REQUIRED_VALUES.items():
-        value = texts.get(key, "")
+        value = values.get(key, "")
         if not re.fullmatch(pattern, value):
             raise Malformed("%s: %a" % (key, value))
-    gamename = texts.get("gamename")
+    gamename = values.get("gamename")
+    # Players' programs could not ask for a gamename with a blank, because blanks separate the
+    # words of a question
     if gamename is not None and len(gamename.split()) != 1:
         raise Malformed("gamename: %a" % gamename)
-    hostname = QUAKE3_COLOUR.sub("", texts.get("hostname", ""))
+    coloured_hostname = values.get("hostname", "")
+    hostname = QUAKE3_COLOUR.sub("", coloured_hostname)
     return Quake3Info(
         gamename,
-        texts["protocol"],
-        texts["gametype"],
-        clean(hostname),
-        texts.get("mapname", ""),
-        clients=int(texts["clients"]),
-        max_clients=clamp(int(texts["sv_maxclients"])),
-        human_players=texts.get("g_humanplayers", ""))
+        protocol=values["protocol"],
+        gametype=values["gametype"],
+        # Without the colours, the name may begin or end with a blank
+        hostname=clean(hostname),
+        mapname=values.get("mapname", ""),
+        clients=int(values["clients"]),
+        max_clients=clamp(int(values["sv_maxclients"])),
+        human_players=values.get("g_humanplayers", ""))
 
 
 def decode_quake3_pairs(pairs):
-    """Return these key-value pairs of bytes as strings, together with QUAKE3_DEFAULTS.
+    """Return these key-value pairs, a dict of bytes, as a dict of cleaned strings.
 
-    Pairs with a key or value that is too long are left out."""
-    texts = dict(QUAKE3_DEFAULTS)
+    A pair is left out if its key or value is longer than QUAKE3_TEXT_BYTES. A missing key that
+    QUAKE3_DEFAULTS contains is added from there."""
+    decoded = dict(QUAKE3_DEFAULTS)
     for key, value in pairs.items():
         longest = max(len(key), len(value))
         if longest <= QUAKE3_TEXT_BYTES:
-            texts[decode_legacy(key)] = decode_legacy(value)
-    return texts
+            decoded[decode_legacy(key)] = decode_legacy(value)
+    return decoded
 
 
 def quake3_fields(info, gamename):
     """Return the contents of a Quake3Info as a dict of attributes of Server.
 
-    `gamename` is that of the server's game; the infoResponse may not have it."""
+    `gamename` is the gamename of the server's game. It is passed separately, because the
+    infoResponse may lack it."""
     return {
         "name": info.hostname,
         "map": info.mapname,
@@ -6710,19 +6790,31 @@ def quake3_fields(info, gamename):
 
 
 def quake3_game_id(gamename, protocol=""):
-    """Return the id that a game has in the registry, from its gamename and protocol number."""
-    allowed = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
-    game = allowed[:QUAKE3_GAME_ID_CHARACTERS]
+    """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena".
+
+    `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
+    because its servers use the gamename of Quake III."""
+    # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
+    safe_name = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
+    game = safe_name[:QUAKE3_GAME_ID_CHARACTERS]
     if game == "quake3arena" and protocol == QUAKE3_OPENARENA_PROTOCOL:
         return "openarena"
     return game
 
 
-class Quake3Question(NamedTuple):
-    """The question of a player's program: which servers of a game are there?"""
+def quake3_title(game, gamename):
+    """Return the title of a game, given its id in the registry and its gamename."""
+    if game in QUAKE3_TITLES:
+        return QUAKE3_TITLES[game]
+    # Letters of other scripts may look like those of a well-known title. The id has only ASCII
+    return gamename if gamename.isascii() else game
 
-    is_extended: bool                   # True: a getserversExt, whose answer has IPv6 addresses
-    gamename: str                       # "" for the games that are listed without a name
+
+class Quake3Question(NamedTuple):
+    """A player's program asks for the servers of a game."""
+
+    is_extended: bool                   # True: a getserversExt, whose answer has IPv6, too
+    gamename: str                       # "" if a getservers has no gamename
     protocol: str                       # a number
     gametype: str                       # "" for any
     wants_empty: bool                   # False leaves out servers without players
@@ -6732,53 +6824,61 @@ class Quake3Question(NamedTuple):
 
 
 def parse_quake3_question(pieces):
-    """Return the Quake3Question in a packet. Raise Malformed if the packet is no question.
+    """Return the Quake3Question in a packet, given as its words: bytes, split at white space.
 
-    `pieces` are the bytes of the packet, split at white space. There are two forms:
+    There are two forms:
 
         getservers [gamename] protocol [filter ...]
-        getserversExt gamename protocol [filter ...]"""
+        getserversExt gamename protocol [filter ...]
+
+    Raise Malformed if the packet begins with neither word, or has no protocol number."""
+    # A word that is missing is read as b"", which is refused below
     command, *arguments = pieces or [b""]
     is_extended = command == QUAKE3_GETSERVERS_EXT
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
     first, *following = arguments or [b""]
-    # A gamename may begin with a digit, but it is not a number
+    # Without a gamename, a getservers begins with the protocol number
     has_gamename = is_extended or not QUAKE3_NUMBER.fullmatch(first)
     if has_gamename:
         gamename = first
         protocol, *filters = following or [b""]
     else:
-        gamename, protocol, filters = b"", first, following
+        gamename = b""
+        protocol = first
+        filters = following
     if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
     wants_ipv4, wants_ipv6 = quake3_address_families(filters, is_extended)
-    wants_empty = b"empty" in filters
-    wants_full = b"full" in filters
     return Quake3Question(
-        is_extended, decode_legacy(gamename), protocol.decode(), quake3_gametype(filters),
-        wants_empty, wants_full, wants_ipv4, wants_ipv6)
+        is_extended,
+        decode_legacy(gamename),
+        protocol.decode(),
+        quake3_gametype(filters),
+        wants_empty=b"empty" in filters,
+        wants_full=b"full" in filters,
+        wants_ipv4=wants_ipv4,
+        wants_ipv6=wants_ipv6)
 
 
 def quake3_gametype(filters):
-    """Return the game type that these filters of a question name, "" if there is none.
+    """Return the game type that these filters of a question ask for, or "" for any.
 
-    If there are several, the last one counts."""
+    A filter names it as in b"ctf" or b"gametype=4"; both give "4". The last such filter counts."""
     gametype = ""
-    for argument in filters:
-        if argument.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(argument[len(QUAKE3_GAMETYPE):])
-        elif argument in QUAKE3_GAMETYPES:
-            gametype = QUAKE3_GAMETYPES[argument]
+    for word in filters:
+        if word.startswith(QUAKE3_GAMETYPE):
+            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
+        elif word in QUAKE3_GAMETYPES:
+            gametype = QUAKE3_GAMETYPES[word]
     return gametype
 
 
 def quake3_address_families(filters, is_extended):
-    """Return two booleans: does a question with these filters ask for IPv4 servers, and for IPv6
-    servers?
+    """Return (wants_ipv4, wants_ipv6): which servers does a question with these filters ask for?
 
-    A plain getservers gets IPv4 servers, because its answer has no room for IPv6 addresses. A
-    getserversExt gets both if its filters name neither."""
+    A getservers (`is_extended` is False) always gets IPv4 servers, because its answer has no room
+    for IPv6 addresses. A getserversExt gets both kinds if its filters name neither."""
     if not is_extended:
         return True, False
     wants_ipv4 = b"ipv4" in filters
@@ -6789,22 +6889,22 @@ def quake3_address_families(filters, is_extended):
 
 
 class Quake3Entry(NamedTuple):
-    """A game server in the lists of its game, prepared for the answers to questions."""
+    """A listed server, reduced to what the answers to questions need."""
 
-    # Questions with one of these gamenames get the server. "" is among them if the game is also
-    # listed without a name
+    # The server is in the answers to questions with one of these gamenames. "" is among them if
+    # questions without a gamename get it too
     gamenames: Sequence[str]
     protocol: str
     gametype: str
-    is_empty: bool                      # listed only for questions that want empty servers
-    is_full: bool                       # listed only for questions that want full servers
+    is_empty: bool                      # True: only questions that want empty servers get it
+    is_full: bool                       # True: only questions that want full servers get it
     is_ipv6: bool
-    packed: bytes                       # the address and port as they stand in a list
+    packed: bytes                       # the address and port as in a list, after "\\" or "/"
 
     def matches(self, question):
-        """Return whether the server belongs in the answer to this question.
+        """Return whether the server passes the filters of this Quake3Question.
 
-        The caller has compared gamename and protocol already."""
+        Gamename and protocol are not compared: the caller has selected the entries by them."""
         if self.is_empty and not question.wants_empty:
             return False
         if self.is_full and not question.wants_full:
@@ -6819,15 +6919,18 @@ class Quake3Entry(NamedTuple):
 def render_quake3_entry(server, anonymous_gamenames):
     """Return the Quake3Entry of a listed server.
 
-    `anonymous_gamenames` are the games that are listed for questions without a gamename too."""
+    Servers with one of the `anonymous_gamenames` are also in the answers to questions without a
+    gamename."""
     gamename = server.details["gamename"]
     gamenames = [gamename]
     if gamename in anonymous_gamenames:
         gamenames.append("")
     is_empty = server.players == 0
     is_full = server.players == server.max_players and not is_empty
-    if gamename == "et":                # its players always get empty and full servers too
-        is_empty = is_full = False
+    if gamename == "et":
+        # Players of Enemy Territory get empty and full servers even if they do not ask for them
+        is_empty = False
+        is_full = False
     address = ipaddress.ip_address(server.address)
     is_ipv6 = address.version == 6
     separator = QUAKE3_IPV6 if is_ipv6 else QUAKE3_IPV4
@@ -6837,11 +6940,13 @@ def render_quake3_entry(server, anonymous_gamenames):
 
 
 def render_quake3_packets(question, entries):
-    """Return the list of packets that answers a Quake3Question.
+    """Return the packets that answer a Quake3Question, each at most QUAKE3_PACKET_BYTES long.
 
-    `entries` are the Quake3Entry records of the game and protocol that it asks for."""
+    `entries` are the Quake3Entry records of the gamename and protocol that it asks for; those that
+    do not match its filters are left out."""
     head = QUAKE3_SERVERS_EXT if question.is_extended else QUAKE3_SERVERS
     pieces = [entry.packed for entry in entries if entry.matches(question)]
+    # Only the last packet has this mark, so that players' programs know that the list is complete
     pieces.append(QUAKE3_END)
     packets = []
     packet = head
@@ -6864,28 +6969,31 @@ class Quake3(UdpProtocol, PolledGame):
         > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
 
-    Because a heartbeat may be forged, it only makes the master ask: nothing is remembered before an
-    infoResponse with the right challenge, and the contents of the list come from infoResponses.
+    A heartbeat may be forged, so the master only answers it with a getinfo. It lists the server
+    once an infoResponse with the right challenge has come, and lists only what infoResponses say.
 
-    The poller queries all listed servers, at the address and port that each sends from. If one of
-    them sends a heartbeat, it is polled at once. If it is silent then, it is removed, because the
-    heartbeat may have been its farewell. The answer to such a poll goes to the poller's own port,
-    so packets that others send to this port in the server's name do not hinder it.
+    The poller queries every listed server at the address and port that it sends from. If a listed
+    server sends a heartbeat, it is polled at once, and removed if it does not answer, because the
+    heartbeat may have been its farewell. It answers such a poll at the poller's own port, so forged
+    packets that somebody sends to this port in its name cannot prevent the answer.
     """
 
-    # The name of the protocol for the poller and /check. In the registry each gamename is a game
+    # The poller and /check know the whole family by this name. In the registry each gamename is a
+    # game of its own
     game = "quake3"
     ipv4_only = False
-    # With these a server that has left is removed within 5 s of its farewell
+    # These values remove a server within 5 s of its farewell
     timeout_s = 1.0
     attempts = 3
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Read the settings, and subscribe to the events of all servers. `core` is the program's
+        Core."""
         super().__init__(core)
-        # Servers of this protocol are announced by heartbeats alone, not by HTTP
+        # PolledGame allows announcements by HTTP, but these servers announce themselves by
+        # heartbeats only
         del core.http_announcers[self.game]
-        # The rendered value is a function that answers questions
+        # Renders not a list but a function, which answers questions about the servers
         self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
         self.registry.subscribe(
             self.on_registry_event,
@@ -6894,7 +7002,9 @@ class Quake3(UdpProtocol, PolledGame):
         self.read(core.settings)
 
     def read(self, settings):
-        """Read the settings, at the start and after a reload."""
+        """Take over the settings, at the start and after a reload.
+
+        A line of `quake3.tags` is TAG=GAMENAME; it adds to QUAKE3_TAGS or overrides it."""
         secret_key = os.urandom(16)
         self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
         self.settings = settings
@@ -6903,8 +7013,9 @@ class Quake3(UdpProtocol, PolledGame):
             tag, _, gamename = line.partition("=")
             self.gamenames_by_tag[tag.strip()] = gamename.strip()
         gamenames = self.gamenames_by_tag.values()
-        self.tag_gamenames = tuple(dict.fromkeys(gamenames))        # each gamename once
-        # The cached entries say which games are listed without a name
+        # dict.fromkeys() removes repetitions and keeps the order
+        self.tag_gamenames = tuple(dict.fromkeys(gamenames))
+        # The cached entries depend on `tag_gamenames`
         self.registry.forget_entries()
 
     def serves(self, server):
@@ -6912,40 +7023,40 @@ class Quake3(UdpProtocol, PolledGame):
         return "gamename" in server.details
 
     def on_registry_event(self, event, server):
-        """Poll every server of the family that is listed, and give its game a title.
+        """Begin or end the polling of a server of the family, and give its game a title.
 
-        `event` is "listed" or "gone". Servers restored from the disk are listed in this way too.
-        The servers of other masters are not polled."""
+        `event` is "listed" or "gone". It is "listed" for servers restored from the disk, too.
+        Servers of other masters are not polled here."""
         gamename = server.details.get("gamename")
         if not gamename:
-            return
+            return                          # a server of another protocol
         if not server.master:
             super().on_registry_event(event, server)
         if event == "listed":
-            title = gamename
-            if not gamename.isascii():
-                # Letters of other scripts may look like those of a known title; the id has none
-                title = server.game
-            known_title = QUAKE3_TITLES.get(server.game, title)
-            self.registry.set_game_title(server, known_title)
+            title = quake3_title(server.game, gamename)
+            self.registry.set_game_title(server, title)
 
     # Questions of players' programs
 
     def render_answer_function(self, servers):
-        """Return a function that takes a Quake3Question and returns the packets that answer it from
-        these servers."""
+        """Return answer(question), a function that answers Quake3Questions about these servers.
+
+        It returns a list of packets, and caches the latest QUAKE3_MAX_CACHED_ANSWERS answers."""
         entries_by_game = self.group_entries(servers)
 
         @functools.lru_cache(QUAKE3_MAX_CACHED_ANSWERS)
         def answer(question):
-            entries = entries_by_game.get((question.gamename, question.protocol), ())
-            return render_quake3_packets(question, entries)
+            no_entries = ()
+            key = question.gamename, question.protocol
+            return render_quake3_packets(question, entries_by_game.get(key, no_entries))
 
         return answer
 
     def group_entries(self, servers):
-        """Return the Quake3Entry records of the family's servers among these, as a dict of lists by
-        (gamename, protocol)."""
+        """Return lists of Quake3Entry records, in a dict by (gamename, protocol).
+
+        Of `servers`, only those of the family are in it. A server is in several lists if questions
+        without a gamename get it too."""
         family = [server for server in servers if self.serves(server)]
         entries_by_game = collections.defaultdict(list)
         for entry in cached_entries(family, "quake3", self.render_entry):
@@ -6957,12 +7068,13 @@ class Quake3(UdpProtocol, PolledGame):
         """Return the Quake3Entry of a server, which cached_entries() keeps until it changes."""
         return render_quake3_entry(server, self.tag_gamenames)
 
-    def answer_question(self, pieces, source, now):
-        """Return the packets that answer a question. `pieces` are its bytes, split at white space.
+    def answer_question(self, words, source, now):
+        """Return the packets that answer a question from the address `source`.
 
-        Raise Malformed if it is not a question, and Limited if a limit forbids an answer."""
-        question = parse_quake3_question(pieces)
-        # If forged questions have used up the limit for answers, none is even rendered
+        `words` are the bytes of the packet, split at white space. Raise Malformed if they are not
+        a question, and Limited if a limit forbids an answer."""
+        question = parse_quake3_question(words)
+        # datagram() would refuse to send the answer, so do not spend time on rendering it
         if self.rules.surplus_is_spent("quake3", source, now):
             raise Limited
         tokens = self.rules.request_tokens(QUAKE3_QUESTION_TOKENS)
@@ -6974,10 +7086,11 @@ class Quake3(UdpProtocol, PolledGame):
     # All datagrams
 
     def datagram(self, data, peer, now):
-        """Answer a heartbeat, an infoResponse or a question: return (datagram, peer) pairs.
+        """Handle a heartbeat, an infoResponse or a question; return [(packet, peer), ...].
 
-        Raise Malformed for every other datagram, and record the reason for /check. Raise Limited
-        if a limit forbids the answer."""
+        Raise Limited if the answer would exceed a limit. Raise Malformed for any other datagram,
+        after recording the reason for /check."""
+        # The peer of an IPv6 socket has two further items, which are not used
         endpoint = peer[:2]
         source, port = endpoint
         try:
@@ -6985,50 +7098,51 @@ class Quake3(UdpProtocol, PolledGame):
         except Malformed as error:
             self.record_outcome(source, port, "bad packet", now, str(error))
             raise
-        surplus = sum(map(len, packets)) - len(data)
-        if not self.rules.allow_surplus("quake3", source, surplus, now):
+        surplus_bytes = sum(map(len, packets)) - len(data)
+        if not self.rules.allow_surplus("quake3", source, surplus_bytes, now):
             raise Limited
         return [(packet, peer) for packet in packets]
 
     def answer_packet(self, data, endpoint, now):
-        """Return the list of packets that answer this one.
+        """Return the list of packets that answer this one, empty if there is no answer.
 
-        `endpoint` is the (address, port) that it comes from. Raise Malformed and Limited as
-        datagram() does."""
+        `endpoint` is the (address, port) that it comes from. Raise Limited if a limit forbids the
+        answer, and Malformed if this is not a heartbeat, an infoResponse or a question, or if its
+        contents are wrong."""
         if data.startswith(QUAKE3_INFO):
             self.accept_info(data, endpoint, now)
             target = self.poller.find(self, *endpoint)
-            if target is not None:                      # it is None if the server was refused
+            if target is not None:          # it is None if the server was refused
+                # The infoResponse proves that the server is there, as the answer to a poll would
                 target.missed_polls = 0
             return []
-        pieces = data.split()
-        if len(pieces) == 2:
-            command, tag = pieces
+        words = data.split()
+        if len(words) == 2:
+            command, tag = words
             if command == QUAKE3_HEARTBEAT:
                 return self.answer_heartbeat(tag.decode("latin-1"), endpoint, now)
         source, _ = endpoint
-        return self.answer_question(pieces, source, now)
+        return self.answer_question(words, source, now)
 
     # Heartbeats, and the challenges that infoResponses must have
 
     def answer_heartbeat(self, tag, endpoint, now):
-        """Return a list with a getinfo for the server at `endpoint`, if it is listed or may be.
+        """Return [getinfo] for the server at `endpoint`, or [] if it is not to be asked now.
 
-        A listed server is also polled at once, unless a poll is under way already. Otherwise the
-        list is empty. Raise Malformed if the tag stands for no game here."""
+        A listed server is also polled at once. It is not asked if such a poll is under way. A new
+        server is not asked if it may not be listed. Raise Malformed if the tag is not known."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
         target = self.poller.find(self, *endpoint)
-        listed_server = None
-        if target is not None:
-            listed_server = self.listed_server(target)
-        if listed_server is not None:
-            # Whatever arrives, a listed server is asked once a second at most
+        is_listed = target is not None and self.listed_server(target) is not None
+        if is_listed:
+            # However many heartbeats arrive, a listed server is asked at most once a second
             if self.is_last_poll(target, now):
                 return []
             polled_target = self.poller.poll_now(self, *endpoint, now)
+            # The heartbeat may have been a farewell, so a single missed poll removes the server
             polled_target.missed_polls = MISSED_POLLS_LIMIT - 1
-            tag_gamename = ""                           # the list has its gamename already
+            tag_gamename = ""               # a listed server has its gamename in the list
         elif self.may_be_listed(endpoint, now):
             tag_gamename = self.gamenames_by_tag[tag]
         else:
@@ -7037,43 +7151,46 @@ class Quake3(UdpProtocol, PolledGame):
         return [QUAKE3_GETINFO + challenge]
 
     def may_be_listed(self, endpoint, now):
-        """Return whether a new server at this (address, port) may be listed.
+        """Return whether a new server at `endpoint`, an (address, port), may be listed.
 
         Record for /check that it has announced itself, or why it is refused."""
         source, port = endpoint
+        record_outcome = self.registry.record_outcome
         try:
             address = self.rules.listed_address(source)
             key = self.game, address, port
             self.registry.check_admission(key, source)
         except Refused as refused:
-            self.record_outcome(source, port, refused.outcome, now, str(refused))
+            record_outcome(source, self.game, port, refused.outcome, now, str(refused))
             return False
-        self.registry.record_outcome(source, self.game, port, "announced", now)
+        record_outcome(source, self.game, port, "announced", now)
         return True
 
     def is_last_poll(self, target, now):
-        """Return whether a poll is under way after which the server is removed if it is silent."""
+        """Return whether a poll is under way that removes this target's server if it is missed.
+
+        A poll is under way if its query is open or due."""
         if target.missed_polls != MISSED_POLLS_LIMIT - 1:
             return False
-        is_asked = target.asked_at is not None
-        return is_asked or target.due <= now
+        has_open_query = target.asked_at is not None
+        return has_open_query or target.due <= now
 
     def make_challenge(self, tag_gamename, endpoint, now):
-        """Return a challenge for a getinfo to this (address, port), as 8 bytes of base64.
+        """Return the challenge for a getinfo to this (address, port): 8 bytes of base64.
 
-        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The challenge
-        carries it in its MAC: verify_challenge() finds it again."""
+        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The MAC covers
+        it, so that verify_challenge() can tell which one it was without any stored state."""
         message = repr((tag_gamename, endpoint)).encode()
         mac = self.cookie.make(message, now)
         return base64.urlsafe_b64encode(mac)
 
     def verify_challenge(self, challenge, endpoint, now):
-        """Return the `tag_gamename` for which make_challenge() has made this challenge.
+        """Return the `tag_gamename` with which make_challenge() has made this challenge.
 
-        Raise Malformed if it is not a challenge of this master for this (address, port), or too
-        old. """
+        Raise Malformed if it was not made for this (address, port), or is too old."""
         if QUAKE3_CHALLENGE.fullmatch(challenge):
             mac = base64.urlsafe_b64decode(challenge)
+            # The challenge does not say which gamename its MAC covers, so each of them is tried
             for tag_gamename in self.tag_gamenames:
                 message = repr((tag_gamename, endpoint)).encode()
                 if self.cookie.is_valid(mac, message, now):
@@ -7085,16 +7202,16 @@ class Quake3(UdpProtocol, PolledGame):
     def accept_info(self, data, endpoint, now, poll_fields=NO_DETAILS):
         """List or refresh the server that has sent this infoResponse from `endpoint`.
 
-        `poll_fields` has the attributes of Server that the poller has measured. The server may be
-        refused, which is recorded for /check. Raise Malformed if the challenge is wrong or the
-        contents cannot be read."""
+        `poll_fields` are attributes of Server that the poller has measured, empty outside a poll.
+        If the server is refused, the reason is recorded for /check. Raise Malformed if the
+        challenge is wrong or the contents cannot be read."""
         pairs = split_quake3_pairs(data)
         challenge = pairs.get(b"challenge", b"")
         tag_gamename = self.verify_challenge(challenge, endpoint, now)
-        # An infoResponse that differs from the last one only in its challenge need not be read.
-        # Among a million servers two have the same 64-bit hash once in 40 million times
-        contents = data.replace(challenge, b"", 1)
-        fingerprint = hash((endpoint, contents))
+        # If only the challenge differs from the server's last infoResponse, the rest is not parsed
+        # again. Two of a million servers have the same 64-bit hash once in 40 million cases
+        without_challenge = data.replace(challenge, b"", 1)
+        fingerprint = hash((endpoint, without_challenge))
         server = self.registry.by_fingerprint.get(fingerprint)
         if server is None:
             info = parse_quake3_info(pairs)
@@ -7103,14 +7220,17 @@ class Quake3(UdpProtocol, PolledGame):
             self.registry.confirm(server, now)
             if not poll_fields:
                 return
-            self.registry.update(server, poll_fields)       # this may forget the fingerprint
+            # This deletes the fingerprint if a value has changed, so it is set again below
+            self.registry.update(server, poll_fields)
         if server is not None:
             self.registry.set_fingerprint(server, fingerprint)
 
     def list_info(self, info, tag_gamename, endpoint, now, poll_fields):
-        """List or refresh the server at `endpoint` with a Quake3Info and the poller's fields.
+        """List or refresh the server at `endpoint`, which has sent this Quake3Info.
 
-        Return the Server, or None if it is refused. Raise Malformed if its game is not known."""
+        `tag_gamename` is the one from its challenge, and `poll_fields` has further attributes of
+        Server. Return the Server, or None if it is refused. Raise Malformed if its game cannot be
+        determined."""
         target = self.poller.find(self, *endpoint)
         listed_server = None
         if target is not None:
@@ -7124,9 +7244,9 @@ class Quake3(UdpProtocol, PolledGame):
     def determine_gamename(self, info, listed_server, tag_gamename):
         """Return the gamename of the server that has sent this Quake3Info.
 
-        It is the one in the infoResponse. Without one, the protocol number may tell the game, then
-        the list (`listed_server` is None if it is not listed), then the heartbeat's tag. Raise
-        Malformed if none of them does."""
+        If the infoResponse has none, the protocol number may tell it, then the list, then the
+        heartbeat's tag. `listed_server` is None if the server is not listed, and `tag_gamename` is
+        "" if the tag does not tell the game. Raise Malformed if nothing tells it."""
         if info.gamename:
             return info.gamename
         protocol_gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
@@ -7138,61 +7258,66 @@ class Quake3(UdpProtocol, PolledGame):
                 return listed_gamename
         if tag_gamename:
             return tag_gamename
-        raise Malformed("gamename: it is not told, and protocol %s is of no known game"
+        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
                         % info.protocol)
 
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with these attributes is listed.
 
         `source` is the address that it sends from. Raise Refused if the settings exclude the game,
-        or if it is new and there are too many new games."""
+        if its id belongs to another protocol, or if it is one new game too many."""
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
         game_filter = self.settings["quake3.games"]
-        # Under the id of another protocol's game the server would be listed as what it is not
+        # Every section of the settings may be the id of a game. A gamename such as "iceball" must
+        # not put a server into the list of another protocol's game
         is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
         if is_id_of_another_protocol or not game_filter.accepts(game):
-            raise Refused("game", "%a is none of those here" % gamename)
-        # The limits for new games do not count the games that have a name here, so that strangers
-        # with invented games cannot keep those out
+            raise Refused("game", "%a is not listed here" % gamename)
+        # The games that are named here can always be listed, even if strangers have filled the
+        # limits for new games with invented ones
         games_of_tags = map(quake3_game_id, self.tag_gamenames)
         named_games = {*QUAKE3_TITLES, *game_filter.named, *games_of_tags}
-        if game not in self.registry.titles and game not in named_games:
+        is_listed_game = game in self.registry.titles
+        if not is_listed_game and game not in named_games:
             self.check_new_game(source, named_games)
         return game
 
     def check_new_game(self, source, named_games):
-        """Raise Refused if there are too many new games in the list, of all sources or of this one.
+        """Raise Refused if the list has no room for one more new game from the address `source`.
 
-        A game is new if its id is not in `named_games`."""
+        New games are those whose id is not in `named_games`. There is a limit for the whole list,
+        for each source and for each IPv6 network."""
         new_games = self.registry.titles.keys() - named_games
         if len(new_games) >= QUAKE3_MAX_NEW_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
         if self.rules.exempts(source):
             return
-        # The keys of the source that has brought each new game
-        keys_of_new_games = []
-        for game, game_source in self.registry.title_sources.items():
-            if game not in named_games:
-                keys_of_new_games.append(source_keys(game_source))
+        # For each new game, the keys of the source whose server was the first of the game
+        keys_by_new_game = {}
+        for game, first_source in self.registry.title_sources.items():
+            if game in new_games:
+                keys_by_new_game[game] = source_keys(first_source)
         for key, source_limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
             limit = min(source_limit, QUAKE3_GAMES_PER_NETWORK)
-            game_count = sum(key in keys for keys in keys_of_new_games)
+            game_count = sum(key in keys for keys in keys_by_new_game.values())
             if game_count >= limit:
                 raise Refused("limit", "at most %d new games of one source" % limit)
 
     # The poller's questions
 
     def query(self, target):
-        """Return a getinfo for a poll of this target."""
+        """Return the getinfo that queries this target; target.asked_at is the present time."""
         endpoint = target.address, target.server_port
-        challenge = self.make_challenge("", endpoint, target.asked_at)
+        no_tag = ""                 # a poll does not come from a heartbeat
+        challenge = self.make_challenge(no_tag, endpoint, target.asked_at)
         return QUAKE3_GETINFO + challenge
 
     def answer(self, target, data, now):
-        """Accept the infoResponse that answers a poll, and return b"", because nothing is sent.
+        """Accept the infoResponse that answers a poll of this target.
 
-        Raise Malformed if it is not an infoResponse, or has the wrong challenge."""
+        Return b"", because nothing is sent back. Raise Malformed if `data` is not an infoResponse,
+        or has the wrong challenge or contents."""
         if not data.startswith(QUAKE3_INFO):
             raise Malformed("no infoResponse")
         endpoint = target.address, target.server_port
@@ -7206,15 +7331,15 @@ class Quake3(UdpProtocol, PolledGame):
 LUANTI_ID = b"OEt\3"                # begins every packet
 LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
 LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
-LUANTI_GOODBYE = b"\0\0\3"          # stands after the id and the peer's number
+LUANTI_GOODBYE = b"\0\0\3"          # ends a goodbye, after the id and the peer's number
 LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
-LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough; int() is slow with 10,000
-# How many names of a list are read. Few servers have 500 mods
+LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough, and int() is slow with 10,000
+# Only this many names of a list are read. Few servers have 500 mods
 LUANTI_NAMES = 500
-LUANTI_NAME_CHARACTERS = 32         # names of players have 20, those of mods rarely 30
-# How much of each list of names is kept, in bytes of JSON, because every client fetches it with the
-# list of servers. There is room for 180 players with the longest names, and for 500 mods with usual
-# ones. The official list has 8 kB for everything.
+LUANTI_NAME_CHARACTERS = 32         # players' names have up to 20, names of mods rarely 30
+# Each list of names is cut to this many bytes of JSON, because every client fetches it with the
+# list of servers. There is room for 180 players with the longest names, and for 500 mods with names
+# of usual length. The official master allows 8 kB for the whole announcement
 LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
@@ -7224,10 +7349,10 @@ def read_luanti_text(text):
 
 
 def read_luanti_address(text):
-    """Return the address that players connect to: "", an IP address, or a host name with a dot.
+    """Return the announced address that players connect to, if it can be one.
 
-    "" stands for the address that the server announces from. Raise ValueError for anything else
-    than these three."""
+    It is an IP address, a host name with a dot, or "" for the address that the server announces
+    from. Raise ValueError for anything else."""
     if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
         raise ValueError("not a text, or too long")
     if text == "":
@@ -7249,22 +7374,23 @@ def read_luanti_address(text):
 
 
 def read_luanti_names(names):
-    """Return a list of names, each of them cleaned and listed once; at most LUANTI_NAMES.
+    """Return the first LUANTI_NAMES names of a list, cleaned and without repetitions.
 
-    Raise TypeError or AttributeError if this is not a list of texts."""
+    Raise TypeError or AttributeError if `names` is not a list of texts."""
     if not isinstance(names, list):
-        raise TypeError("no list")
-    first = names[:LUANTI_NAMES]
-    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in first]
-    # A dict keeps the order in which its keys came
-    without_repetitions = dict.fromkeys(cleaned)
-    return list(without_repetitions)
+        raise TypeError("not a list")
+    first_ones = names[:LUANTI_NAMES]
+    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in first_ones]
+    # A dict has each key once and keeps the order of its keys
+    unique_names = dict.fromkeys(cleaned)
+    return list(unique_names)
 
 
 def luanti_number_reader(high, kind=int):
     """Return a function that reads a text as a number from 0 to `high`; `kind` is int or float.
 
-    The function raises ValueError for other texts, and for a number with too many digits."""
+    The function raises ValueError if the text is not such a number, or has more than
+    LUANTI_NUMBER_CHARACTERS."""
     read_number_of_any_length = read_number(0, high, kind)
 
     def read(text):
@@ -7279,8 +7405,8 @@ class LuantiField(NamedTuple):
     """A field that an announcement may have.
 
     `read` takes the announced value, a text or a list, and returns it cleaned. It raises
-    ValueError, TypeError or AttributeError for a wrong value; the answer to the announcement then
-    says that `expected` was expected."""
+    ValueError, TypeError or AttributeError for a wrong value. `expected` describes a right value;
+    the answer to a wrong announcement quotes it."""
 
     name: str
     read: Callable[[Any], Any]
@@ -7321,19 +7447,20 @@ LUANTI_FIELDS = (
     LuantiField("proto_min", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("proto_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("lag", read_luanti_fraction, EXPECTED_NUMBER),
-    # The master computes these three: the most clients ever, the number of announcements, and the
-    # mean number of clients
+    # The master computes the last three: the most clients that the server has announced, the number
+    # of its announcements, and the mean of the announced clients
     LuantiField("clients_top", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("updates", read_luanti_count, EXPECTED_NUMBER, is_required=True),
     LuantiField("pop_v", read_luanti_fraction, EXPECTED_NUMBER, is_required=True),
 )
 LUANTI_COMPUTED = "clients_top", "updates", "pop_v"
-# The fields that the page of a server shows as its flags
+# The true-or-false fields that a server's page shows as its flags
 LUANTI_FLAGS = "creative", "damage", "pvp", "password"
 
 
 class Luanti(TcpProtocol, PolledGame):
-    """Luanti, once Minetest; captured from minetestserver 5.6.1. The rules are the official list's.
+    """Luanti, formerly Minetest, as captured from minetestserver 5.6.1. The rules for announcements
+    are those of the official master.
 
     A game server announces itself by HTTP when it starts, every 300 s, and when it ends:
 
@@ -7346,36 +7473,38 @@ class Luanti(TcpProtocol, PolledGame):
         > 4f457403 0001 00 03 ffdc 00 01 peer.u16       bytes 6 to 10 may differ
         < 4f457403 peer.u16 00 00 03
 
-    The server is listed once it answers, with what it has announced. It leaves when it says so,
-    when it leaves three polls unanswered, or after [luanti] timeout without an announcement. The
-    answer has no room for a nonce: somebody who forges a game server's address can pretend that it
-    is there."""
+    The server is listed, with the contents of its announcement, once it has answered the probe. It
+    is removed when it says that it ends, when it has left three polls unanswered, or when it has
+    not announced itself for longer than luanti.timeout. The answer has no room for a nonce, so
+    somebody who forges a game server's address can pretend that it is there."""
 
     game = "luanti"
 
     def __init__(self, core):
-        """Begin without announcements; `core` is the Core of this program."""
+        """Begin without announcements. `core` is the program's Core."""
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
+            # PolledGame's constructor has allowed announcements by HTTP
             del core.http_announcers[self.game]
-        # The announcements whose address is being looked up, by source and port. There are as many
-        # at most as there are look-ups
+        # The announcements whose address for players is being looked up, by source and port. The
+        # limit for look-ups limits their number, too
         self.being_looked_up = {}
 
     def serves(self, server):
-        """Return whether this server can announce itself on one of the ports of [http]."""
+        """Return whether this server can announce itself by HTTP on one of our ports."""
         settings = self.core.settings
         if server.game != self.game or not settings["luanti.enabled"]:
             return False
         return bool(settings["http.ports"])
 
     def on_http_announcement(self, source, port, fields, now):
-        """Handle the announcement of a game server at this address and port.
+        """Handle a "start" or an "update" from the game server at this address and port.
 
-        `fields` has the values of the JSON object that it posted. An update leaves out some of the
-        fields that the start has; their values are kept. Raise Refused if the announcement is wrong
-        or the server may not be listed."""
+        `fields` are the values of the JSON object in the announcement. A start describes the whole
+        server. An update omits some fields, whose values stay as they are. Raise Refused if the
+        announcement is wrong or the server may not be listed."""
         action = fields.get("action")
+        # The web server has handled a "delete" already
         if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
@@ -7386,6 +7515,7 @@ class Luanti(TcpProtocol, PolledGame):
         address = announcement.get("address")
         is_same_address = address == previous.get("address")
         if previous and is_same_address:
+            # The server has proven this address before
             self.refresh(source, port, announcement, now)
         elif address:
             self.look_up_address(source, port, announcement, now)
@@ -7393,7 +7523,9 @@ class Luanti(TcpProtocol, PolledGame):
             self.query_announced(source, port, announcement, now)
 
     def listed_announcement(self, source, port):
-        """Return the announcement with which this game server is listed, or NO_DETAILS."""
+        """Return the announcement with which this game server is listed.
+
+        It is a dict by the names of LUANTI_FIELDS; it is empty if the server is not listed."""
         address = self.rules.listed_address(source)
         server = self.registry.get(self.game, address, port)
         if server is None:
@@ -7401,46 +7533,44 @@ class Luanti(TcpProtocol, PolledGame):
         return server.luanti_announcement
 
     def refresh(self, source, port, announcement, now):
-        """Refresh a listed server with this announcement.
+        """Refresh a listed server with this announcement, without querying it.
 
-        Its address for players is the same as before, so nothing has to be proven again. Raise
-        Refused if the server may not be listed any more."""
+        Raise Refused if the server may not be listed any more."""
         address = self.rules.listed_address(source)
         key = self.game, address, port
         lifetime = self.core.settings["luanti.timeout"]
         attributes = luanti_attributes(announcement)
         self.registry.list_or_refresh(key, source, now, lifetime, attributes)
         self.record_outcome(source, port, "listed", now)
+        # An older announcement would otherwise replace this one when its result comes
         self.forget_waiting(source, port)
 
     def forget_waiting(self, source, port):
-        """Forget an announcement of this server that waits for a look-up or for an answer.
-
-        A newer announcement has taken its place."""
+        """Forget the announcement of this server that waits for a look-up or an answer, if any."""
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
             target.querier_data = None
 
     def look_up_address(self, source, port, announcement, now):
-        """Have the address for players that this announcement names looked up.
+        """Start to look up the announced address for players; on_address_found() gets the result.
 
-        on_address_found() is called with the result. Raise Refused if the server may not be listed,
-        or if too many look-ups are under way."""
+        Raise Refused if the server may not be listed, or if too many look-ups are under way."""
         name = announcement["name"]
         self.check_newcomer(source, port, name)
         host = announcement["address"]
-        listed_address = self.rules.listed_address(source)
+        # If the host has several addresses, this one is preferred
+        preferred_address = self.rules.listed_address(source)
         done = functools.partial(self.on_address_found, source, port, announcement)
-        self.core.resolve(host, done, source, listed_address)
+        self.core.resolve(host, done, source, preferred_address)
         self.being_looked_up[source, port] = announcement
         self.record_outcome(source, port, "announced", now)
 
     def on_address_found(self, source, port, announcement, address, now):
-        """Query the server, unless its name for players leads to an address elsewhere.
+        """Query the announced server, unless its host name leads to an address elsewhere.
 
-        `address` is what the name leads to, or "" if it leads to no address. Do nothing if the
-        server has sent another announcement since."""
+        `address` is the result of the look-up, or "" if the name has no address. Record a refusal
+        for /check. Do nothing if a newer announcement has replaced this one."""
         if self.being_looked_up.get((source, port)) != announcement:
             return
         del self.being_looked_up[source, port]
@@ -7459,10 +7589,11 @@ class Luanti(TcpProtocol, PolledGame):
             self.record_outcome(source, port, refused.outcome, now, reason)
 
     def leads_to_server(self, address, source):
-        """Return whether a name that leads to this address can be that of a server at `source`.
+        """Return whether `address` can belong to the server that announces from `source`.
 
-        `address` is "" for a name that leads to no address. An address of the other family says
-        nothing against the name, because a name may have only IPv4."""
+        `address` comes from the look-up of the server's host name; "" means that it has none. If
+        one of the two is IPv4 and the other IPv6, they cannot be compared, and the name is
+        believed: it may have no address of the other kind."""
         if not address:
             return False
         listed_address = self.rules.listed_address(source)
@@ -7475,14 +7606,13 @@ class Luanti(TcpProtocol, PolledGame):
         return is_ipv6 != is_listed_ipv6
 
     def query_announced(self, source, port, announcement, now):
-        """Query a server that has announced itself; its answer lists it with this announcement.
+        """Query a server that has announced itself. Its answer lists it with this announcement.
 
-        Until then the announcement is kept in the server's Target. So there are no more of them
-        than targets, and they are forgotten with their targets. Raise Refused if the server may
-        not be queried."""
+        Raise Refused if the server may not be queried."""
         name = announcement["name"]
         target = self.query_newcomer(source, port, now, name)
         self.forget_waiting(source, port)
+        # The target keeps the announcement, so that the limit for targets limits announcements, too
         target.querier_data = announcement
 
     def query(self, target):
@@ -7490,11 +7620,11 @@ class Luanti(TcpProtocol, PolledGame):
         return LUANTI_PROBE
 
     def answer(self, target, data, now):
-        """Handle a server's answer to a probe, and return the packet that ends the exchange.
+        """Handle a server's answer to a probe; return the goodbye that ends the exchange.
 
-        If an announcement waits for the answer, the server is listed with it. Otherwise a listed
-        server is known to be there; its lifetime still counts from its last announcement. A server
-        that is not listed is no target any more. Raise Malformed if the data are not an answer."""
+        If an announcement waits for this answer, the server is listed with it. Otherwise a listed
+        server is confirmed, but its lifetime still counts from its last announcement. A server that
+        is not listed after this is no longer polled. Raise Malformed if `data` is not an answer."""
         goodbye = luanti_goodbye(data)
         announcement = target.querier_data
         target.querier_data = None
@@ -7516,7 +7646,8 @@ class Luanti(TcpProtocol, PolledGame):
 def luanti_goodbye(data):
     """Return the packet that ends the exchange after this answer to a probe.
 
-    It carries the peer's number from the answer. Raise Malformed if the data are not an answer."""
+    In its answer the game server gives us a peer number, which the goodbye has to repeat. Raise
+    Malformed if `data` is not such an answer."""
     answer = LUANTI_PROBE_ANSWER.fullmatch(data)
     if not answer:
         raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
@@ -7525,31 +7656,31 @@ def luanti_goodbye(data):
 
 
 def completed_luanti_announcement(fields, previous):
-    """Return an announcement, checked, cleaned and completed, as a dict by the fields' names.
+    """Return a complete announcement: a dict by the names of LUANTI_FIELDS, checked and cleaned.
 
-    `fields` has the announced values. Fields that are missing there come from `previous`, the
-    server's announcement before this one; it is empty if there is none. The master computes the
-    LUANTI_COMPUTED fields. Raise Refused if a field is missing or wrong."""
+    `fields` are the announced values. Fields that they lack are taken from `previous`, the server's
+    last announcement, which is empty if there is none. The LUANTI_COMPUTED fields are updated with
+    the announced number of clients. Raise Refused if a field is missing or wrong."""
     merged = {**previous, **fields}
+    # A server cannot set these three itself
     for name in LUANTI_COMPUTED:
         merged[name] = previous.get(name, 0)
     announcement = luanti_fields(merged)
     clients = announcement["clients"]
     updates = announcement["updates"] + 1
-    mean = announcement["pop_v"]
-    # The mean moves towards the new number by its share in all announcements
-    mean += (clients - mean) / updates
+    previous_mean = announcement["pop_v"]
     announcement["clients_top"] = max(clients, announcement["clients_top"])
     announcement["updates"] = updates
-    announcement["pop_v"] = mean
+    # The mean of all announcements so far, of which this one is the last
+    announcement["pop_v"] = previous_mean + (clients - previous_mean) / updates
     return announcement
 
 
 def luanti_fields(values):
-    """Return those of an announcement's values that LUANTI_FIELDS has, checked and cleaned.
+    """Return those of an announcement's values that are LUANTI_FIELDS, checked and cleaned.
 
-    The values were received, or stored by an earlier run. Raise Refused if a required one is
-    missing, or if one is wrong."""
+    `values` is a dict that has been received, or stored by an earlier run of the program. Raise
+    Refused if a required field is missing or a value is wrong."""
     fields = {}
     for field in LUANTI_FIELDS:
         if field.name in values or field.is_required:
@@ -7557,11 +7688,13 @@ def luanti_fields(values):
             fields[field.name] = read_luanti_field(field, value)
     if fields["proto_min"] > fields["proto_max"]:
         raise Refused("bad packet", "proto_min is above proto_max")
+    # The count and the list may contradict each other; then the list is right
     if "clients_list" in fields:
         fields["clients"] = len(fields["clients_list"])
     for name, max_bytes in LUANTI_LIST_BYTES.items():
         if name in fields:
             fields[name] = first_names(fields[name], max_bytes)
+    # Clients open this link, so it must not have another scheme, such as "javascript:"
     url = fields.get("url", "")
     is_web_address = re.match("https?://", url)
     if not is_web_address:
@@ -7570,34 +7703,40 @@ def luanti_fields(values):
 
 
 def read_luanti_field(field, value):
-    """Return a value of this LuantiField, checked and cleaned.
+    """Return the value of this LuantiField, checked and cleaned.
 
-    `value` is None if it is missing. Raise Refused if it is wrong or missing."""
+    `value` is the received one, or None if it is missing. Raise Refused if it is wrong or
+    missing."""
     if isinstance(value, (int, float)):
-        # The readers take numbers and flags as texts, in which form old servers send them
-        value = str(value)
+        # Old servers send numbers and flags as texts, so the readers expect texts
+        value_to_read = str(value)
+    else:
+        value_to_read = value
     try:
-        return field.read(value)
+        return field.read(value_to_read)
     except (ValueError, TypeError, AttributeError):
+        # `value` is not what the reader expects, and may be of any type of JSON
         reason = "%s: expected %s" % (field.name, field.expected)
         raise Refused("bad packet", reason) from None
 
 
 def first_names(names, max_bytes):
-    """Return the first of these names, as many as fit into `max_bytes` of JSON."""
+    """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
     total_bytes = 0
-    for number, name in enumerate(names):
+    for position, name in enumerate(names):
         # In JSON a backslash stands before each of these two characters
-        escapes = name.count('"') + name.count("\\")
-        quotes_and_comma = len('"",')
-        total_bytes += len(name.encode()) + escapes + quotes_and_comma
+        escape_bytes = name.count('"') + name.count("\\")
+        quotes_and_comma_bytes = len('"",')
+        total_bytes += len(name.encode()) + escape_bytes + quotes_and_comma_bytes
         if total_bytes > max_bytes:
-            return names[:number]
+            return names[:position]
     return names
 
 
 def luanti_attributes(announcement):
-    """Return the attributes of Server with which this announcement is listed, as a dict."""
+    """Return the attributes of Server with which this announcement is listed, as a dict.
+
+    `announcement` is a complete one, from completed_luanti_announcement()."""
     flags = []
     for flag in LUANTI_FLAGS:
         if announcement.get(flag):

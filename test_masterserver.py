@@ -2277,10 +2277,10 @@ class IceballTest(IceballCase):
     def test_rejections(self):
         badv, old = hexa("42414456 0200 25808000"), announcement(version=7)
         for sent, answer, outcome in (
-                (announcement(hbversion=3)[:10], badv, "version: heartbeat version 3, only 2"),
-                (announcement(hbversion=258), badv, "version: heartbeat version 258, only 2"),
-                (old, badv, "version: Iceball version 0.0-7, only 0.2.1"),
-                (old[:50], badv, "version: Iceball version 0.0-7, only 0.2.1"),
+                (announcement(hbversion=3)[:10], badv, "version: heartbeat version 3 instead of 2"),
+                (announcement(hbversion=258), badv, "version: heartbeat version 258 instead of 2"),
+                (old, badv, "version: Iceball version 0.0-7; accepted: 0.2.1"),
+                (old[:50], badv, "version: Iceball version 0.0-7; accepted: 0.2.1"),
                 (CAPTURED[:-1], b"BADF", "bad packet: length: 85 bytes instead of 86"),
                 (CAPTURED + b"\0", b"BADF", "bad packet: length: 87 bytes instead of 86")):
             self.start(iceball__accept_versions="0.2.1")
@@ -2299,7 +2299,7 @@ class IceballTest(IceballCase):
                 self.shake(CAPTURED, 0.0, (source, 1))
             answers = [self.send(bad[number % 2], 0.0, (source, number)) for number in range(20)]
             self.assertEqual(sum(map(bool, answers)), told, (source, listed))
-            self.assertRegex(self.outcome(0, source), "only 2|length")
+            self.assertRegex(self.outcome(0, source), "version 7 instead of 2|length")
 
     def test_malformed_packets_are_explained_at_check(self):
         for data, why in (
@@ -4539,17 +4539,17 @@ class Quake3Test(unittest.TestCase):
                 (b"QuakeArena-1", {"protocol": b"7" * 256}, "bad packet: protocol: ''"),
                 (b"QuakeArena-1", {"gametype": b"a b"}, "bad packet: gametype: 'a b'"),
                 (b"DarkPlaces", {"gamename": None},
-                 "bad packet: gamename: it is not told, and protocol 71 is of no known game"),
+                 "bad packet: gamename: missing, and protocol 71 does not belong to a known game"),
                 (b"DarkPlaces", {"gamename": b" "}, "bad packet: gamename: ''"),
                 (b"QuakeArena-1", {"gamename": b""}, "bad packet: gamename: ''"),
                 (b"QuakeArena-1", {"gamename": b"", "protocol": b"68"},
                  "bad packet: gamename: ''"),
                 (b"DarkPlaces", {"gamename": b"a b"}, "bad packet: gamename: 'a b'"),
                 (b"DarkPlaces", {"gamename": b"a\xa0b"}, "bad packet: gamename: 'a b'"),
-                (b"Warsow", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is none of those here"),
-                (b"DarkPlaces", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is none of those here"),
-                (b"DarkPlaces", {"gamename": b"IceBall"}, "game: 'IceBall' is none of those here"),
-                (b"DarkPlaces", {"gamename": b"mine"}, "game: 'mine' is none of those here"),
+                (b"Warsow", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is not listed here"),
+                (b"DarkPlaces", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is not listed here"),
+                (b"DarkPlaces", {"gamename": b"IceBall"}, "game: 'IceBall' is not listed here"),
+                (b"DarkPlaces", {"gamename": b"mine"}, "game: 'mine' is not listed here"),
                 (b"QuakeArena-1", {"hostname": b"b^1adword"},
                  "name: names matching badword are not listed here")):
             self.assertIsNone(self.shake(tag, **changed), changed)
@@ -4607,7 +4607,7 @@ class Quake3Test(unittest.TestCase):
         reload(self.core, self.quake3, quake3__games="!openarena")
         self.poll([1], info)
         self.assertEqual((self.registry.total, self.poller.targets, self.outcome()),
-                         (0, {}, "game: 'Quake3Arena' is none of those here"))
+                         (0, {}, "game: 'Quake3Arena' is not listed here"))
 
     def test_at_most_64_games(self):
         for number in range(65):
