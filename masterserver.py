@@ -4673,45 +4673,55 @@ def parse_hyperbol_list(data):
 
 # --- SubSpace ------------------------------------------------------------------------------------
 
-# An announcement is this head of 94 bytes and then the description: ip, port, players, scores,
-# version, name, password.
+# An announcement begins with this head of 94 bytes; the description follows. The fields are ip,
+# port, players, scores, version, name and password.
 ZONE_ANNOUNCEMENT_HEAD = struct.Struct("<4sHHHI32s48s")
 ZONE_ANNOUNCEMENT_BYTES = 480       # the longest announcement
-# A zone in a list is this head of 78 bytes and then the description: ip, port, players, scores,
-# version, name.
+# The entry of a zone in a list begins with this head of 78 bytes; the description follows. The
+# fields are ip, port, players, scores, version and name.
 ZONE_ENTRY_HEAD = struct.Struct("<4sHHHI64s")
-# Clients accept a description of this size in a list, its NUL included.
+ZONE_ENTRY_NAME_BYTES = 63          # the field has 64 bytes and ends with a NUL
+# Clients accept descriptions of up to this size in a list, including the NUL at the end.
 ZONE_DESCRIPTION_BYTES = 480
 # Every zone announces this version. A zone that only the ini names is listed with it, too.
 ZONE_VERSION = 134
 ZONE_PASSWORD = b"cane"             # zones announce it unless they have set another password
-ZONE_LIFETIME_S = 180.0             # zones announce every 60 s, so three in a row were lost
-# With 8 bytes, two of a million passwords have the same hash once in 40 million times.
+# Zones announce themselves every 60 s, so a zone has gone after three lost announcements in a row.
+ZONE_LIFETIME_S = 180.0
+MAX_ZONE_PORT = 65534               # the zone answers pings on the next port
+# With 8 bytes, the chance that two of a million passwords have the same hash is 1 in 40 million.
 ZONE_PASSWORD_HASH_BYTES = 8
 ZONE_PASSWORD_HASH = re.compile("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES))
-# This many announcements may wait for the answer to a ping; they take 15 MB at most. At 30,000
-# announcements a second, more than the master can read, it takes 0.3 s until one is pushed out.
+# This many announcements may wait for the answer to a ping; together they take at most 15 MB. A
+# flood of 30,000 announcements a second, more than the master can read, needs 0.3 s to push one
+# out.
 MAX_WAITING_ANNOUNCEMENTS = 8192
-# For this long no other announcer can replace a waiting announcement: the answer takes no longer.
+# Other announcers cannot replace a waiting announcement for this long. The answer to its ping must
+# arrive within this time anyway.
 WAITING_ANNOUNCEMENT_KEPT_S = POLL_TIMEOUT_S
-NO_SOURCE_PORT = 0                  # stands for HTTP where an announcer's UDP port is expected
-# So many answers that are as long as their pings go to one source, a second / at once. Without this
-# limit, two ping ports would answer each other for ever.
+NO_SOURCE_PORT = 0                  # replaces the UDP port of an announcer that uses HTTP
+# The limit for answers to one source that are exactly as long as their pings: (answers a second,
+# answers at once). Without it, two ping ports would answer each other for ever.
 ECHO_RATE = 1, 5
 PING_SIZES = 4, 8                   # bytes: a timestamp, or a timestamp and options
 PING_TIMESTAMP_BYTES = 4
+PING_SHORT_ANSWER = struct.Struct("<I4s")   # answers a 4-byte ping: total and the timestamp
+PING_HEAD = struct.Struct("<4sI")           # an 8-byte ping, or its answer: timestamp and options
 PING_SUMMARY = 1                    # the option that asks for the counts of the whole zone
 PING_ARENAS = 2                     # the option that asks for the counts of each arena
 PING_COUNTS = struct.Struct("<II")          # total and playing of the zone
 PING_ARENA_COUNTS = struct.Struct("<HH")    # total and playing of an arena, after its name
 PING_ANSWER_BYTES = 512             # the document: no packet is larger
 PING_ANSWER_BYTES_ACCEPTED = 520    # one implementation sends up to 520
-# What follows the timestamp in each question of a poll, in the order in which they are asked
+# Two players may join between two answers to the same poll; a larger difference has another cause.
+PING_TOTAL_TOLERANCE = 2
+# The bytes after the timestamp in each question of a poll, in the order of the questions
 PING_QUESTION_OPTIONS = (
     b"",
     struct.pack("<I", PING_SUMMARY | PING_ARENAS),
     struct.pack("<I", PING_ARENAS),
 )
+PING_WRONG_ANSWER = "timestamp: not the one that was sent, or %d bytes"
 # Some programs for zones reply with the total only if `timestamp % 600 < 300`, others only if
 # `timestamp % 1000 < 500`. In every 3000 timestamps the first 300 satisfy both.
 PING_NONCE_CYCLE = 3000
@@ -4719,9 +4729,11 @@ PING_NONCES_PER_CYCLE = 300
 
 
 def ping_nonce():
-    """Return a random timestamp to which every zone replies with its total of players.
+    """Return a random 32-bit timestamp for a ping that every zone answers with its player total.
 
-    Some zones reply to other timestamps with the number of players who are in the game."""
+    Some zone programs look at `timestamp % 600` or `timestamp % 1000` to choose between the total
+    and the number of players in the game. Both choose the total for the first 300 timestamps of
+    every 3000, so only those are used."""
     cycle_count = (1 << 32) // PING_NONCE_CYCLE
     cycle_start = PING_NONCE_CYCLE * RANDOM.randrange(cycle_count)
     return cycle_start + RANDOM.randrange(PING_NONCES_PER_CYCLE)
@@ -4731,25 +4743,25 @@ class SubSpacePing(UdpProtocol, PolledGame):
     """Serve SubSpace's ping port, one above the list port: answer pings and list zones.
 
         > 11223344 03000000                     a ping of 4 or 8 bytes; answered as in ZonePoll,
-                                                one arena a game
+                                                with one arena per game
         > 00000000 a861 0600 0100 86000000      ip (ignored), port, players, scores, version 134
           4c6f6f706261636b2054657374205a6f6e65 00…          name[32]
           63616e65 00…                                      password[48]
           61207265616c 00                                   description, NUL-terminated
-        < e0a11c4b                              to the port after the announced one: a ping, its
-                                                timestamp a MAC over that address and port
-        > 06000000 e0a11c4b                     from there: the zone is there, it is listed
+        < e0a11c4b                              a ping to the port after the announced one; its
+                                                timestamp is a MAC of that address and port
+        > 06000000 e0a11c4b                     the answer from there: the zone gets listed
 
-    Before that answer an announcement changes nothing, but an announcement that only repeats the
-    listed fields of a zone refreshes the zone at once. The answer proves that the zone is there,
-    but not that the announcement came from it, because a zone answers every ping. A listed zone
-    therefore belongs to its ZoneOwner, which is stored with it as Server.zone_owner, until this
-    owner has been silent for ZONE_LIFETIME_S. Until then other announcers may repeat the listed
-    fields, but cannot change them. A zone that was announced by HTTP stays for as long as it
-    answers polls, so its owner never counts as silent.
+    An announcement changes nothing until the zone has answered this ping. An announcement that only
+    repeats the listed fields of a zone needs no answer and refreshes the zone at once. The answer
+    proves that the zone exists, but not that the zone sent the announcement, because zones answer
+    every ping. A listed zone therefore belongs to its ZoneOwner, which is stored with it as
+    Server.zone_owner, until this owner has been silent for ZONE_LIFETIME_S. Until then other
+    announcers may repeat the listed fields, but cannot change them. A zone that was announced by
+    HTTP stays listed for as long as it answers polls, so its owner never counts as silent.
 
     Listed zones are in the registry, where SubSpaceList finds them. This object keeps only the
-    announcements that wait for the answer to a ping, and when each owner was last heard.
+    announcements that wait for the answer to a ping, and the times at which owners were last heard.
     """
 
     game = "subspace"
@@ -4761,33 +4773,40 @@ class SubSpacePing(UdpProtocol, PolledGame):
         super().__init__(core)
         self.cookie = Cookie(os.urandom(16), PING_TIMESTAMP_BYTES)
         self.waiting = WaitingAnnouncements()
-        self.heard_owners = {}          # a HeardOwner by the key of a zone that was heard here
-        self.queued_pings = []          # pings for zones that were announced by HTTP
+        self.heard_owners = {}          # HeardOwners by zone key; see track_owner()
+        self.queued_pings = []          # pings to zones that were announced by HTTP
         self.echo_limiter = Limiter(ECHO_RATE)
         self.read(core.settings)
 
     def read(self, settings):
-        """Read from the settings the zones that they name."""
-        zones = settings["subspace.zones"]
-        self.set_pinned(dict.fromkeys(zones))      # the ini gives a zone nothing but its endpoint
+        """Take the zones that are always polled from the setting `subspace.zones`."""
+        endpoints = settings["subspace.zones"]
+        # The ini has nothing but endpoints for zones, so every value in this dict is None.
+        self.set_pinned(dict.fromkeys(endpoints))
 
     def on_registry_event(self, event, server):
-        """Handle the listing or removal of a zone: "listed" or "gone"."""
+        """Begin to poll a zone that was listed; forget everything about a zone that is gone.
+
+        `event` is "listed" or "gone", and `server` is the zone."""
         super().on_registry_event(event, server)
         if event == "gone":
             self.heard_owners.pop(server.key, None)
 
     def tick(self, now):
-        """Look up the host names of the ini; return the pings to zones announced by HTTP."""
+        """Update the zones that the ini names, and return the queued pings, [(datagram, peer)].
+
+        These pings go to zones that were announced by HTTP since the last call."""
         self.resolve_pinned(now)
         pings = self.queued_pings
         self.queued_pings = []
         return pings
 
     def datagram(self, data, peer, now):
-        """Handle a ping, a zone's answer to our ping, or an announcement; return the replies.
+        """Handle a ping, a zone's answer to our ping, or an announcement from `peer`.
 
-        Raises Malformed for other datagrams, and Limited for a ping over a limit."""
+        Returns the replies as [(datagram, peer)]. Raises Malformed for any other datagram, and
+        Limited for a ping that a rate limit rejects. /check shows the reason to the sender of a
+        malformed or refused announcement."""
         source, source_port = peer[:2]
         if len(data) in PING_SIZES:
             return self.on_ping(data, peer, now)
@@ -4803,7 +4822,10 @@ class SubSpacePing(UdpProtocol, PolledGame):
             return []
 
     def record_refusal(self, source, port, refused, now):
-        """Record for /check why the announcement of a zone was refused."""
+        """Store the reason why an announcement was refused, so that /check can show it.
+
+        `source` is the announcer's address, `port` the announced port of the zone, and `refused`
+        the exception with the reason."""
         outcome = refused.outcome
         reason = str(refused)
         self.registry.record_outcome(source, self.game, port, outcome, now, reason)
@@ -4811,29 +4833,32 @@ class SubSpacePing(UdpProtocol, PolledGame):
     # Pings
 
     def on_ping(self, data, peer, now):
-        """Handle a ping to this master, or a zone's answer to our ping: 4 or 8 bytes.
+        """Handle a datagram of 4 or 8 bytes: a ping to this master, or a zone's answer to our ping.
 
-        Returns the replies, [(datagram, peer)] or []. Raises Limited for a ping over a limit."""
+        Returns the replies as [(datagram, peer)]; an answer gets none. Raises Limited for a ping
+        that a rate limit rejects."""
         source, source_port = peer[:2]
         endpoint = endpoint_text(source, source_port).encode()
+        # The timestamp of our own pings is a MAC, and zones send it back at the end of the answer.
         mac = data[-PING_TIMESTAMP_BYTES:]
-        # An answer is recognized before the limits apply. Otherwise somebody who floods us with
-        # pings from the zone's forged address would keep the zone's answer out.
+        # Answers are recognized before the limits apply. Otherwise an attacker who floods us with
+        # pings from the zone's forged address could block the zone's answer.
         if self.cookie.is_valid(mac, endpoint, now):
-            # Four bytes are our own ping: the announcement named this master's port as a zone's.
-            if len(data) == 8:
+            # A shorter datagram is our own ping: a zone was announced at this master's own port.
+            if len(data) == PING_SHORT_ANSWER.size:
+                players, _ = PING_SHORT_ANSWER.unpack(data)
                 zone_port = source_port - 1
-                players = int.from_bytes(data[:4], "little")
                 self.on_ping_answer(source, zone_port, players, now)
             return []
         if not self.rules.udp_request_limiter.allow(source, now):
             raise Limited
         return self.answer_ping(data, peer, now)
 
-    def answer_ping(self, data, peer, now):
-        """Return the answer to a ping of 4 or 8 bytes, in which each game is one arena.
+    def answer_ping(self, ping, peer, now):
+        """Return the answer to a ping of 4 or 8 bytes, as [(datagram, peer)].
 
-        Raises Limited if the answer would exceed the limits."""
+        The answer describes this master like a zone in which each game is one arena. Raises Limited
+        if a limit forbids an answer of this size."""
         source, _ = peer[:2]
         arenas = []
         total = 0
@@ -4844,19 +4869,22 @@ class SubSpacePing(UdpProtocol, PolledGame):
             arenas.append((game.encode(), players, playing))
             total += players
             total_playing += playing
-        answer = build_ping_answer(data, total, total_playing, arenas)
-        surplus = len(answer) - len(data)
-        if not self.rules.allow_surplus("ping", source, surplus, now):
+        answer = build_ping_answer(ping, total, total_playing, arenas)
+        # The sender may be forged, so the bytes beyond the size of the ping are limited.
+        extra_bytes = len(answer) - len(ping)
+        if not self.rules.allow_surplus("ping", source, extra_bytes, now):
             raise Limited
-        if surplus == 0 and not self.echo_limiter.allow(source, now):
+        # An answer of the same size may itself be a ping to another master, which would answer it.
+        if extra_bytes == 0 and not self.echo_limiter.allow(source, now):
             raise Limited
         return [(answer, peer)]
 
     def on_ping_answer(self, source, port, players, now):
-        """List a zone that has answered our ping, or change it, as its waiting announcement says.
+        """List or change a zone that has answered our ping, as its waiting announcement says.
 
-        `port` is the zone's own port, and `players` the number that it has answered. Does nothing
-        if no announcement waits, because the zone has answered twice or too late."""
+        `source` and `port` are the zone's own address and port, and `players` is the number in its
+        answer. Does nothing if no announcement is waiting, because the zone has answered twice or
+        too late. A refusal is only recorded for /check."""
         announcement = self.waiting.pop(source, port)
         if announcement is None:
             return
@@ -4865,9 +4893,9 @@ class SubSpacePing(UdpProtocol, PolledGame):
         if zone is not None:
             owner = read_zone_owner(zone)
             if owner != announcement.owner:
-                self.remember_unheard_owner(zone, owner)
-        # The check is repeated, because since the announcement came the zone's owner may have
-        # announced it, or another zone may have got the name.
+                self.track_owner(zone, owner)
+        # The ownership was checked before the ping was sent. It is checked again, because since
+        # then the owner may have announced the zone, or another zone may have taken the name.
         try:
             self.check_ownership(zone, announcement, now)
         except Refused as refused:
@@ -4876,11 +4904,12 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.list_announced_zone(source, announcement, players, now)
 
     def list_announced_zone(self, source, announcement, players, now):
-        """List a zone, or change it, as an announcement says, and make the announcer its owner.
+        """List or change a zone as its announcement says, and make the announcer its owner.
 
-        `players` is the number with which the zone has answered our ping."""
+        `source` is the zone's address, and `players` is the number in its answer to our ping. The
+        zone is also polled from now on. A refusal is only recorded for /check."""
         owner = announcement.owner
-        # A new poll begins, because one that is under way may have asked before the zone was there.
+        # A poll that is under way starts again, because it may have begun before the zone did.
         target = self.poller.poll_now(self, source, announcement.port, now)
         fields = {
             **announcement.fields,
@@ -4888,7 +4917,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
             "zone_owner": owner.to_texts(),
         }
         zone = self.list_polled(target, fields, now, announcement.lifetime)
-        if zone is not None:
+        is_listed = zone is not None
+        if is_listed:
             self.heard_owners[zone.key] = HeardOwner(owner, now)
 
     # Announcements
@@ -4896,8 +4926,9 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def on_announcement(self, source, announcement, now):
         """Refresh a listed zone if the announcement only repeats it; otherwise ping the zone.
 
-        Returns the ping, [(datagram, peer)], or [] if there is nothing to send. Raises Refused if
-        the zone may not be announced so."""
+        `source` is the zone's address. A zone that announces no name gets its endpoint as its name.
+        Returns the ping as [(datagram, peer)], or [] if nothing is to be sent. Raises Refused if a
+        rule, a limit or another owner of the zone or the name forbids the announcement."""
         address = self.rules.listed_address(source)
         port = announcement.port
         announcer = announcement.owner
@@ -4906,11 +4937,11 @@ class SubSpacePing(UdpProtocol, PolledGame):
             fields["name"] = endpoint_text(address, port)
         zone = self.registry.get(self.game, address, port)
         if zone is None:
-            self.check_new_zone(source, address, announcement, now)
+            self.admit_new_zone(source, address, announcement, now)
         else:
             owner = read_zone_owner(zone)
             if announcer != owner:
-                self.remember_unheard_owner(zone, owner)
+                self.track_owner(zone, owner)
             elif not zone.master:
                 self.heard_owners[zone.key] = HeardOwner(owner, now)
             if self.is_repetition(zone, owner, announcement, now):
@@ -4920,24 +4951,30 @@ class SubSpacePing(UdpProtocol, PolledGame):
         return self.ping_zone(source, announcement, now)
 
     def on_http_announcement(self, source, port, fields, now):
-        """Handle an announcement that came by HTTP; the next tick pings the zone.
+        """Handle an announcement that came by HTTP; the next tick() pings the zone.
 
-        `fields` are attributes of Server, of which the players are ignored, because the zone's
-        answers tell them. Raises Refused if the rules or a limit forbid it."""
-        if ":" in source or port == 65535:
-            raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to 65534 only; "
-                                        "this is %s" % endpoint_text(source, port))
+        `source` and `port` are the zone's address and port. `fields` has attributes of Server by
+        name; "players" is ignored, because the zone's answers tell the players. Raises Refused if
+        the zone cannot or may not be listed."""
+        if ":" in source or port > MAX_ZONE_PORT:
+            raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to %d only; "
+                                        "this is %s" % (MAX_ZONE_PORT, endpoint_text(source, port)))
         announced_fields = dict(fields)
         announced_fields.pop("players", None)
-        owner = create_zone_owner(NO_SOURCE_PORT, ZONE_PASSWORD)
-        announcement = ZoneAnnouncement(port, announced_fields, owner, math.inf)
+        announcement = ZoneAnnouncement(
+            port=port,
+            fields=announced_fields,
+            owner=create_zone_owner(NO_SOURCE_PORT, ZONE_PASSWORD),
+            lifetime=math.inf,
+        )
         pings = self.on_announcement(source, announcement, now)
         self.queued_pings += pings
 
-    def check_new_zone(self, source, address, announcement, now):
-        """Raise Refused if a new zone may not be listed.
+    def admit_new_zone(self, source, address, announcement, now):
+        """Raise Refused if the rules or a limit forbid listing an announced zone that is new.
 
-        Otherwise record for /check that the zone has not answered a ping yet."""
+        Otherwise /check shows from now on that the zone has not answered a ping yet. `source` is
+        the zone's address as we see it, and `address` the one under which it will be listed."""
         port = announcement.port
         key = self.game, address, port
         name = announcement.fields["name"]
@@ -4946,13 +4983,14 @@ class SubSpacePing(UdpProtocol, PolledGame):
         self.registry.record_outcome(source, self.game, port, "silent", now, detail)
 
     def ping_zone(self, source, announcement, now):
-        """Let an announcement wait for the answer to a ping; return the ping, [(datagram, peer)].
+        """Store an announcement until the zone has answered a ping, and return that ping.
 
-        Returns [] if an announcement of this zone by another announcer waits already."""
-        share = self.rules.max_servers_per_source
+        The ping is returned as [(datagram, peer)]. Returns [] if an announcement of the same zone
+        by another announcer is already waiting: its ping has been sent."""
+        source_limit = self.rules.max_servers_per_source
         if self.rules.exempts(source):
-            share = MAX_WAITING_ANNOUNCEMENTS
-        if not self.waiting.add(source, announcement, share, now):
+            source_limit = MAX_WAITING_ANNOUNCEMENTS
+        if not self.waiting.add(source, announcement, source_limit, now):
             return []
         ping_port = announcement.port + 1
         endpoint = endpoint_text(source, ping_port).encode()
@@ -4961,51 +4999,52 @@ class SubSpacePing(UdpProtocol, PolledGame):
 
     # Ownership
 
-    def remember_unheard_owner(self, zone, owner):
-        """Let the silence of an owner that this master has not heard count from `zone.last_seen`.
+    def track_owner(self, zone, owner):
+        """Start the silence timeout of a zone's owner, if this master has not heard the owner yet.
 
         `owner` is the ZoneOwner of the listed zone, or None. It has not been heard if the zone was
-        listed before a restart, or if another master has told us of the owner. The time has to be
-        kept here, because `last_seen` moves on when other announcers repeat what is listed."""
+        listed before a restart, or was taken over from another master. Its silence then counts from
+        `zone.last_seen`. A copy of that time is kept in `heard_owners`, because `last_seen` moves
+        on whenever another announcer repeats what is listed."""
         if owner is None or owner.announces_by_http:
-            return                              # such an owner never counts as silent
+            return                              # there is nobody who could become silent
         if zone.master:
-            return                              # is_owner_silent() goes by `last_seen` here
+            return                              # is_owner_silent() uses `last_seen` itself here
         last_heard = self.heard_owners.get(zone.key)
-        is_known = last_heard is not None and last_heard.owner == owner
-        if not is_known:
+        has_been_heard = last_heard is not None and last_heard.owner == owner
+        if not has_been_heard:
             self.heard_owners[zone.key] = HeardOwner(owner, zone.last_seen)
 
     def is_repetition(self, zone, owner, announcement, now):
-        """Return True if an announcement only says that a listed zone is still there.
+        """Return True if an announcement only says again what is listed about a zone.
 
-        `owner` is the zone's ZoneOwner or None. An announcement by another UDP port may be a
-        repetition too, if it has the same password and the owner is not silent: a router may have
-        given the zone another port."""
+        `owner` is the ZoneOwner of the listed zone, or None. The announcement may come from another
+        UDP port than the owner's, because a router may have changed the port. It then needs the
+        same password, and an owner who is not silent."""
         announcer = announcement.owner
         if owner is None or owner.password_hash != announcer.password_hash:
             return False
         if not has_announced_fields(zone, announcement):
             return False
         if announcer == owner:
-            # Another master's zone is pinged, so that it is listed as heard by this master as well.
+            # A zone that only another master has heard is pinged, so that we list it ourselves.
             return not zone.master
         return not self.is_owner_silent(zone, owner, now)
 
     def is_owner_silent(self, zone, owner, now):
         """Return True if the owner of a listed zone has not announced it for ZONE_LIFETIME_S.
 
-        If the zone is this master's, remember_unheard_owner() must have been called before."""
+        The caller must have called track_owner() for this zone and owner before."""
         if owner.announces_by_http:
-            return False
+            return False                        # its zone stays listed for as long as it answers
         if zone.master:
-            heard_at = zone.last_seen           # the other master vouches for its zone
+            heard_at = zone.last_seen           # the master that listed the zone has checked it
         else:
             heard_at = self.heard_owners[zone.key].heard_at
         return self.registry.is_silent(zone.source, heard_at, ZONE_LIFETIME_S, now)
 
     def check_ownership(self, zone, announcement, now):
-        """Raise Refused if the zone or the announced name belongs to somebody else.
+        """Raise Refused if the announced zone or name belongs to another announcer.
 
         `zone` is the listed zone at the announced address and port, or None."""
         if zone is None:
@@ -5016,7 +5055,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
             self.check_zone_name(announcement, zone)
 
     def check_owner(self, zone, announcement, now):
-        """Raise Refused if the listed zone belongs to another announcer who is not silent."""
+        """Raise Refused if the listed zone belongs to another announcer that is not silent."""
         owner = read_zone_owner(zone)
         announcer = announcement.owner
         if owner is None or owner == announcer:
@@ -5032,39 +5071,43 @@ class SubSpacePing(UdpProtocol, PolledGame):
                                "texts; this announcement is accepted once that port has been "
                                "silent for %d s" % ZONE_LIFETIME_S)
 
-    def check_zone_name(self, announcement, zone=None):
-        """Raise Refused if a listed zone has the announced name and another password.
+    def check_zone_name(self, announcement, announced_zone=None):
+        """Raise Refused if another zone owns the announced name.
 
-        `zone` is the announced zone itself if it is listed; its own name is no obstacle. The first
-        password that comes with a name owns the name while a zone with both is listed and
-        answers."""
+        The first password that comes with a name owns the name while a zone with both is listed and
+        answers. `announced_zone` is the announced zone if it is listed already; it may keep its own
+        name."""
         name = announcement.fields["name"].casefold()
-        for listed_zone in self.registry.games[self.game].values():
-            if listed_zone is zone or not listed_zone.responding:
+        password_hash = announcement.owner.password_hash
+        for zone in self.registry.games[self.game].values():
+            if zone is announced_zone or not zone.responding:
                 continue
-            if listed_zone.name.casefold() != name:
+            if zone.name.casefold() != name:
                 continue
-            owner = read_zone_owner(listed_zone)
+            owner = read_zone_owner(zone)
             if owner is None:
                 continue
-            if owner.password_hash != announcement.owner.password_hash:
+            if owner.password_hash != password_hash:
                 raise Refused("name", "the name %s belongs to another zone, with another "
-                                      "password, for as long as that is listed" % listed_zone.name)
+                                      "password, for as long as that is listed" % zone.name)
 
     # Polls
 
     def query(self, target):
-        """Return the datagram with the next question of the target's poll."""
+        """Return the datagram with the next question of the target's poll.
+
+        If no poll of this zone is under way, one begins: a ZonePoll in `target.querier_data`."""
         if target.querier_data is None:
             target.querier_data = ZonePoll()
         poll = target.querier_data
         return poll.build_question(target.nonce)
 
     def answer(self, target, data, now):
-        """Read an answer to the open question of the target's poll.
+        """Read a zone's answer to the open question of its poll.
 
-        Returns None if another question follows. Otherwise updates the zone and returns b"", as
-        there is nothing to send. Raises Malformed if `data` is no answer to the question."""
+        Returns None if another question follows. Otherwise updates the listed zone and returns b"",
+        which means that nothing is sent. Raises Malformed if `data` does not answer the
+        question."""
         poll = target.querier_data
         is_complete = poll.read_answer(data, target.nonce)
         if not is_complete:
@@ -5073,25 +5116,29 @@ class SubSpacePing(UdpProtocol, PolledGame):
         return b""
 
     def poll_missed(self, target, now):
-        """Handle a question that was not answered; return True if the target is to be removed.
+        """Handle a question that got no answer; return True if the zone is to be polled no longer.
 
-        If an earlier question of the poll was answered, the poll counts as complete, because old
-        zones know only the first question."""
-        if target.querier_data.step == 0:
+        If the zone has answered an earlier question of this poll, the poll counts as complete,
+        because old zones know only the first question."""
+        poll = target.querier_data
+        if poll.step == 0:
             return super().poll_missed(target, now)
         target.missed_polls = 0
         self.apply_poll(target, now)
         return False
 
     def apply_poll(self, target, now):
-        """Update the zone with its answers to a poll that is over; list it if the ini names it."""
+        """End a poll, and update the listed zone with its answers.
+
+        A zone that is not listed yet is listed if the ini names it; otherwise its answers are
+        dropped."""
         poll = target.querier_data
         target.querier_data = None
         zone = self.listed_server(target)
         if zone is None and not target.pinned:
             return
         if zone is not None and zone.master:
-            return              # the other master knows its name, which answers do not tell
+            return              # the master that listed this zone polls it as well
         fields = {
             "players": poll.players,
             "playing": poll.playing,
@@ -5106,7 +5153,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         if target.pinned or zone.lifetime == math.inf:
             self.list_polled(target, fields, now)
         else:
-            # Announcements keep this zone listed; its answers do not prolong its stay.
+            # This zone stays listed by its announcements; answers to polls do not prolong that.
             fields["confirmed"] = True
             self.registry.update(zone, fields)
 
@@ -5123,7 +5170,7 @@ class ZoneOwner(NamedTuple):
         return self.source_port == NO_SOURCE_PORT
 
     def to_texts(self):
-        """Return this owner as it is stored in Server.zone_owner: texts by name."""
+        """Return the owner as a dict of texts, which is how Server.zone_owner stores it."""
         return {
             "port": str(self.source_port),
             "password": self.password_hash,
@@ -5131,17 +5178,21 @@ class ZoneOwner(NamedTuple):
 
 
 def create_zone_owner(source_port, password):
-    """Return the ZoneOwner that announces from a UDP port with this password, given as bytes."""
+    """Return the ZoneOwner for an announcer: only a hash of its password is kept.
+
+    `source_port` is the UDP port that it announces from, or NO_SOURCE_PORT for HTTP; `password` is
+    the announced password as bytes."""
+    # `person` makes the hash differ from a plain hash of the same password.
     hashed = hashlib.blake2b(
         password, digest_size=ZONE_PASSWORD_HASH_BYTES, person=b"zone password")
     return ZoneOwner(source_port, hashed.hexdigest())
 
 
 def read_zone_owner(zone):
-    """Return the ZoneOwner that is stored with a listed zone.
+    """Return the ZoneOwner that is stored in `zone.zone_owner`, a dict of texts.
 
-    Returns None if nobody has announced the zone, or if the owner's texts, which may come from the
-    disk or from another master, cannot be read."""
+    Returns None if nobody has announced the zone, or if the texts are invalid. They may come from
+    the disk or from another master, so they are not trusted."""
     port_text = zone.zone_owner.get("port", "")
     password_hash = zone.zone_owner.get("password", "")
     if not re.fullmatch("[0-9]{1,5}", port_text):
@@ -5162,7 +5213,7 @@ class HeardOwner(NamedTuple):
 
 
 class ZoneAnnouncement(NamedTuple):
-    """An announcement of a zone, without the number of players, which the zone's answers tell."""
+    """An announcement of a zone. The number of players is left out: the zone's answers tell it."""
 
     port: int                       # the announced port of the zone
     fields: Dict[str, Any]          # attributes of Server by name
@@ -5171,18 +5222,20 @@ class ZoneAnnouncement(NamedTuple):
 
 
 def parse_zone_announcement(data, source_port):
-    """Return the ZoneAnnouncement in a datagram of 95 to 480 bytes from the UDP port `source_port`.
+    """Return the ZoneAnnouncement in a datagram that came from the UDP port `source_port`.
 
-    Raises Malformed with the field that is wrong."""
+    The format is ip[4] port.u16 players.u16 scores.u16 version.u32 name[32] password[48]
+    description, 95 to 480 bytes. The ip and the players are ignored. Raises Malformed for another
+    length, and for a port from which no zone can announce or at which no zone can be pinged."""
     if not ZONE_ANNOUNCEMENT_HEAD.size < len(data) <= ZONE_ANNOUNCEMENT_BYTES:
         raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
     if source_port == NO_SOURCE_PORT:
         raise Malformed("source port: a datagram from port 0 is forged")
     _, port, _, scores, version, name, password = ZONE_ANNOUNCEMENT_HEAD.unpack_from(data)
-    if port == 65535:
+    if port > MAX_ZONE_PORT:
         raise Malformed("port: 65535 leaves no next one for pings")
     description = c_string(data[ZONE_ANNOUNCEMENT_HEAD.size:])
-    has_scores = scores & 255               # only the low byte counts
+    has_scores = scores & 0xFF              # only the low byte counts
     fields = {
         "name": decode_legacy(c_string(name)),
         "version": str(version),
@@ -5194,10 +5247,10 @@ def parse_zone_announcement(data, source_port):
 
 
 def has_announced_fields(zone, announcement):
-    """Return True if a listed zone has every field of this announcement with the same value."""
+    """Return True if all fields of an announcement have the same values in the listed zone."""
     for name, announced_value in announcement.fields.items():
         if name == "details":
-            # Only the scores are announced; the other details are from the zone's answers.
+            # Announcements tell only the scores; the other details come from answers to polls.
             if zone.details.get("scores") != announced_value["scores"]:
                 return False
         elif getattr(zone, name) != announced_value:
@@ -5211,7 +5264,7 @@ class WaitingAnnouncement(NamedTuple):
     announcement: ZoneAnnouncement
     since: float                    # when it began to wait: seconds of the monotonic clock
 
-    def is_kept_from(self, announcer, now):
+    def is_protected_from(self, announcer, now):
         """Return True if this announcer, a ZoneOwner, may not replace the announcement yet."""
         if self.announcement.owner == announcer:
             return False
@@ -5221,66 +5274,71 @@ class WaitingAnnouncement(NamedTuple):
 class WaitingAnnouncements:
     """Keep one WaitingAnnouncement for each zone that was pinged, by source and announced port.
 
-    An answer proves that the zone is there, but not which announcer is the right one. For
-    WAITING_ANNOUNCEMENT_KEPT_S an announcement is therefore kept although others announce the zone:
-    a forged announcement that replaced it would profit from the answer to its ping. A source that
-    fills its share loses its own oldest announcement. If there are too many in all, the source that
-    has been silent for longest loses its oldest one. Sources are IPv4 addresses here, and each
-    address counts for itself."""
+    An answer to a ping proves that the zone exists, but not which announcer is the right one. An
+    announcement is therefore protected from other announcers for WAITING_ANNOUNCEMENT_KEPT_S.
+    Otherwise a forged announcement could replace it and profit from the answer to its ping. Each
+    source, an IPv4 address, has a limit; beyond it, the source loses its own oldest announcement.
+    If there are too many announcements in all, the source that has been silent for longest loses
+    its oldest one."""
 
     def __init__(self):
         """Begin without announcements."""
-        # Maps a source to its announcements, and a port to the announcement. The source and the
+        # For each source, its announcements by port. Both levels are ordered: the source and the
         # announcement that were added last come last.
         self.by_source = collections.OrderedDict()
         self.total = 0
 
-    def add(self, source, announcement, share, now):
-        """Let an announcement wait; return False if that of another announcer is kept instead.
+    def add(self, source, announcement, source_limit, now):
+        """Store an announcement by this source, and return True.
 
-        `share` is the number of announcements of this source that may wait."""
+        Returns False, and changes nothing, if another announcer's announcement of the zone is still
+        protected. The oldest announcements are dropped if this source has more than `source_limit`,
+        or if there are too many in all."""
         port = announcement.port
-        of_source = self.by_source.setdefault(source, collections.OrderedDict())
+        by_port = self.by_source.setdefault(source, collections.OrderedDict())
         self.by_source.move_to_end(source)
-        waiting = of_source.get(port)
-        if waiting is not None and waiting.is_kept_from(announcement.owner, now):
+        present = by_port.get(port)
+        if present is not None and present.is_protected_from(announcement.owner, now):
             return False
-        self.total -= len(of_source)
-        newcomer = WaitingAnnouncement(announcement, now)
-        keep_latest(of_source, port, newcomer, share)
-        self.total += len(of_source)
+        count_before = len(by_port)
+        keep_latest(by_port, port, WaitingAnnouncement(announcement, now), source_limit)
+        self.total += len(by_port) - count_before
         while self.total > MAX_WAITING_ANNOUNCEMENTS:
             self.drop_oldest()
         return True
 
     def drop_oldest(self):
         """Drop the oldest announcement of the source that has been silent for longest."""
-        source, of_source = next(iter(self.by_source.items()))
-        oldest_port = next(iter(of_source))
+        source, by_port = next(iter(self.by_source.items()))
+        oldest_port = next(iter(by_port))
         self.pop(source, oldest_port)
 
     def pop(self, source, port):
-        """Remove and return the waiting ZoneAnnouncement of this zone; None if there is none."""
-        of_source = self.by_source.get(source, {})
-        waiting = of_source.pop(port, None)
+        """Remove and return the ZoneAnnouncement that waits for this zone; None if there is none.
+
+        `source` and `port` are the zone's address and announced port."""
+        by_port = self.by_source.get(source, {})
+        waiting = by_port.pop(port, None)
         if waiting is None:
             return None
         self.total -= 1
-        if not of_source:
+        if not by_port:
             del self.by_source[source]
         return waiting.announcement
 
 
-def build_ping_answer(data: bytes, total: int, playing: int,
+def build_ping_answer(ping: bytes, total: int, playing: int,
                       arenas: Iterable[Tuple[bytes, int, int]]) -> bytes:
     """Return the answer to a ping of 4 or 8 bytes, in the form that ZonePoll describes.
 
-    `arenas` are (name, total, playing); those with which the answer would exceed 512 bytes are left
-    out."""
-    if len(data) == 4:
-        return struct.pack("<I", total) + data
-    options = data[4] & (PING_SUMMARY | PING_ARENAS)
-    answer = data[:PING_TIMESTAMP_BYTES] + struct.pack("<I", options)
+    `total` counts all players, and `playing` those who are in the game. `arenas` has (name, total,
+    playing) of each arena; once an arena does not fit into 512 bytes, it and all later ones are
+    left out."""
+    if len(ping) == PING_TIMESTAMP_BYTES:
+        return PING_SHORT_ANSWER.pack(total, ping)
+    timestamp, asked_options = PING_HEAD.unpack(ping)
+    options = asked_options & (PING_SUMMARY | PING_ARENAS)
+    answer = PING_HEAD.pack(timestamp, options)
     if options & PING_SUMMARY:
         answer += PING_COUNTS.pack(total, playing)
     if not options & PING_ARENAS:
@@ -5288,8 +5346,9 @@ def build_ping_answer(data: bytes, total: int, playing: int,
     for name, arena_total, arena_playing in arenas:
         counts = PING_ARENA_COUNTS.pack(arena_total, arena_playing)
         block = name + b"\0" + counts
+        # One more byte is needed for the NUL at the end.
         if len(answer) + len(block) >= PING_ANSWER_BYTES:
-            break                           # one byte is needed for the empty name at the end
+            break
         answer += block
     return answer + b"\0"
 
@@ -5303,52 +5362,64 @@ class ZonePoll:
         > 11223344 03000000     < 11223344 03000000 06000000 04000000
                                   3000 0200 0100 706200 0100 0100 00
 
-    The 4-byte form comes first, because every zone knows it. It is also the only form that counts
-    the players of one zone if one asss program runs several of them as virtual servers. Then
-    options 1 (summary) and 2 (arenas) are asked for together. If option 2 is missing in the answer,
-    the list of arenas was too long for it, and is asked for alone.
+    The 4-byte question comes first, because every zone knows it. It is also the only one that
+    counts the players of a single zone if one asss program runs several zones as virtual servers.
+    The second question asks for options 1 (summary) and 2 (arenas) together. If the answer lacks
+    option 2, the list of arenas was too long for it, and the third question asks for option 2
+    alone.
     """
 
     def __init__(self):
         """Begin a poll of one zone, with the first question."""
-        # The number of questions that are answered, and so the index of the question to ask
+        # The number of questions that were answered; it is also the index of the next question
         self.step = 0
         self.players = 0
         self.playing = None             # None until the zone has answered it
         self.arenas = ""                # such as "(Public 0) 2/1, duel 1/1": total and playing
 
     def build_question(self, nonce):
-        """Return the 4 or 8 bytes of the next question."""
+        """Return the datagram with the next question: 4 or 8 bytes, with `nonce` as timestamp."""
         timestamp = struct.pack("<I", nonce)
         return timestamp + PING_QUESTION_OPTIONS[self.step]
 
     def read_answer(self, data, nonce):
-        """Read the answer to the question that was last built, with the same nonce.
+        """Read the answer to the question that build_question() last built with this nonce.
 
         Returns True if the poll is complete, and False if there is another question. Raises
-        Malformed if `data` does not answer the question."""
-        is_first = self.step == 0
+        Malformed if `data` has another timestamp or a wrong size."""
         expected_timestamp = struct.pack("<I", nonce)
-        timestamp = data[4:] if is_first else data[:4]
-        has_valid_size = 8 <= len(data) <= PING_ANSWER_BYTES_ACCEPTED
-        if timestamp != expected_timestamp or not has_valid_size:
-            raise Malformed("timestamp: not the one that was sent, or %d bytes" % len(data))
+        if not PING_HEAD.size <= len(data) <= PING_ANSWER_BYTES_ACCEPTED:
+            raise Malformed(PING_WRONG_ANSWER % len(data))
+        if self.step == 0:
+            return self.read_total(data, expected_timestamp)
+        timestamp, options = PING_HEAD.unpack_from(data)
+        if timestamp != expected_timestamp:
+            raise Malformed(PING_WRONG_ANSWER % len(data))
         self.step += 1
-        if is_first:
-            total = int.from_bytes(data[:4], "little")
-            self.players = clamp(total)
-            return False
-        return self.read_options(data[4], data[8:])
+        return self.read_options(options, data[PING_HEAD.size:])
+
+    def read_total(self, data, expected_timestamp):
+        """Read the answer to the first question: total.u32 and the timestamp.
+
+        Returns False, because another question follows. Raises Malformed if `data` has another
+        timestamp or more bytes."""
+        expected_size = PING_SHORT_ANSWER.size
+        total, timestamp = PING_SHORT_ANSWER.unpack_from(data)
+        if timestamp != expected_timestamp or len(data) != expected_size:
+            raise Malformed(PING_WRONG_ANSWER % len(data))
+        self.step += 1
+        self.players = clamp(total)
+        return False
 
     def read_options(self, options, blocks):
-        """Read the blocks of an answer that belong to its `options`.
+        """Read the blocks of an answer: the summary and the arenas, if `options` has their bits.
 
         Returns True if the poll is complete, and False if there is another question."""
         if options & PING_SUMMARY and len(blocks) >= PING_COUNTS.size:
             total, playing = PING_COUNTS.unpack_from(blocks)
-            # Two players may have come since the first answer. If there are more, this zone is one
-            # of several of a server, and this answer counts the players of all of them.
-            if total > self.players + 2:
+            # A higher total than in the first answer means that this zone is one of several that
+            # run in one program. This answer then counts the players of all of them.
+            if total > self.players + PING_TOTAL_TOLERANCE:
                 return True
             self.playing = playing
             blocks = blocks[PING_COUNTS.size:]
@@ -5359,9 +5430,10 @@ class ZonePoll:
 
 
 def format_arenas(data):
-    """Return the arenas in blocks of `name\\0 total.u16 playing.u16` as one text.
+    """Return the arenas in an answer as one text, such as "(Public 0) 2/1, duel 1/1".
 
-    An empty name ends the blocks, and so does a block that is cut off."""
+    `data` has a block for each arena: the name, a NUL, total.u16 and playing.u16. An empty name or
+    an incomplete block ends the list."""
     arenas = []
     remaining = data
     while True:
@@ -5376,9 +5448,10 @@ def format_arenas(data):
 
 
 def format_arena_name(name):
-    """Return the text that shows the name of an arena, given as bytes.
+    """Return the text that shows an arena's name, which is given as bytes.
 
-    It is "?" if the bytes hold no text. A number is the name of a public arena."""
+    Public arenas have numbers as names: b"0" becomes "(Public 0)". A name without any printable
+    character becomes "?"."""
     if name.isdigit():
         return "(Public %s)" % name.decode()
     return decode_legacy(name) or "?"
