@@ -11531,10 +11531,10 @@ PROTOCOLS = (
 # ================================================================================================
 # 11  Event loop
 #
-# Sockets, threads and the clock. One thread, the event loop, serves every listener and connection,
-# and changes everything that is shared, so nothing needs a lock. All events of one wake-up get one
-# time. Calls that may block have threads of their own: the disk and the log always, host names,
-# other masters and each webhook only where they are used.
+# Sockets, threads and the clock. One thread, the event loop, serves every listener and connection.
+# It alone changes shared data, so nothing needs a lock. All events of one wake-up are handled with
+# the same `now`. Calls that may block run in threads of their own: the disk and the log always
+# have one; host names, other masters and each webhook have one only if they are used.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -11546,7 +11546,10 @@ TCP_OPTIONS = (("TCP_NODELAY", 1), ("SO_KEEPALIVE", 1), ("SO_SNDBUF", SEND_BUFFE
                ("TCP_USER_TIMEOUT", 120_000))
 # Ever larger receive buffers are requested; the largest that the system grants stays in force.
 UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halvings) for halvings in (5, 3, 2, 1, 0)]
+UDP_READ_BYTES = 65536              # no datagram is longer
 OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+LOGGED_MALFORMED_BYTES = 48         # how much of a malformed packet the log shows
+LOGGED_FAULT_BYTES = 600            # how much the log shows of input that a bug could not handle
 
 
 class StartError(Exception):
@@ -11554,7 +11557,7 @@ class StartError(Exception):
 
 
 class Listener(NamedTuple):
-    """One bound socket, as the ready file has it."""
+    """One bound socket, as the ready file describes it."""
 
     protocol: str
     transport: str
@@ -11565,17 +11568,17 @@ class Listener(NamedTuple):
 # --- Datagrams -----------------------------------------------------------------------------------
 
 class MessageVector:
-    """Reads or sends many datagrams of an IPv4 socket in one system call: recvmmsg(2) and
-    sendmmsg(2) of 64-bit Linux, by ctypes, with buffers that are made once.
+    """Reads or sends many datagrams of an IPv4 socket in one system call. It calls recvmmsg(2) and
+    sendmmsg(2) of 64-bit Linux through ctypes, with buffers that are allocated once.
 
-    An announcement of a listed server costs a tenth to a fifth less than with recvfrom() and
-    sendto(). Each datagram has three structs, which stand in three arrays:
+    Handling an announcement of a listed server costs a tenth to a fifth less than with recvfrom()
+    and sendto(). Each datagram has one struct in each of three arrays:
 
         struct mmsghdr      one datagram: where its address and its iovec are, and its length
-        struct iovec        where its data are, and how much room there is
+        struct iovec        where its data is, and how much room there is
         struct sockaddr_in  its peer's address: family, port, IPv4 address, eight zeros
 
-    send() takes peers in this last form, 16 bytes, as receive() has given them."""
+    receive() returns each peer as such a sockaddr_in of 16 bytes too, and send() takes it back."""
 
     # struct mmsghdr: pointer to the address, its length, pointer to the iovec, number of iovecs,
     # pointer to control data, its length, flags, length of the datagram
@@ -11583,139 +11586,166 @@ class MessageVector:
     IOVEC = struct.Struct("@PN")                # pointer to the data, length
     SOCKADDR_BYTES = 16
     IOVECS_EACH, NO_CONTROL, NO_FLAGS = 1, (0, 0), 0
+    # The structs above are right only here: system, Python implementation, bytes of a pointer.
+    # PyPy on Linux could use them too, but is faster without.
+    PLATFORM = ("linux", "cpython", 8)
 
     @classmethod
     def create(cls):
-        """Return a MessageVector. Return None on a system without these calls, where the system
-        refuses them, and under PyPy, where this is slower."""
-        system = sys.platform, sys.implementation.name, struct.calcsize("P")
-        with contextlib.suppress(NameError, AttributeError, OSError):
-            if system == ("linux", "cpython", 8):
-                return cls(ctypes.CDLL(None, use_errno=True))
-        return None
+        """Return a MessageVector, or None if this platform does not have the two calls or refuses
+        them."""
+        platform = (sys.platform, sys.implementation.name, struct.calcsize("P"))
+        if platform != cls.PLATFORM:
+            return None
+        try:
+            return cls(ctypes.CDLL(None, use_errno=True))
+        except (NameError, AttributeError, OSError):
+            # This Python has no ctypes, the C library lacks a call, or the system refuses it
+            return None
 
     def __init__(self, library):
-        """`library`: a ctypes.CDLL. Raise AttributeError if it lacks the calls, and OSError if
-        the system refuses them."""
-        self.receive_call, self.send_call = library.recvmmsg, library.sendmmsg
-        self.check_calls()
+        """Find the calls in `library`, a ctypes.CDLL, and allocate the buffers. Raise
+        AttributeError if the library lacks a call, and OSError if the system refuses it."""
+        self.receive_call = library.recvmmsg
+        self.send_call = library.sendmmsg
+        self.check_receive_call()
         buffer_bytes = DRAIN_DATAGRAMS * MAX_DATAGRAM_BYTES
-        # The one buffer has the data of what was received, and later of what is sent
+        # One buffer holds the received data, and later the data to send
         self.data = ctypes.create_string_buffer(buffer_bytes)
         self.data_starts = range(0, buffer_bytes, MAX_DATAGRAM_BYTES)
+        # The structs contain bare pointers to each other. Every array stays referenced here, so
+        # that Python does not free it
         self.headers, self.iovecs, self.sockaddrs = self.make_arrays()
-        self.lengths = self.length_column(self.headers)
         self.out_headers, self.out_iovecs, self.out_sockaddrs = self.make_arrays()
+        # Views through which receive() and send() read and write single fields
+        self.lengths = self.length_column(self.headers)
         self.out_data_bytes = memoryview(self.data).cast("B")
         self.out_sockaddr_bytes = memoryview(self.out_sockaddrs).cast("B")
-        iovec_numbers = memoryview(self.out_iovecs).cast("B").cast("Q")
-        self.out_pointers, self.out_lengths = iovec_numbers[::2], iovec_numbers[1::2]
-        # Making an address's text takes five times as long as looking it up
+        iovec_fields = memoryview(self.out_iovecs).cast("B").cast("Q")
+        self.out_pointers = iovec_fields[::2]
+        self.out_lengths = iovec_fields[1::2]
+        # The cache is five times as fast as making the text of an address again
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
 
-    def check_calls(self):
-        """Raise OSError if the system refuses the calls."""
-        no_socket = -1
-        self.receive_call(no_socket, None, 0, 0, None)
+    def check_receive_call(self):
+        """Raise OSError if the system refuses recvmmsg(), as an old kernel or a sandbox does."""
+        no_socket, no_headers, no_timeout = -1, None, None
+        self.receive_call(no_socket, no_headers, 0, self.NO_FLAGS, no_timeout)
+        # A system that has the call complains about the socket instead
         if ctypes.get_errno() != errno.EBADF:
-            raise OSError
+            raise OSError(ctypes.get_errno(), "recvmmsg() is refused")
 
     def make_arrays(self):
-        """Return arrays of DRAIN_DATAGRAMS mmsghdr, iovec and sockaddr_in structs that point to
-        each other and to `data`."""
+        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in.
+
+        Each mmsghdr points to the iovec and the sockaddr_in at the same position, and each iovec
+        points to its MAX_DATAGRAM_BYTES of `data`."""
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
-        for number, data_start in enumerate(self.data_starts):
+        for position, data_start in enumerate(self.data_starts):
             self.IOVEC.pack_into(
-                iovecs, number * self.IOVEC.size,
+                iovecs, position * self.IOVEC.size,
                 ctypes.addressof(self.data) + data_start, MAX_DATAGRAM_BYTES)
-            sockaddr = ctypes.addressof(sockaddrs) + number * self.SOCKADDR_BYTES
-            iovec = ctypes.addressof(iovecs) + number * self.IOVEC.size
+            sockaddr = ctypes.addressof(sockaddrs) + position * self.SOCKADDR_BYTES
+            iovec = ctypes.addressof(iovecs) + position * self.IOVEC.size
             received_bytes = 0
             self.MMSGHDR.pack_into(
-                headers, number * self.MMSGHDR.size, sockaddr, self.SOCKADDR_BYTES,
+                headers, position * self.MMSGHDR.size, sockaddr, self.SOCKADDR_BYTES,
                 iovec, self.IOVECS_EACH, *self.NO_CONTROL, self.NO_FLAGS, received_bytes)
         return headers, iovecs, sockaddrs
 
     def length_column(self, headers):
-        """Return a view of the datagrams' lengths. In each header the length is the last 32-bit
-        number before the padding."""
+        """Return a view of the datagram length in every mmsghdr of `headers`.
+
+        A mmsghdr is read as 32-bit numbers. The last one is padding; the length comes before it."""
         numbers = memoryview(headers).cast("B").cast("I")
-        numbers_each = self.MMSGHDR.size // 4
-        return numbers[numbers_each - 2::numbers_each]
+        numbers_per_header = self.MMSGHDR.size // 4
+        first_length = numbers_per_header - 2
+        return numbers[first_length::numbers_per_header]
 
     @staticmethod
     def read_sockaddr(sockaddr):
-        """Return address and port of a struct sockaddr_in."""
+        """Return the address and the port in a struct sockaddr_in."""
         port, address = sockaddr[2:4], sockaddr[4:8]
         return socket.inet_ntoa(address), int.from_bytes(port, "big")
 
     def receive(self, sock):
-        """Read up to DRAIN_DATAGRAMS datagrams. Return their data, their peers, and their peers
-        as send() takes them."""
-        # The call fills the buffers to which `headers` points
+        """Read up to DRAIN_DATAGRAMS waiting datagrams from a socket.
+
+        Return three lists of the same length: the data of each datagram, its peer as (address,
+        port), and its peer as a sockaddr_in for send(). They are empty if nothing is waiting."""
+        no_timeout = None
         count = self.receive_call(sock.fileno(), self.headers, DRAIN_DATAGRAMS,
-                                  socket.MSG_DONTWAIT, None)
+                                  socket.MSG_DONTWAIT, no_timeout)
         if count <= 0:
             return [], [], []
         data = self.data
         size = self.SOCKADDR_BYTES
         received = self.sockaddrs[:count * size]
         sockaddrs = [received[start:start + size] for start in range(0, count * size, size)]
+        peers = list(map(self.peer_of, sockaddrs))
         lengths = self.lengths[:count].tolist()
         packets = [data[start:start + length] for start, length in zip(self.data_starts, lengths)]
-        return packets, list(map(self.peer_of, sockaddrs)), sockaddrs
+        return packets, peers, sockaddrs
 
     def send(self, sock, answers, tally):
-        """Send `answers`, a list of (data, sockaddr), and count them in the tally."""
+        """Send a non-empty list of (data, sockaddr) pairs. Count in `tally` what was sent, and
+        what could not be sent."""
         lengths = [len(data) for data, _ in answers]
-        total_bytes, count = sum(lengths), len(answers)
+        total_bytes = sum(lengths)
+        count = len(answers)
         if count > DRAIN_DATAGRAMS or total_bytes > len(self.out_data_bytes):
+            # The buffers are too small for all of them
             half = count // 2
             self.send(sock, answers[:half], tally)
             self.send(sock, answers[half:], tally)
             return
+        # The datagrams are packed into the buffer without gaps: each starts where the last one ends
         self.out_data_bytes[:total_bytes] = b"".join([data for data, _ in answers])
-        sockaddrs = b"".join([sockaddr for _, sockaddr in answers])
-        self.out_sockaddr_bytes[:len(sockaddrs)] = sockaddrs
         pointers = itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1])
         self.out_pointers[:count] = array.array("Q", pointers)
         self.out_lengths[:count] = array.array("Q", lengths)
-        done = 0
-        while done < count:
-            remaining = ctypes.byref(self.out_headers, done * self.MMSGHDR.size)
-            sent = self.send_call(sock.fileno(), remaining, count - done, 0)
-            if sent <= 0:
-                # The next datagram cannot be sent: no buffer, no route, or its port is closed. Its
-                # peer will ask again
-                tally.unsent += 1
-                total_bytes -= lengths[done]
-                done += 1
-            else:
+        sockaddrs = b"".join([sockaddr for _, sockaddr in answers])
+        self.out_sockaddr_bytes[:len(sockaddrs)] = sockaddrs
+        position = 0
+        while position < count:
+            remaining = ctypes.byref(self.out_headers, position * self.MMSGHDR.size)
+            sent = self.send_call(sock.fileno(), remaining, count - position, self.NO_FLAGS)
+            if sent > 0:
                 tally.sent += sent
-                done += sent
+                position += sent
+            else:
+                # The next datagram cannot be sent: the system has no buffer or no route for it, or
+                # its port is closed. Skip it; the peer will ask again
+                tally.unsent += 1
+                total_bytes -= lengths[position]
+                position += 1
         tally.bytes_out += total_bytes
 
 
 def log_failure(error, tally, peer, protocol_name, data):
-    """Count and log an error that a packet or a connection has caused: bad input at debug level,
-    anything else as a fault of the program."""
+    """Count and log an exception that was raised while the input of a peer was handled.
+
+    Malformed input is logged at debug level. Any other exception is a bug of this program and is
+    logged as an error, with its traceback. `peer`: the peer as text; `data`: the input."""
     if isinstance(error, Malformed):
         tally.malformed += 1
-        log.debug("%s %s malformed: %s: %a", peer, protocol_name, error, data[:48])
+        log.debug("%s %s malformed: %s: %a", peer, protocol_name, error,
+                  data[:LOGGED_MALFORMED_BYTES])
     else:
         tally.errors += 1
-        log.error("%s %s: a fault of the program: %a", peer, protocol_name, data[:600],
-                  exc_info=error)
+        log.error("%s %s: a fault of the program: %a", peer, protocol_name,
+                  data[:LOGGED_FAULT_BYTES], exc_info=error)
 
 
 class UdpSocket:
-    """A UDP socket and its protocol. It reads and answers by a MessageVector if there is one, or
-    else with one call for each datagram."""
+    """A UDP socket and its protocol. It reads and answers through a MessageVector if it has one,
+    and otherwise with one system call for each datagram."""
 
     def __init__(self, name, sock, protocol, tally, limiter, vector=None):
-        """`name`: the protocol's, for the log; `vector`: a MessageVector or None."""
+        """`name`: the protocol's name for the log; `vector`: a MessageVector, or None if the system
+        has none. The vector is not used if `sock` or `protocol` does not fit its buffers."""
         self.name = name
         self.sock = sock
         self.protocol = protocol
@@ -11726,27 +11756,29 @@ class UdpSocket:
             self.vector = vector
 
     def on_readable(self, now):
-        """Read the datagrams that have come, up to a bound, and answer them."""
+        """Read a batch of the datagrams that are waiting, and answer those that the limiter
+        allows."""
         vector, tally = self.vector, self.tally
         # A reply address is a peer in the form that sending takes
         packets, peers, reply_addresses = vector.receive(self.sock) if vector else self.receive()
         tally.received += len(packets)
         tally.bytes_in += sum(map(len, packets))
-        # Repetitions are answered before the limit counts, so that a flood with a server's forged
-        # address does not keep out what that server repeats
+        # Servers that repeat themselves are refreshed before the limiter counts. Otherwise a flood
+        # with a server's forged address would use up its limit, and the server would be delisted
         repeat_answers = self.protocol.answer_repeats(packets, peers, now)
         allow = self.limiter.allow
         allowed = [allow(peer[0], now) for peer in peers]
         if not all(allowed):
             tally.limited += allowed.count(False)
-            packets, peers, reply_addresses, repeat_answers = (
-                list(itertools.compress(column, allowed))
-                for column in (packets, peers, reply_addresses, repeat_answers))
+            packets = itertools.compress(packets, allowed)
+            peers = itertools.compress(peers, allowed)
+            reply_addresses = itertools.compress(reply_addresses, allowed)
+            repeat_answers = itertools.compress(repeat_answers, allowed)
         answers = []
-        for packet, peer, reply_address, answer in zip(
+        for packet, peer, reply_address, repeat_answer in zip(
                 packets, peers, reply_addresses, repeat_answers):
-            if answer is not None:
-                answers.append((answer, reply_address))
+            if repeat_answer is not None:
+                answers.append((repeat_answer, reply_address))
             else:
                 self.handle(packet, peer, reply_address, answers, now)
         if answers and vector:
@@ -11755,42 +11787,49 @@ class UdpSocket:
             self.send(answers)
 
     def handle(self, packet, peer, reply_address, answers, now):
-        """Have the protocol read one datagram. Add its replies to this peer to `answers`, and send
-        the others."""
+        """Have the protocol read one datagram. Replies to its sender are appended to `answers` as
+        (data, reply_address), to be sent with those of the batch. Replies to others are sent at
+        once."""
         try:
-            for reply, to in self.protocol.datagram(packet, peer, now):
-                if to is peer:
+            for reply, recipient in self.protocol.datagram(packet, peer, now):
+                if recipient is peer:
                     answers.append((reply, reply_address))
                 else:
-                    self.send([(reply, to)])
+                    self.send([(reply, recipient)])
         except Limited:
             self.tally.limited += 1
         except Exception as error:
             log_failure(error, self.tally, endpoint_text(*peer[:2]), self.name, packet)
 
     def receive(self):
-        """Read datagrams as MessageVector.receive() does, on any system. Peers and reply addresses
-        are the same here."""
+        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one, on any system.
+
+        Return three lists, as MessageVector.receive() does: the data of each datagram, its peer,
+        and the address for a reply. The last two are the same list here."""
         packets, peers = [], []
         max_bytes = self.protocol.datagram_bytes
         for _ in range(DRAIN_DATAGRAMS):
             try:
-                packet, peer = self.sock.recvfrom(1 << 16)      # Windows drops a longer datagram
+                # With a shorter buffer Windows would drop a long datagram instead of cutting it off
+                packet, peer = self.sock.recvfrom(UDP_READ_BYTES)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                continue        # on Windows: an earlier answer of ours has met a closed port
+                # Windows reports here that an earlier answer of ours has met a closed port
+                continue
             packets.append(packet[:max_bytes])
             peers.append(peer)
         return packets, peers, peers
 
     def send(self, answers):
-        """Send `answers`, a list of (data, peer). A peer that gets none asks again."""
+        """Send a list of (data, peer) pairs, one by one. A datagram that cannot be sent is only
+        counted, because its peer will ask again."""
         for data, peer in answers:
             try:
                 self.tally.bytes_out += self.sock.sendto(data, peer)
                 self.tally.sent += 1
-            except (OSError, OverflowError):        # no buffer, no route, or a closed port
+            except (OSError, OverflowError):
+                # There is no buffer or no route, or the peer's port is closed or not a valid one
                 self.tally.unsent += 1
 
 
@@ -11800,31 +11839,37 @@ NO_EVENTS = 0                       # beside the selector's EVENT_READ and EVENT
 
 
 class TcpConnection:
-    """A TCP connection and its session. Its memory and the time for which it may stall are bounded,
-    and it is never ended by a reset.
+    """A TCP connection and its session. The memory that it takes and the time for which a slow peer
+    can hold it up are bounded.
 
     It waits for one thing at a time: for input, for room to write `unsent`, or for the session's
-    job in the disk thread. It reads nothing while output waits or is being made, so both stay
-    bounded. When a session is done and its output is written, we close our side and read away what
-    the peer still sends, because closing a socket with unread input sends a reset."""
+    job in the disk thread. It reads nothing while output is waiting or being made, so neither input
+    nor output piles up.
+
+    When the session is done and its output is written, the connection lingers: we close our side
+    and discard what the peer still sends. Closing a socket with unread input would send a reset,
+    and the peer could lose the end of the answer."""
 
     def __init__(self, listener, sock, address, session):
-        """Begin to read from an accepted, non-blocking socket. `address`: of the peer."""
+        """Start to read from an accepted, non-blocking socket.
+
+        `listener`: the TcpListener that accepted it; `address`: the peer's address."""
         self.listener = listener
         self.master_server = listener.master_server
         self.tally = listener.tally
         self.sock = sock
         self.address = address
         self.session = session
-        self.unsent: Any = b""              # output that waits for room
-        # When a slow reader, or a peer that does not close its side, is disconnected
+        self.unsent: Any = b""              # output for which the socket had no room yet
+        # When to disconnect a peer that reads too slowly, or that does not close its side
         self.deadline = math.inf
-        self.linger_bytes = LINGER_BYTES    # bytes of further input that are still read away
+        self.linger_bytes = LINGER_BYTES    # how many bytes of further input we still discard
         self.events = NO_EVENTS             # what the selector waits for; NO_EVENTS during a job
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
-        """Have the selector wait for EVENT_READ, EVENT_WRITE or NO_EVENTS from now on."""
+        """Have the selector wait for something else from now on. `events`: EVENT_READ, EVENT_WRITE
+        or NO_EVENTS."""
         if events == self.events:
             return
         selector = self.master_server.selector
@@ -11837,7 +11882,8 @@ class TcpConnection:
         self.events = events
 
     def on_readable(self, now):
-        """Read what has come, and have the session answer it."""
+        """Read what has arrived and have the session answer it. Close the connection if it is
+        broken, or if the peer has ended it and there is nothing left to send."""
         try:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -11846,6 +11892,7 @@ class TcpConnection:
             self.close(now)
             return
         if self.session.done:
+            # The connection lingers
             self.linger_bytes -= len(data)
             if not data or self.linger_bytes < 0:
                 self.close(now)
@@ -11856,18 +11903,22 @@ class TcpConnection:
             self.answer(now, self.session.receive, data)
         else:
             self.answer(now, self.session.ended)
-            if not self.unsent:             # otherwise we close after the output has been written
+            if not self.unsent:
                 self.close(now)
+            # If output waits, the end of input is read once more after it has been written
 
-    def answer(self, now, method, *arguments):
-        """Write what a session's method returns for these arguments and the time. Then write what
-        the session returns for the input that it has kept in its buffer.
+    def answer(self, now, session_method, *arguments):
+        """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
+        session answer the further messages in its buffer, until it needs more input or the socket
+        has no more room.
 
-        Bad input and faults of the program end the connection."""
+        An exception is logged and ends the session."""
         session = self.session
         try:
-            data = method(*arguments, now)
-            while data and self.write(data, now) and session.buffer and not session.done:
+            data = session_method(*arguments, now)
+            while data and self.write(data, now):
+                if session.done or not session.buffer:
+                    break
                 data = session.receive(b"", now)
         except Exception as error:
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
@@ -11875,8 +11926,10 @@ class TcpConnection:
         self.wait_for_next(now)
 
     def write(self, data, now):
-        """Write data. Return True if all of them were written; otherwise the remainder waits, and
-        nothing is read until it is written."""
+        """Write `data`. Return True if all of it was written.
+
+        Return False if the socket had too little room, in which case the remainder is kept in
+        `unsent`, or if the connection was broken and is now closed."""
         try:
             sent = self.sock.send(data)
         except (BlockingIOError, InterruptedError):
@@ -11887,67 +11940,73 @@ class TcpConnection:
         self.tally.bytes_out += sent
         if sent == len(data):
             self.tally.sent += 1
-            self.unsent, self.deadline = b"", math.inf
+            self.unsent = b""
+            self.deadline = math.inf
             return True
         if not self.unsent:
             self.deadline = now + OUTPUT_TOTAL_S
-        elif sent:                          # a peer that reads slowly is not idle
+        elif sent:
+            # A peer that reads slowly is not idle
             self.master_server.connections.move_to_end(self)
+        # A view and not a copy: many connections may wait to send the same large answer
         self.unsent = memoryview(data)[sent:]
         return False
 
     def on_writable(self, now):
-        """Write more of the waiting output; once all is written, go on with the session's
-        buffer."""
+        """Write more of `unsent`. Once all of it is written, have the session answer the messages
+        that are left in its buffer."""
         if self.write(self.unsent, now) and not self.session.done:
             self.answer(now, self.session.receive, b"")
         else:
             self.wait_for_next(now)
 
     def wait_for_next(self, now):
-        """Choose what to wait for next. If the session is done and everything is written, close
-        our side."""
+        """Decide what to wait for: room for output, the session's job, or input. If the session is
+        done and its output is written, begin to linger."""
         session = self.session
         if self.is_closed():
             return
         if self.unsent:
             self.wait_for(selectors.EVENT_WRITE)
-        elif session.job is None or session.done:
+        elif session.done:
             self.wait_for(selectors.EVENT_READ)
-        elif self.events != NO_EVENTS:
-            # The session has just asked for a job; nothing is read or written meanwhile
-            self.wait_for(NO_EVENTS)
-            self.master_server.disk.submit(session.job, self.resume)
-        if session.done and not self.unsent:
             self.deadline = now + LINGER_S
             try:
                 self.sock.shutdown(socket.SHUT_WR)
             except OSError:
                 self.close(now)
+        elif session.job is None:
+            self.wait_for(selectors.EVENT_READ)
+        elif self.events != NO_EVENTS:
+            # The session has just asked for a job. Nothing is read or written until it has finished
+            self.wait_for(NO_EVENTS)
+            self.master_server.disk.submit(session.job, self.resume)
 
     def resume(self, result, now):
-        """Give the session the result of its job. If the session has stopped waiting for it (and
-        answered 503), do nothing."""
-        still_waits = self.events == NO_EVENTS
-        if still_waits and not self.is_closed():
+        """Give the session the result of its job, or the exception that the job raised. Do nothing
+        if the session timed out during the job, and so has answered 503 already."""
+        has_waited = self.events == NO_EVENTS
+        if has_waited and not self.is_closed():
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
     def tick(self, now):
-        """A few times a second: end a connection whose deadline is over; let the session speak."""
+        """Close the connection if its deadline is over. Otherwise let the session send a greeting
+        that is due, or time out. This is called a few times a second."""
         if now >= self.deadline:
             self.close(now)
         elif not self.unsent and not self.session.done:
             self.answer(now, self.session.tick)
 
     def is_closed(self):
-        """Has close() been called?"""
+        """Return whether close() has been called."""
         return self.sock.fileno() < 0
 
     def close(self, now):
         """Close the connection at once and tell the session. A second call does nothing."""
         if self.is_closed():
             return
+        # The selector has to forget the socket while it still has a file descriptor
         self.wait_for(NO_EVENTS)
         self.sock.close()
         del self.master_server.connections[self]
@@ -11957,16 +12016,18 @@ class TcpConnection:
 
 
 def bound_output(connections, now):
-    """Limit the output that waits for slow readers to OUTPUT_BYTES in total, by closing the
-    connections that have waited longest."""
+    """Limit the memory for output that slow readers have not taken yet to OUTPUT_BYTES in total.
+    If there is more, close the connections that have waited longest."""
     waiting = [connection for connection in connections if connection.unsent]
-    waiting.sort(key=lambda connection: -connection.deadline)
+    # The latest deadlines belong to the shortest waits. These are counted first, so they stay open
+    waiting.sort(key=lambda connection: connection.deadline, reverse=True)
     total_bytes = 0
-    counted = set()                     # many connections may wait for the same answer
+    counted_ids = set()
     for connection in waiting:
+        # Connections that wait for the same answer share its bytes, which are counted once
         answer = connection.unsent.obj
-        if id(answer) not in counted:
-            counted.add(id(answer))
+        if id(answer) not in counted_ids:
+            counted_ids.add(id(answer))
             total_bytes += len(answer)
         if total_bytes > OUTPUT_BYTES:
             connection.tally.limited += 1
@@ -11974,19 +12035,20 @@ def bound_output(connections, now):
 
 
 class TcpListener:
-    """A listening socket and its protocol."""
+    """A listening socket and its protocol. It accepts connections, within the limits."""
 
     def __init__(self, master_server, name, sock, protocol, tally):
-        """`name`: the protocol's, for the log."""
+        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking."""
         self.master_server = master_server
         self.name = name
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
-        self.is_paused = False          # True until the next tick if there are no descriptors
+        self.is_paused = False          # True until the next tick after descriptors ran out
 
     def on_readable(self, now):
-        """Accept the connections that wait, up to a bound."""
+        """Accept waiting connections, ACCEPT_CONNECTIONS at most. Pause if the system has no file
+        descriptor left for another one."""
         health = self.master_server.health
         for _ in range(ACCEPT_CONNECTIONS):
             try:
@@ -11998,8 +12060,10 @@ class TcpListener:
                     report(health, "descriptors", error.strerror)
                     self.pause()
                     return
-                continue                # the peer has closed the connection already
-            if not peer:                # macOS reports such a closed connection in this way
+                # The peer has closed this connection already
+                continue
+            if not peer:
+                # macOS reports a connection that the peer has closed already in this way
                 sock.close()
                 continue
             health.pop("descriptors", None)
@@ -12007,28 +12071,30 @@ class TcpListener:
             self.accept(sock, canonical_address(address), now)
 
     def pause(self):
-        """Leave waiting connections in the backlog until the next tick. The selector would report
-        them without end."""
+        """Stop accepting until the next tick. Waiting connections stay in the backlog; without the
+        pause the selector would report them again at once, in an endless loop."""
         self.master_server.selector.unregister(self.sock)
         self.is_paused = True
 
     def tick(self, now):
-        """Once a second: accept connections again after a pause."""
+        """End a pause. This is called once a second."""
         if self.is_paused:
             self.master_server.selector.register(self.sock, selectors.EVENT_READ, self.on_readable)
             self.is_paused = False
 
     def accept(self, sock, address, now):
-        """Begin a session on a new connection, or one that says that a limit refuses it. A blocked
-        address gets no answer at all."""
+        """Start a session on a connection that was just accepted from `address`.
+
+        A connection over a limit gets the protocol's refusal as its session, which says so and
+        ends. A blocked address gets no answer; its connection is just closed."""
         master_server, protocol = self.master_server, self.protocol
         rules = master_server.rules
         if rules.blocked and address in rules.blocked:
             self.tally.limited += 1
             sock.close()
             return
-        refused = self.is_over_limit(address, now)
-        if refused:
+        is_refused = self.is_over_limit(address, now)
+        if is_refused:
             self.tally.limited += 1
             session = protocol.refusal(address, now)
         else:
@@ -12040,25 +12106,27 @@ class TcpListener:
         master_server.connections[connection] = None
         for key in source_keys(address):
             master_server.connections_by_source[key] += 1
-        if refused or protocol.speaks_first:
+        if is_refused or protocol.speaks_first:
             connection.answer(now, session.opened)
         else:
-            connection.on_readable(now)     # the client's request is usually here already
+            # The client's request has usually arrived already
+            connection.on_readable(now)
 
     def is_over_limit(self, address, now):
-        """Has this source too many connections, or does it open them too fast? The attempt
-        counts."""
+        """Return whether this source has too many open connections or opens them too fast. The call
+        counts as an attempt to open one."""
         master_server = self.master_server
         rules = master_server.rules
         max_open = master_server.settings["limits.connections_open"]
         for key, limit in source_limits(address, max_open):
-            has_many = master_server.connections_by_source[key] >= limit
-            if has_many and not rules.exempts(address):
+            has_too_many = master_server.connections_by_source[key] >= limit
+            if has_too_many and not rules.exempts(address):
                 return True
         return not rules.connection_limiter.allow(address, now)
 
     def make_room(self, now):
-        """Close connections until there is room for another one."""
+        """Close as many connections as it takes to have room for a new one, the least needed ones
+        first."""
         master_server = self.master_server
         connections = master_server.connections
         max_connections = min(master_server.settings["limits.connections_total"],
@@ -12069,8 +12137,10 @@ class TcpListener:
             connection.close(now)
 
     def least_needed_connection(self):
-        """Return a connection that has had its answer, such as one over a limit; else the one that
-        has been idle for longest, publishing game servers last."""
+        """Return the connection to close if there are too many: one that has had its whole answer,
+        or else the one that has been idle for longest. Connections of game servers that publish
+        themselves are the last choice."""
+        # The connection that has been idle for longest comes first
         connections = self.master_server.connections
         for connection in connections:
             if connection.session.done and not connection.unsent:
@@ -12084,39 +12154,43 @@ class TcpListener:
 # --- Threads -------------------------------------------------------------------------------------
 
 class WorkerThread:
-    """A thread for calls that may block. It starts with its first job."""
+    """A thread that makes calls which may block, one after another. It starts with its first
+    job."""
 
     def __init__(self, name, post):
-        """`name`: for the log; `post`: MasterServer.post, which has a function called in the event
-        loop."""
-        self.name, self.post = name, post
+        """`name`: the thread's name for the log; `post`: MasterServer.post, through which the
+        thread hands results to the event loop."""
+        self.name = name
+        self.post = post
         self.jobs = queue.SimpleQueue()
         self.thread: Optional[threading.Thread] = None
 
-    def submit(self, job, done):
-        """Have `job()` called in this thread, and then `done(result, now)` in the event loop. The
-        result is what the job returns, or the exception that it raises."""
+    def submit(self, job, on_result):
+        """Have `job()` called in this thread, and then `on_result(result, now)` in the event loop.
+
+        `result` is what the job returned, or the exception that it raised. If WORKER_JOBS are
+        waiting already, the job is not done, and the result is a RuntimeError."""
         if self.jobs.qsize() >= WORKER_JOBS:
-            self.post(done, RuntimeError("too many others are waiting"))
+            self.post(on_result, RuntimeError("too many others are waiting"))
             return
         if self.thread is None:
             self.thread = threading.Thread(
                 target=self.work, name="masterserver " + self.name, daemon=True)
             self.thread.start()
-        self.jobs.put((job, done))
+        self.jobs.put((job, on_result))
 
     def work(self):
-        """Do one job after another, until a job is None."""
-        for job, done in iter(self.jobs.get, None):
+        """Do the jobs in the queue, one after another. A None in the queue ends the thread."""
+        for job, on_result in iter(self.jobs.get, None):
             try:
                 result = job()
             except Exception as error:
                 result = error
-            self.post(done, result)
+            self.post(on_result, result)
 
     def stop(self, timeout):
-        """End the thread after the jobs that wait. Return False if it has not ended within
-        `timeout` seconds."""
+        """Have the thread end after the jobs that are waiting, and wait `timeout` seconds for that.
+        Return True if it has ended or never ran, and False if it is still busy."""
         if self.thread is None:
             return True
         self.jobs.put(None)
@@ -12127,50 +12201,42 @@ class WorkerThread:
 # --- The log ------------------------------------------------------------------------------------
 
 LOG_FILE_BYTES = 10 << 20           # the size at which a log file is rotated
-LOG_FILES = 3                       # older files that are kept: 40 MB in all
-LOG_LINES = 1000                    # waiting for the thread that writes them
-LOG_END_S = 1.0                     # for the lines that wait when the program ends
+LOG_FILES = 3                       # how many older files are kept: with the current one 40 MB
+LOG_LINES = 1000                    # how many may wait for the thread that writes them
+LOG_END_S = 1.0                     # how long the end of the program waits for these lines
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """The log file. After it was closed, the next line opens it again, as logrotate expects."""
+    """The log file. If it has been closed, the next line opens it again, as logrotate expects."""
 
     def rotate(self, source, dest):
-        """Rename the log file. If the folder is not writable, or another program has the file open
-        on Windows, the file just grows."""
-        # If the folder cannot be written, or Windows has the file open, the file just grows
+        """Rename the log file. If that fails, because the folder is not writable or because another
+        program has the file open on Windows, the file just goes on growing."""
         with contextlib.suppress(OSError):
             super().rotate(source, dest)
 
 
 class LogQueue(logging.handlers.QueueHandler):
-    """Hands lines to the thread of `listener`, which writes them. So a terminal in which somebody
-    selects text, or a disk that hangs, does not stop the event loop."""
+    """Hands lines to the thread of `listener`, which writes them. The event loop goes on even if
+    the disk hangs, or if somebody selects text in the terminal and so stops its output."""
 
     listener: logging.handlers.QueueListener
 
 
 def start_log(settings):
-    """Log to the file or terminal that the settings name. Return the handler that writes the
-    lines. Raise StartError if the file cannot be opened."""
-    path = settings.file("server.log_file")
-    writer: logging.Handler = logging.StreamHandler()
-    if path:
-        try:
-            writer = LogFile(path, "a", LOG_FILE_BYTES, LOG_FILES, "utf-8")
-        except OSError as error:
-            raise StartError("the log cannot be written; change [server] log_file: %s"
-                             % clean(error_text(error), TEXT_CHARACTERS)) from None
-    writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    """Begin to log, at [server] log_level, in a thread that writes to the log file or the terminal.
+    Return the handler that does the writing. Raise StartError if the log file cannot be opened."""
+    writer = open_log(settings.file("server.log_file"))
     lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
     traceback_limiter = Limiter(FAULT_RATE)
+    all_tracebacks = ""                 # they share one limit, so they count as one source
 
     def has_room(record):
-        """May this line wait? A line for which there is no room is lost, and so is a traceback
-        beyond FAULT_RATE."""
+        """Return False for a line that is to be dropped: if LOG_LINES are waiting already, or if it
+        has a traceback and FAULT_RATE is exceeded."""
         if lines.qsize() >= LOG_LINES:
             return False
-        return not record.exc_info or traceback_limiter.allow("", time.monotonic())
+        return not record.exc_info or traceback_limiter.allow(all_tracebacks, time.monotonic())
 
     handler = LogQueue(lines)                       # type: ignore[arg-type,unused-ignore]
     handler.addFilter(has_room)
@@ -12182,14 +12248,30 @@ def start_log(settings):
     return writer
 
 
+def open_log(path):
+    """Return a handler that writes log lines to the file at `path`, or to the terminal if `path` is
+    "". Raise StartError if the file cannot be opened."""
+    writer: logging.Handler = logging.StreamHandler()
+    if path:
+        try:
+            writer = LogFile(path, "a", LOG_FILE_BYTES, LOG_FILES, "utf-8")
+        except OSError as error:
+            raise StartError("the log cannot be written; change [server] log_file: %s"
+                             % clean(error_text(error), TEXT_CHARACTERS)) from None
+    writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    return writer
+
+
 def end_log():
-    """Write the lines that wait, unless that takes longer than LOG_END_S."""
+    """Remove the handlers of start_log(), after the lines that are waiting have been written. If
+    that takes longer than LOG_END_S, the remaining lines may be lost."""
     for handler in log.handlers[:]:
         if isinstance(handler, LogQueue):
             log.removeHandler(handler)
-            ending = threading.Thread(target=handler.listener.stop, daemon=True)
-            ending.start()
-            ending.join(LOG_END_S)
+            # stop() waits for all lines, without a timeout; so it runs in a thread
+            stopper = threading.Thread(target=handler.listener.stop, daemon=True)
+            stopper.start()
+            stopper.join(LOG_END_S)
 
 
 # --- Host names ----------------------------------------------------------------------------------
@@ -12198,7 +12280,7 @@ class Lookup(NamedTuple):
     """A host name to be looked up; see Core.resolve."""
 
     host: str
-    source: str                         # the address that has named the host; "" for the ini
+    source: str                         # the address that has sent the name; "" for the ini
     like: str                           # the address that is preferred
     waiters: List[Callable[[str, float], None]]         # called with the address found and the time
 
@@ -12210,111 +12292,122 @@ class Lookup(NamedTuple):
 class HostNames:
     """Looks host names up in a thread, one after another, because each can take half a minute.
 
-    Names from the ini come first, so a stranger delays them by one look-up at most. A source has a
-    few look-ups at a time, and sources take turns, so that there is room for others. Game servers
-    on one machine that have the same name and start together share one look-up. Everything but the
-    look-up itself happens in the event loop."""
+    Names from the ini come first, so a stranger can delay them by one look-up at most. Each source
+    may have only a few look-ups at a time, and sources take turns, so none can keep out the others.
+    Game servers on one machine that have the same name and start together share one look-up.
+    Everything but the look-up itself happens in the event loop."""
 
     def __init__(self, post):
-        """`post`: as in WorkerThread."""
+        """`post`: MasterServer.post, as in WorkerThread."""
         self.worker = WorkerThread("names", post)
         # The waiting look-ups: of names in the ini, and of names that strangers have sent
         self.ini_lookups = collections.deque()
         self.stranger_lookups = collections.deque()
-        self.is_busy = False                            # a look-up is under way
-        # How many look-ups of strangers wait or are under way, by source_keys()
-        self.counts = collections.defaultdict(int)
+        self.is_busy = False                            # True while the thread looks a name up
+        # How many look-ups of strangers are waiting or under way, by source_keys()
+        self.lookups_by_source = collections.defaultdict(int)
         # The sources whose look-ups began last, the latest at the end
         self.recent_sources = collections.OrderedDict()
-        # The latest Lookup by its key; once it has no room for more waiters another one follows
-        self.latest: Dict[Tuple[str, str, str], Lookup] = {}
+        # The latest Lookup by its key. When it has its LOOKUP_WAITERS, another one takes its place
+        self.latest_lookups: Dict[Tuple[str, str, str], Lookup] = {}
 
     def resolve(self, host, done, source, like=""):
-        """Look a name up, as Core.resolve describes. Raise Refused if there are too many."""
+        """Look up a host name, and later call `done(address, now)`. The address is "" if the name
+        was not found. Raise Refused if this source or all strangers have too many look-ups.
+
+        `source`: the address that has sent the name, or "" for a name in the ini, which has no
+        limits; `like`: prefer this address, or one of its family, if the host has several."""
         lookup = Lookup(host, source, like, [done])
-        same = self.latest.get(lookup.key)
-        if same is not None and (not source or len(same.waiters) < LOOKUP_WAITERS):
-            same.waiters.append(done)
-            return
+        latest_lookup = self.latest_lookups.get(lookup.key)
+        if latest_lookup is not None:
+            if not source or len(latest_lookup.waiters) < LOOKUP_WAITERS:
+                latest_lookup.waiters.append(done)
+                return
         if source:
             self.check_limits(source)
             for key in source_keys(source):
-                self.counts[key] += 1
+                self.lookups_by_source[key] += 1
             self.stranger_lookups.append(lookup)
         else:
             self.ini_lookups.append(lookup)
-        self.latest[lookup.key] = lookup
+        self.latest_lookups[lookup.key] = lookup
         self.start_next()
 
     def check_limits(self, source):
-        """Raise Refused if this source, or all strangers together, have too many look-ups."""
+        """Raise Refused if this source, its network, or all strangers together have as many
+        look-ups as they may have."""
         for key, source_limit in source_limits(source, LOOKUPS_PER_SOURCE):
             limit = min(source_limit, LOOKUPS_PER_NETWORK)
-            if self.counts.get(key, 0) >= limit:
+            if self.lookups_by_source.get(key, 0) >= limit:
                 raise Refused("busy", "%d host names that this source has named are being looked "
                                       "up; try again in a minute" % limit)
         if len(self.stranger_lookups) >= LOOKUPS:
             raise Refused("busy", "too many host names are being looked up; try again in a minute")
 
     def start_next(self):
-        """Start the next look-up, unless one is under way or none waits."""
+        """Hand the next look-up to the thread. Do nothing if one is under way or none is
+        waiting."""
         if self.is_busy:
             return
         if self.ini_lookups:
             lookup = self.ini_lookups.popleft()
         elif self.stranger_lookups:
-            lookup = self.next_of_strangers()
+            lookup = self.take_stranger_lookup()
         else:
             return
         self.is_busy = True
-        self.worker.submit(functools.partial(resolved, lookup.host, lookup.like),
-                           functools.partial(self.on_result, lookup))
+        job = functools.partial(resolved, lookup.host, lookup.like)
+        self.worker.submit(job, functools.partial(self.on_result, lookup))
 
-    def next_of_strangers(self):
-        """Take a look-up of the source whose last look-up began longest ago; a source that had none
-        comes first."""
-        # A source that had no look-up lately has turn 0
-        turns = {source: turn for turn, source in enumerate(self.recent_sources, 1)}
+    def take_stranger_lookup(self):
+        """Remove and return the look-up of a stranger that comes next. Sources take turns: the one
+        whose last look-up began longest ago, or that has had none lately, comes first."""
+        no_turn_yet, first_turn = 0, 1
+        last_turns = {}
+        for turn, source in enumerate(self.recent_sources, first_turn):
+            last_turns[source] = turn
 
-        def turn_of(lookup):
-            source = source_key(lookup.source)
-            return turns.get(source, 0)
+        def last_turn(lookup):
+            """Return when the source of a look-up had its last turn, as a position in the row."""
+            return last_turns.get(source_key(lookup.source), no_turn_yet)
 
-        lookup = min(self.stranger_lookups, key=turn_of)
-        self.stranger_lookups.remove(lookup)
-        source = source_key(lookup.source)
-        keep_latest(self.recent_sources, source, None, LOOKUP_TURNS)
-        return lookup
+        next_lookup = min(self.stranger_lookups, key=last_turn)
+        self.stranger_lookups.remove(next_lookup)
+        keep_latest(self.recent_sources, source_key(next_lookup.source), None, LOOKUP_TURNS)
+        return next_lookup
 
     def on_result(self, lookup: Lookup, result: Any, now: float) -> None:
-        """Tell those who wait for a look-up; start the next one."""
+        """Start the next look-up, and tell the waiters of this one its result.
+
+        `result`: the address, or the exception that the look-up raised; waiters get "" for it."""
         self.is_busy = False
         if lookup.source:
             for key in source_keys(lookup.source):
-                decrement(self.counts, key)
-        if self.latest.get(lookup.key) is lookup:
-            del self.latest[lookup.key]
+                decrement(self.lookups_by_source, key)
+        if self.latest_lookups.get(lookup.key) is lookup:
+            del self.latest_lookups[lookup.key]
         self.start_next()
-        address = result if isinstance(result, str) else ""         # else an exception
+        address = result if isinstance(result, str) else ""
         for done in lookup.waiters:
             done(address, now)
 
 
 # --- Webhooks ------------------------------------------------------------------------------------
 
-WEBHOOK_S = 10.0                    # for each attempt
-WEBHOOK_TRIES = 3                   # for each message
-WEBHOOK_RETRY_S = 5.0               # until the next attempt, unless the answer names a time
-# A later message would be no news: the players may have left again
+WEBHOOK_S = 10.0                    # the timeout of one attempt
+WEBHOOK_TRIES = 3                   # how many attempts a message gets
+WEBHOOK_RETRY_S = 5.0               # the pause between attempts, unless the answer names another
+# A message that cannot be delivered in this time is dropped: the players may have left again
 WEBHOOK_WITHIN_S = 2 * MINUTE
 NEWS_PER_MINUTE = 10                # nobody reads more, and receivers have limits
-# Within `again_after`. A source can list 32 servers, and say of them what it likes
+# How many messages a source gets within [notify] again_after. It can list 32 servers, and claim
+# any number of players for each
 NEWS_PER_SOURCE = 2
 
 
 class AnyStatus(urllib.request.HTTPErrorProcessor):
     """Returns every response, whatever its status. Without it urllib would follow redirects, but
-    news must go to no other host."""
+    news must not go to any other host."""
 
     def http_response(self, request, response):
         return response
@@ -12322,80 +12415,86 @@ class AnyStatus(urllib.request.HTTPErrorProcessor):
     https_response = http_response
 
 
-def post_url(url, type, body):
-    """POST a body of this media type once. Return the status as text, or, without a response, the
-    name of the error; and the response's Retry-After, "" for none.
+def post_url(url, media_type, body):
+    """Make one attempt to POST a body to a URL. Return (status, retry_after), two texts.
 
-    The text of the error is not returned, because it may have the URL in it, which is a secret."""
-    headers = {"Content-Type": type, "User-Agent": "masterserver/" + __version__}
+    `status` is the HTTP status, or the type of the exception if there was no response. An
+    exception's message is never returned: it may contain the URL, which is a secret. `retry_after`
+    is the header of this name, or ""."""
+    headers = {"Content-Type": media_type, "User-Agent": "masterserver/" + __version__}
     try:
         request = urllib.request.Request(url, body, headers)
         opener = urllib.request.build_opener(AnyStatus)
         with opener.open(request, timeout=WEBHOOK_S) as response:
             return str(response.status), response.headers.get("Retry-After", "")
     except Exception as error:
+        # urllib wraps most exceptions in a URLError, whose `reason` says more
         cause = getattr(error, "reason", error)
-        return type_name(cause), ""
+        return type(cause).__name__, ""
 
 
-def type_name(value):
-    """Return the name of a value's type."""
-    return value.__class__.__name__
+def retry_pause(retry_after):
+    """Return how many seconds to wait before the next attempt. `retry_after`: the response's
+    Retry-After header; unless it is a number from 1 to 9999, the pause is WEBHOOK_RETRY_S."""
+    if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
+        return int(retry_after)
+    return WEBHOOK_RETRY_S
 
 
 class Webhook(WorkerThread):
-    """A receiver of news. It has a thread of its own, so one that hangs delays no other."""
+    """A receiver of news. It has a thread of its own, so one that hangs does not delay another."""
 
     is_failing = False
     is_dismissed = False
 
     def __init__(self, name, line):
-        """`line`: FORMAT URL, as the ini has it."""
+        """`name`: its name in [webhooks]; `line`: its value there, "FORMAT URL"."""
+        # Nothing happens in the event loop after a delivery
         super().__init__("webhook " + name, post=lambda *result: None)
         self.line = line
         self.format, self.url = line.split()
 
     def dismiss(self):
-        """Send nothing more, not even the messages that wait."""
+        """Send nothing more, not even the messages that are waiting."""
         self.is_dismissed = True
         self.stop(0.0)
 
-    def deliver(self, until, type, body):
-        """Send one message, with several attempts, until it is accepted or the time `until` is
-        over. A 429 does not count as an attempt."""
+    def deliver(self, until, media_type, body):
+        """Send one message. If it is not accepted, try again, WEBHOOK_TRIES times in all and no
+        later than `until`, a time.monotonic(). Responses with status 429 are not counted as tries:
+        they only ask for a pause."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
-            status, retry_after = post_url(self.url, type, body)
+            status, retry_after = post_url(self.url, media_type, body)
             is_accepted = status.startswith("2")
             self.log_change(is_accepted, status)
             if is_accepted:
                 return
             if status != "429":
                 attempts += 1
-            pause_s = WEBHOOK_RETRY_S
-            if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
-                pause_s = int(retry_after)
-            # The thread is free for the next message rather than waiting in vain
+            pause_s = retry_pause(retry_after)
+            # Give up now if no further attempt can follow, so that the next message need not wait
             if attempts >= WEBHOOK_TRIES or time.monotonic() + pause_s > until:
                 return
             time.sleep(pause_s)
 
     def log_change(self, is_accepted, status):
-        """Log when this webhook begins to fail, and when it works again."""
-        if is_accepted == self.is_failing:
-            self.is_failing = not is_accepted
+        """Log the status of an attempt if this webhook has begun to fail or works again."""
+        is_failing = not is_accepted
+        if is_failing != self.is_failing:
+            self.is_failing = is_failing
             log.warning("%s answers: %s", self.name, status)
 
 
 class News:
-    """Sends a message to webhooks when a server's players become as many as the ini says.
+    """Sends a message to the webhooks when the players on a server reach the number in the ini.
 
-    It follows the servers of all masters. It remembers by their identity which of them had fewer
-    players, so nothing is lost when a server is heard by another master. Every master follows all
-    servers in this way and keeps the same account of messages, but only one master sends them: the
-    Cluster, if there is one, replaces `sends` and `follows`.
+    It follows the servers of all masters by their identity, and remembers which of them had fewer
+    players. So a server may move from one master to another without a message too few or too many.
+    Every master follows all servers and keeps the same record of messages, but only one master
+    sends them: if there is a Cluster, it replaces `sends` and `follows`.
 
-    It is called like a protocol: it gets the settings, the time and `epoch`, as Web does."""
+    The event loop treats it like a protocol: it is given new settings, the time and `epoch`."""
 
     now = 0.0                                       # the time of the last tick
     epoch = 0.0                                     # wall clock minus monotonic clock
@@ -12405,21 +12504,25 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        """`gauges`: figures for /metrics, where the number of dropped messages is kept."""
+        """`registry`: its servers are followed; `gauges`: figures for /metrics, where the number of
+        dropped messages is kept."""
         self.gauges = gauges
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
         self.departed = []                          # keys of those that left since the last tick
-        self.sent_at = collections.OrderedDict()            # the last message about each server
-        self.sent_by_source = collections.OrderedDict()     # the last messages about each source
-        self.recent_messages = collections.deque(maxlen=NEWS_PER_MINUTE)    # when they were sent
+        # When there was a message: the last about each server, the latest few about each source,
+        # and the last NEWS_PER_MINUTE in all
+        self.sent_at = collections.OrderedDict()
+        self.sent_by_source = collections.OrderedDict()
+        self.recent_message_times = collections.deque(maxlen=NEWS_PER_MINUTE)
         gauges["news_dropped_total"] = 0
         registry.subscribe(self.on_registry_event, every_master=True)
         self.read(settings)
 
     def read(self, settings):
-        """Apply new settings. A webhook whose line has not changed goes on with what it sends."""
+        """Use these settings from now on. A webhook whose line in the ini is the same as before
+        goes on with its messages. All others of the old ones are dismissed."""
         self.settings = settings
         old_hooks = self.hooks
         self.hooks = {}
@@ -12439,8 +12542,10 @@ class News:
             hook.dismiss()
 
     def tick(self, now):
-        """Once a second: forget servers that have left. (A server that left may have been listed
-        again at once, as another master knows it.)"""
+        """Note the time, and forget the servers that have left. This is called once a second.
+
+        A server may leave and be listed again at once, because another master has heard it too.
+        Such a server is not forgotten."""
         self.now = now
         for key in self.departed:
             if self.registry.get(*key) is None:
@@ -12448,17 +12553,21 @@ class News:
         self.departed.clear()
 
     def on_registry_event(self, event, server):
-        """Follow a server; send a message when it comes to have enough players."""
+        """Remember a server that has fewer players than [notify] players. Publish a message when it
+        has reached that number. `event`: "listed", "changed" or "gone"."""
         key = server.key
         if event == "gone":
+            # It may be listed again at once: the next tick() finds out
             if key in self.below_threshold:
                 self.departed.append(key)
-        elif not server.confirmed or not server.responding:
-            # The players that it has when it is heard again are not news
-            self.below_threshold.discard(key)
-        elif not self.knows_players(server):
             return
-        elif server.players < self.settings["notify.players"]:
+        if not server.confirmed or not server.responding:
+            # It may come back with many players, but these are no news then
+            self.below_threshold.discard(key)
+            return
+        if not self.knows_players(server):
+            return
+        if server.players < self.settings["notify.players"]:
             self.below_threshold.add(key)
         elif key in self.below_threshold:
             self.below_threshold.remove(key)
@@ -12467,14 +12576,15 @@ class News:
 
     @staticmethod
     def knows_players(server):
-        """Is the number of players known? A framed AIO server is listed before it has answered a
-        query."""
+        """Return whether the number of players on a server is known. It is unknown for a framed AIO
+        server that has not answered a query yet: such a server is listed before it is queried."""
         if server.game != "aio":
             return True
         return bool(server.aio_published_name or server.version or server.max_players)
 
     def is_news(self, server):
-        """Is there to be a message about this server, which had few players and now has many?"""
+        """Return whether there is to be a message about this server, whose players have just
+        reached the threshold."""
         games = self.settings["notify.games"]
         again_after = self.settings["notify.again_after"]
         if not self.hooks:
@@ -12483,61 +12593,65 @@ class News:
             return False
         if self.settings["notify.official_only"] and not server.official:
             return False
-        # While a master could not be heard here, it has sent the messages about its servers itself
+        # While its master could not be heard here, that master has sent the messages itself
         if not self.follows(server, self.now):
             return False
-        if self.now - self.sent_at.get(server.key, -math.inf) < again_after:
+        never = -math.inf
+        if self.now - self.sent_at.get(server.key, never) < again_after:
             return False
-        return not self.is_source_at_limit(server, again_after)
+        return not self.is_source_at_limit(server.source, again_after)
 
-    def is_source_at_limit(self, server, again_after):
-        """Were there enough messages about servers of this source? A stranger can list many
-        servers, and say of each what he likes."""
-        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            message_times = self.sent_by_source.get(key, ())
-            recent = [at for at in message_times if self.now - at < again_after]
-            if len(recent) >= limit:
-                return not self.registry.rules.exempts(server.source)
+    def is_source_at_limit(self, source, again_after):
+        """Return whether a source has had its NEWS_PER_SOURCE messages in the last `again_after`
+        seconds. Without this limit a stranger could list many servers with invented players, and
+        so fill the channel."""
+        for key, limit in source_limits(source, NEWS_PER_SOURCE):
+            sent_times = self.sent_by_source.get(key, ())
+            recent_times = [sent_at for sent_at in sent_times if self.now - sent_at < again_after]
+            if len(recent_times) >= limit:
+                return not self.registry.rules.exempts(source)
         return False
 
     def publish(self, server):
-        """Enter a message about this server in the account, and send it if that is for this master
-        to do. A message beyond NEWS_PER_MINUTE is dropped."""
+        """Record a message about this server, and send it if this master is the one that sends. A
+        message beyond NEWS_PER_MINUTE is dropped without a record."""
         if self.is_minute_full():
             if self.sends(self.now):
                 self.gauges["news_dropped_total"] += 1
             return
-        self.recent_messages.append(self.now)
+        self.recent_message_times.append(self.now)
         keep_latest(self.sent_at, server.key, self.now, KNOWN_SERVERS)
         for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            message_times = (*self.sent_by_source.get(key, ()), self.now)
-            keep_latest(self.sent_by_source, key, message_times[-limit:], KNOWN_SERVERS)
+            sent_times = (*self.sent_by_source.get(key, ()), self.now)
+            keep_latest(self.sent_by_source, key, sent_times[-limit:], KNOWN_SERVERS)
         if self.sends(self.now):
             self.send(server)
 
     def is_minute_full(self):
-        """Were there NEWS_PER_MINUTE messages in the last minute?"""
-        if len(self.recent_messages) < NEWS_PER_MINUTE:
+        """Return whether there were NEWS_PER_MINUTE messages in the last minute."""
+        if len(self.recent_message_times) < NEWS_PER_MINUTE:
             return False
-        oldest, *_ = self.recent_messages
-        return self.now - oldest < MINUTE
+        oldest_time, *_ = self.recent_message_times
+        return self.now - oldest_time < MINUTE
 
     def send(self, server):
-        """Give each webhook the message about a server, in its own format."""
+        """Queue the message about a server for every webhook, in the format of each. It is dropped
+        if it is not delivered within WEBHOOK_WITHIN_S."""
         until = time.monotonic() + WEBHOOK_WITHIN_S
         own_master = self.registry.master
-        entry = with_times(server_json(server), server, self.epoch, own_master)
+        json_entry = with_times(server_json(server), server, self.epoch, own_master)
         for hook in self.hooks.values():
             format_news = NEWS_FORMATS[hook.format]
-            type, body = format_news(server, self.settings, entry)
-            delivery = functools.partial(hook.deliver, until, type, body)
-            hook.submit(delivery, None)
+            media_type, body = format_news(server, self.settings, json_entry)
+            delivery = functools.partial(hook.deliver, until, media_type, body)
+            hook.submit(delivery, on_result=None)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
 
 def file_stamps(settings):
-    """Return a value that changes whenever the ini, or a text file that it names, changes."""
+    """Return a list that differs from an earlier one if the ini, or a text file that it names, has
+    changed since. It has (path, modification time, size) for each file that exists."""
     stamps = []
     for path in (settings.path, *map(settings.file, TEXT_FILES)):
         with contextlib.suppress(OSError):
@@ -12547,14 +12661,15 @@ def file_stamps(settings):
 
 
 def read_text_files(settings):
-    """Read the text files that the settings name into `settings.texts`. Raise SettingsError if one
-    cannot be read."""
+    """Read the files that the settings in TEXT_FILES name into `settings.texts`; the text is "" for
+    a setting that names none. Raise SettingsError if a file cannot be read, or if the template of
+    the list page is wrong."""
     for name in TEXT_FILES:
         path = settings.file(name)
         try:
             text = read_text_file(path) if path else ""
             if name == "http.template":
-                check_list_template(text)             # raises ValueError for a wrong template
+                check_list_template(text)
         except (OSError, ValueError) as error:
             section, key = name.split(".")
             raise SettingsError("[%s] %s = %s: %s" % (section, key, path, error)) from None
@@ -12562,50 +12677,58 @@ def read_text_files(settings):
 
 
 def read_text_file(path):
-    """Return the text of a file. Raise OSError or ValueError if it cannot be read."""
+    """Return the text of a UTF-8 file, without a byte order mark. Raise OSError if it cannot be
+    read, and ValueError if it is not a plain file or not UTF-8."""
     check_is_file(path)
     with open(path, encoding="utf-8-sig") as file:
         return file.read()
 
 
 def check_is_file(path):
-    """Raise ValueError for a path from which reading may wait for ever."""
+    """Raise ValueError if reading from this path might block for ever, as it does with a pipe."""
     if is_special(path) and path != os.devnull:
         raise ValueError("%s: not a plain file; reading from a pipe may take for ever" % path)
 
 
 def is_special(path):
-    """Does the path exist, and is it no plain file but a pipe, a terminal or a folder?"""
+    """Return whether the path exists and is not a plain file but a pipe, a terminal or a folder."""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
 def adopt_settings(settings, new_settings):
-    """Copy the values of new settings that have changed and may change while the program runs.
-    Return their names. Log a warning for those that need a restart."""
-    changed = []
+    """Copy from `new_settings` into `settings` the values that have changed, if they may change
+    while the program runs. Log a warning for each of the others that has changed: it needs a
+    restart. Return the names of the settings that were copied.
+
+    A setting that names a text file has also changed if the text in the file has."""
+    changed_names = []
     for setting in SETTINGS:
         name = setting.name
-        old_value = settings[name], settings.texts.get(name)
-        new_value = new_settings[name], new_settings.texts.get(name)
-        if old_value == new_value:
+        old_value_and_text = settings[name], settings.texts.get(name)
+        new_value_and_text = new_settings[name], new_settings.texts.get(name)
+        if old_value_and_text == new_value_and_text:
             continue
         if setting.live:
-            changed.append(name)
+            changed_names.append(name)
             settings.values[name] = new_settings[name]
         else:
             log.warning("[%s] %s has changed; that needs a restart", setting.section, setting.key)
     settings.texts = new_settings.texts
     settings.found = new_settings.found
-    return changed
+    return changed_names
+
+
+WINDOWS_DESCRIPTORS = 512               # select() of Python on Windows takes no more sockets
 
 
 def descriptor_limit(raise_to=0):
-    """Return how many files and sockets this process may have open, after raising the limit to
-    `raise_to` if that is allowed."""
+    """Return how many files and sockets this process may have open. First raise a limit below
+    `raise_to` to this number, or as near to it as the system allows."""
     if WINDOWS:
-        return 512                          # its select() serves no more
+        return WINDOWS_DESCRIPTORS
     limit = DESCRIPTORS_UNTOLD
-    with contextlib.suppress(OSError, ValueError):          # a sandbox may forbid either call
+    # A sandbox may forbid to read the limit or to raise it. The limit then stays as it was
+    with contextlib.suppress(OSError, ValueError):
         limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         new_limit = min(raise_to, hard_limit)
         if limit < new_limit:
@@ -12614,14 +12737,15 @@ def descriptor_limit(raise_to=0):
     return limit
 
 
+DOCUMENTATION_ADDRESS = "192.0.2.1"     # reserved by RFC 5737; stands for any host on the internet
 DISCARD_PORT = 9                        # any port would do, because nothing is sent
 
 
-def own_address(destination="192.0.2.1"):
-    """Return the address from which this machine sends to a destination; "" if there is no route.
+def own_address(destination=DOCUMENTATION_ADDRESS):
+    """Return the address from which this machine sends to a destination, or "" if there is no route
+    to it. By default the destination is the internet.
 
-    Nothing is sent. The default destination, an address reserved for documentation, stands for
-    the internet."""
+    Connecting a UDP socket makes the system choose the address, but does not send anything."""
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -12633,46 +12757,55 @@ def own_address(destination="192.0.2.1"):
 
 
 def resolved(host, like=""):
-    """Return an address of a host: `like` if it is among them, else the first of the same family,
-    else the first. Raise OSError if there is none."""
-    host_addresses = addresses(host)
-    if like in host_addresses:
+    """Look up a host and return one of its addresses. If there are several, choose `like`, or else
+    the first of the same family (IPv4 or IPv6) as `like`, or else the first. Raise OSError if the
+    host is not found."""
+    addresses = host_addresses(host)
+    if like in addresses:
         return like
-    first, *_ = host_addresses
     like_is_ipv6 = ":" in like
-    for address in host_addresses:
+    for address in addresses:
         is_ipv6 = ":" in address
         if is_ipv6 == like_is_ipv6:
             return address
-    return first
+    first_address, *_ = addresses
+    return first_address
 
 
-def addresses(host):
-    """Return the addresses of a host, IPv4 first. If there is a route to some of them, return
-    only those. Raise OSError if the host is not found."""
-    ipv4, ipv6 = [], []
+def host_addresses(host):
+    """Look up a host and return its addresses, IPv4 first. If this machine has a route to some of
+    them, return only those. Raise OSError if the host is not found."""
+    ipv4_addresses, ipv6_addresses = [], []
+    # With a socket type the system returns each address once, and not once for every type
     for family, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
         address, *_ = sockaddr
-        same_family = ipv4 if family == socket.AF_INET else ipv6
-        same_family.append(canonical_address(str(address)))
-    every = list(dict.fromkeys(ipv4 + ipv6))            # each once
-    reachable = [address for address in every if own_address(address)]
-    return reachable or every
+        if family == socket.AF_INET:
+            ipv4_addresses.append(canonical_address(str(address)))
+        else:
+            ipv6_addresses.append(canonical_address(str(address)))
+    # A dict drops what the hosts file or the name server has twice, and keeps the order
+    all_addresses = list(dict.fromkeys(ipv4_addresses + ipv6_addresses))
+    reachable_addresses = [address for address in all_addresses if own_address(address)]
+    return reachable_addresses or all_addresses
 
 
 def bound_socket(family, transport, address, port):
-    """Return a non-blocking socket that is bound to this address. `transport`: "udp" or "tcp";
-    a TCP socket listens; `port`: 0 for a free one. Raise OSError if the address cannot be bound."""
+    """Return a non-blocking socket that is bound to an address and a port; port 0 means any free
+    one. `transport` is "udp" or "tcp"; a TCP socket is listening already. Raise OSError if the
+    address cannot be bound."""
     is_tcp = transport == "tcp"
     sock = socket.socket(family, socket.SOCK_STREAM if is_tcp else socket.SOCK_DGRAM)
     try:
         if family == socket.AF_INET6:
+            # IPv4 gets a socket of its own
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        if WINDOWS:                     # there SO_REUSEADDR would let another program take the port
-            # Only Windows has this constant, so type checkers elsewhere do not know it
+        if WINDOWS:
+            # SO_REUSEADDR would let another program take the port there. Only Windows has the
+            # constant, so type checkers on other systems do not know it
             exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE")  # noqa: B009
             sock.setsockopt(socket.SOL_SOCKET, exclusive, 1)
         elif is_tcp:
+            # Otherwise a restart would have to wait until old connections have timed out
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
         set_options(sock, TCP_OPTIONS if is_tcp else UDP_OPTIONS)
@@ -12686,7 +12819,8 @@ def bound_socket(family, transport, address, port):
 
 
 def set_options(sock, options):
-    """Set socket options, given as (name, value), as far as this system has and grants them."""
+    """Set socket options, given as (name, value) pairs. An option that this system lacks or refuses
+    is skipped."""
     for name, value in options:
         level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
         with contextlib.suppress(AttributeError, OSError):

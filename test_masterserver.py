@@ -9057,7 +9057,7 @@ class MasterServerTest(unittest.TestCase):
                 lambda far: "", ["203.0.113.9", "2001:db8::1"]):
             with mock.patch.object(socket, "getaddrinfo", return_value=entries), \
                     mock.patch.object(ms, "own_address", reached):
-                self.assertEqual(ms.addresses("host"), wanted)
+                self.assertEqual(ms.host_addresses("host"), wanted)
 
 
 def fetch_here(server: ms.MasterServer, path: str) -> Tuple[int, Dict[str, str], bytes]:
@@ -9120,7 +9120,7 @@ class HostNamesTest(unittest.TestCase):
         self.assertEqual(order, ["slow0.example", "a.example", "b.example", "slow1.example",
                                  "slow2.example", "slow3.example"])
         self.assertEqual(self.answers, [(host, "203.0.113.9") for host in order])
-        self.assertEqual((self.jobs, self.names.counts), ([], {}))
+        self.assertEqual((self.jobs, self.names.lookups_by_source), ([], {}))
         self.ask("none.example")
         self.answer(OSError("no such host"))
         self.assertEqual(self.answers[-1], ("none.example", ""))
@@ -9153,7 +9153,8 @@ class HostNamesTest(unittest.TestCase):
             self.answers.clear()
             self.answer("203.0.113.9")
             self.assertEqual(self.answers, [("one.example", "203.0.113.9")] * waiters)
-        self.assertEqual((self.jobs, self.names.latest, self.names.counts), ([], {}, {}))
+        self.assertEqual((self.jobs, self.names.latest_lookups, self.names.lookups_by_source),
+                         ([], {}, {}))
 
     def test_sources_take_turns_and_a_network_has_few(self) -> None:
         for number in range(4):
@@ -9169,7 +9170,7 @@ class HostNamesTest(unittest.TestCase):
         self.assertEqual([self.answer("") for _ in range(5)],
                          ["n3.example", "slow0.example", "honest.example", "n5.example",
                           "slow1.example"])
-        self.assertEqual(self.names.counts, {})
+        self.assertEqual(self.names.lookups_by_source, {})
 
     def test_strangers_have_so_many_and_the_ini_always_finds_room(self) -> None:
         for number in range(ms.LOOKUPS + 1):                # one of them is under way
