@@ -12356,7 +12356,7 @@ class HostNames:
         else:
             return
         self.is_busy = True
-        job = functools.partial(resolved, lookup.host, lookup.like)
+        job = functools.partial(resolve_host, lookup.host, lookup.like)
         self.worker.submit(job, functools.partial(self.on_result, lookup))
 
     def take_stranger_lookup(self):
@@ -12756,7 +12756,7 @@ def own_address(destination=DOCUMENTATION_ADDRESS):
         return ""
 
 
-def resolved(host, like=""):
+def resolve_host(host, like=""):
     """Look up a host and return one of its addresses. If there are several, choose `like`, or else
     the first of the same family (IPv4 or IPv6) as `like`, or else the first. Raise OSError if the
     host is not found."""
@@ -14341,7 +14341,7 @@ def post_announcement(announcer, **extra_fields):
 
     Raise OSError if the master cannot be reached or does not list the server yet, and MasterRefused
     if it refuses the server."""
-    announcer.address = resolved(announcer.host)
+    announcer.address = resolve_host(announcer.host)
     body = json.dumps({**announcer.fields(), **extra_fields})
     headers = {"Host": announcer.master, "Content-Type": "application/json"}
     connection = http.client.HTTPConnection(
@@ -14538,7 +14538,7 @@ class Announcement:
         By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
         if the master cannot be reached or closes the connection, Malformed if it breaks the
         protocol, and MasterRefused if it refuses the server."""
-        announcer.address = resolved(announcer.host)
+        announcer.address = resolve_host(announcer.host)
         endpoint = announcer.address, announcer.port
         now = time.monotonic()
         if announcer.transport == "tcp":
@@ -14725,7 +14725,7 @@ def udp_socket(host, port):
     """Yield a UDP socket that sends only to this endpoint and receives only from it.
 
     Raise OSError if the host is not found."""
-    address = resolved(host)
+    address = resolve_host(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((address, port))

@@ -7548,7 +7548,7 @@ class LuantiTest(WebCase):
         with mock.patch.object(ms, "addresses", return_value=found):
             for like, nearest in (("", 0), ("192.0.2.2", 1), ("192.0.2.9", 0), ("2001:db8::2", 3),
                                   ("2001:db8::9", 2)):
-                self.assertEqual(ms.resolved("a.example", like), found[nearest])
+                self.assertEqual(ms.resolve_host("a.example", like), found[nearest])
 
     def test_another_address_is_looked_up_before_it_is_shown(self):
         self.say()
@@ -7778,7 +7778,7 @@ class LuantiUnderAttack(unittest.TestCase):
             return "127.0.0.1"
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(ms, "resolved", look_up))
+            stack.enter_context(mock.patch.object(ms, "resolve_host", look_up))
             server = stack.enter_context(master(http__ports="0", server__bind="127.0.0.1"))
             honest = stack.enter_context(FakeServer(
                 lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else []))
@@ -11184,7 +11184,7 @@ class Announcing(unittest.TestCase):
         port = free_port()
         game, _ = self.listening(socket.SOCK_DGRAM, port)
         with self.assertLogs("masterserver", "INFO") as logs, \
-                mock.patch.object(ms, "resolved", side_effect=OSError("no such name")), \
+                mock.patch.object(ms, "resolve_host", side_effect=OSError("no such name")), \
                 mock.patch.object(ms, "SURPLUS_BYTES", (0.001, 16)):
             with ms.Announcement("subspace", port - 1, "m"):
                 eventually(lambda: "left to the game server" in "".join(logs.output))
