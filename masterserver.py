@@ -12830,30 +12830,31 @@ def set_options(sock, options):
 # --- Several masters, one list -------------------------------------------------------------------
 #
 # Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
-# which speaks to Redis or Valkey through EngineLink.
+# which talks to Redis or Valkey through EngineLink.
 
-# A reply has a thousand records at most. The longest record, of a Luanti server, has 25 kB, or
-# twice as much if each byte has to be escaped.
+# A reply has at most a thousand records. The longest record, that of a Luanti server, takes 25 kB,
+# or twice as much if every byte has to be escaped.
 REPLY_BYTES = 64 << 20
-REPLY_PART_BYTES = 50       # Python needs these for each part of a reply beside its bytes
+REPLY_PART_BYTES = 50       # what Python needs for each part of a reply, besides the part's bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
 # One exchange reads at most 60,000 servers from a log. The event loop needs 15 ms for each 1,000.
 CLUSTER_BATCHES = 60
-CLUSTER_MASTERS = 16        # operators run two or three masters
-CLUSTER_RETRY_S = 1.0       # before each connection; so the whole list is sent again within 5 s
+CLUSTER_MASTERS = 16        # masters that are read; operators run two or three
+CLUSTER_RETRY_S = 1.0       # wait before each connection; the whole list is sent again within 5 s
 CLUSTER_PACE_S = 0.3        # between writing and reading; a change reaches others in two exchanges
 CLUSTER_LEASE_S = 10        # a master that is silent for this long has stopped, and its log expires
-# After a lease has ended, the next attempt comes a second later, and its answer may take another.
+# After a lease has expired, the next attempt comes a second later, and its reply may take another.
 CLUSTER_MARGIN_S = 2.0
-# A master begins a new log when the old one has more records than this for each listed server,
-# not counting CLUSTER_LOG_SERVERS more servers.
+# A master begins a new log when the old one has more than CLUSTER_LOG records for each listed
+# server. CLUSTER_LOG_SERVERS is added to the number of servers, so that a short list does not
+# begin new logs all the time.
 CLUSTER_LOG = 4
 CLUSTER_LOG_SERVERS = 1000
 CLUSTER_LOG_BYTES = 32 << 20        # changes in one log; more long records would fill Redis
-# All other masters together can have two lists of 50,000 servers, which is what clients take. A
-# server needs some 2 kB.
+# Servers of all other masters together: two lists of 50,000 servers, the most that clients take. A
+# server needs some 2 kB of memory.
 CLUSTER_SERVERS = 100_000
-# A reply takes a millisecond; an engine that forks or saves may need a second.
+# A reply takes a millisecond; an engine that forks or saves to disk may need a second.
 ENGINE_ANSWER_S = 3.0
 
 
@@ -12864,40 +12865,52 @@ class EngineLink:
         < +OK   -ERR unknown command   :1000   $5 hello   $-1   *2 $3 foo :7
 
     The protocol is RESP2: https://redis.io/docs/latest/develop/reference/protocol-spec/. Methods
-    raise OSError when the connection fails, and Malformed or ValueError when the engine answers
-    with an error or with something that is no RESP2."""
+    raise OSError when the connection fails, and Malformed or ValueError when the engine replies
+    with an error or with something that is not RESP2."""
 
     file: Any = None
 
     def __init__(self, engine: EngineAddress):
-        """Connect, log in and select the database. If that fails, nothing stays open."""
+        """Connect, log in and select the database. If a step fails, close the connection and raise
+        the errors that the class describes."""
         self.password = engine.password
-        if engine.path:
-            self.sock = socket.socket(socket.AF_UNIX)       # log_in() connects it
-        else:
-            self.sock = socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
+        self.sock = self.connected_socket(engine)
         try:
+            if engine.tls:
+                self.start_tls(engine.host)
+            self.file = self.sock.makefile("rb")
             self.log_in(engine)
         except BaseException:
             self.close()
             raise
 
+    @staticmethod
+    def connected_socket(engine):
+        """Return a socket connected to the engine, with ENGINE_ANSWER_S as its timeout. Raise
+        OSError if the engine cannot be reached."""
+        if not engine.path:
+            return socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(ENGINE_ANSWER_S)
+            sock.connect(engine.path)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def start_tls(self, host):
+        """Encrypt the connection. Raise OSError if the certificate is not valid for `host`."""
+        import ssl                  # the import takes 10 ms, and only TLS needs the module
+        context = ssl.create_default_context()
+        self.sock = context.wrap_socket(self.sock, server_hostname=host)
+
     def log_in(self, engine):
-        """Finish the connection: connect a Unix socket, begin TLS, log in and select the
-        database."""
-        self.sock.settimeout(ENGINE_ANSWER_S)
-        if engine.path:
-            self.sock.connect(engine.path)
-        if engine.tls:
-            import ssl              # the import takes 10 ms, and only TLS needs the module
-            context = ssl.create_default_context()
-            self.sock = context.wrap_socket(self.sock, server_hostname=engine.host)
-        self.file = self.sock.makefile("rb")
-        if engine.password:
-            login = [engine.password]
-            if engine.user:
-                login.insert(0, engine.user)
-            self.ask("AUTH", *login)
+        """Log in if the engine's address has a password, and select the database."""
+        if engine.user and engine.password:
+            self.ask("AUTH", engine.user, engine.password)
+        elif engine.password:
+            self.ask("AUTH", engine.password)
         self.ask("SELECT", engine.database)
 
     def close(self):
@@ -12909,46 +12922,55 @@ class EngineLink:
     def ask(self, *arguments):
         """Send a command and return the reply.
 
-        `arguments`: the command's name and its arguments, as bytes, texts or numbers. A reply is
-        bytes, a list of replies for an array, or b"" where the engine has nothing ($-1)."""
-        command = [b"*%d\r\n" % len(arguments)]
+        `arguments`: the command's name and its arguments, as bytes, strings or numbers. A reply is
+        bytes, a list of replies for an array, or b"" if the engine has no value ($-1)."""
+        parts = [b"*%d\r\n" % len(arguments)]
         for argument in arguments:
-            if not isinstance(argument, bytes):
-                argument = str(argument).encode()
-            command.append(b"$%d\r\n%s\r\n" % (len(argument), argument))
-        self.sock.sendall(b"".join(command))
+            if isinstance(argument, bytes):
+                value = argument
+            else:
+                value = str(argument).encode()
+            parts.append(b"$%d\r\n%s\r\n" % (len(value), value))
+        self.sock.sendall(b"".join(parts))
         self.bytes_left = REPLY_BYTES
         return self.read_reply()
 
     def read_reply(self):
-        """Read one reply and return it, as described in ask(). Raise Malformed for an error
-        reply, and for a reply that is longer than `bytes_left`."""
+        """Read one reply and return it, as described in ask().
+
+        Raise Malformed for an error reply, at the end of the connection, for a reply that is not
+        RESP2, and if the reply is longer than `bytes_left`. Raise ValueError if a length is not a
+        number."""
         line = self.file.readline(REPLY_BYTES)
-        kind, value = line[:1], line[1:].rstrip()
-        if kind == b"-":
+        kind = line[:1]
+        value = line[1:].rstrip()
+        if kind == b"-":                        # an error
             raise Malformed(self.without_password(decode_utf8(value)))
         self.use_bytes(len(line) + REPLY_PART_BYTES)
-        if kind in (b"+", b":"):
+        if kind in (b"+", b":"):                # a status or a number
             return value
-        if kind not in (b"$", b"*"):
+        if kind not in (b"$", b"*"):            # neither a string nor an array
             raise Malformed("it has closed the connection, or is not Redis")
         length = int(value)
         if length < 0:
             return b""
+        # An array gets longer than this, but so an absurd length is rejected at once
         self.use_bytes(length)
         if kind == b"*":
             return [self.read_reply() for _ in range(length)]
-        text = self.file.read(length + len(b"\r\n"))
-        return text[:length]
+        value_and_end = self.file.read(length + len(b"\r\n"))
+        return value_and_end[:length]
 
     def use_bytes(self, count):
-        """Count these bytes of the current reply; raise Malformed if it becomes too long."""
+        """Subtract `count` from `bytes_left`, the bytes that the reply may still take. Raise
+        Malformed if it takes more."""
         self.bytes_left -= count
         if self.bytes_left < 0:
             raise Malformed("a reply that is too long")
 
     def without_password(self, error):
-        """Return the engine's error text without our password, which the error may repeat."""
+        """Return the engine's error text with our password, which the engine may repeat, replaced
+        by dots."""
         if not self.password:
             return error
         return error.replace(self.password, "...")
@@ -12962,7 +12984,7 @@ class LogEntry(NamedTuple):
     """The content of one record of a master's log, about one server."""
 
     key: Key
-    server: Optional[Server]            # None if the server has left or the record is unreadable
+    server: Optional[Server]        # None if the server has left, or the record cannot be decoded
 
 
 class LogUpdate(NamedTuple):
@@ -12970,10 +12992,11 @@ class LogUpdate(NamedTuple):
 
     master: str
     has_webhooks: bool
-    is_new_log: bool                    # True: `entries` are all servers that this master has
+    is_new_log: bool                    # if True, `entries` has all servers of this master
     entries: List[LogEntry]
 
 
+# Stands for a record that cannot be decoded. No server has this key.
 UNREADABLE = LogEntry(("", "", 0), None)
 
 
@@ -12996,47 +13019,51 @@ class MasterLogs:
         > GET masterserver:b                            77aa…-4
         > LRANGE masterserver:77aa…-4 200 699           the records of b that are new to us
 
-    The name of a log begins with a number that the writing process draws at its start. So a
-    process recognizes its own lease, and two masters that have one name, because both come from
-    one image, cannot both hold it. Each connection begins a new log, and a log that has grown long
-    is followed by a new one. Records that an old connection delivers late end up in a log that
-    nobody reads any more. A lease names a log only once the log is complete.
+    The name of a log begins with a random number that the process draws when it starts. By this
+    number a process recognizes its own lease. So two masters that have one name, because both come
+    from one image, cannot both hold the lease. A master begins a new log on each connection, and
+    when its log has grown long. If an old connection delivers records late, they end up in a log
+    that nobody reads any more. A lease names a log only once the log is complete.
 
     connect() and exchange() can block, so only the cluster's thread calls them. close() is called
     after that thread has ended. Between two exchanges the event loop reads the attributes, and may
-    call disconnect(). Methods raise NameTaken, or what EngineLink raises."""
+    call disconnect(). connect() and exchange() raise NameTaken, or what EngineLink raises."""
+
+    WEBHOOK_MARK = b"news"              # follows the log's name in the lease of a master with them
 
     link: Any = None                    # the EngineLink, None without a connection
-    # When this connection has renewed the lease last; None until it has done so once
+    # When this connection last renewed the lease; None until it has done so once
     renewed_at: Any = None
     log_name = b""
     logs_begun = 0                      # logs that this process has begun; part of their names
     log_records = 0                     # records in the current log
-    appended_bytes = 0                  # bytes of records that followed the log's first, whole list
+    appended_bytes = 0                  # bytes of the records after the whole list that begins a log
 
     def __init__(self, engine: EngineAddress, prefix: str, name: str, tally: Tally):
-        """`prefix`: the text that all keys begin with; `name`: this master's name."""
+        """`prefix`: the text that all keys begin with; `name`: this master's name; `tally`: counts
+        the records that cannot be decoded."""
         self.engine = engine
         self.prefix = prefix.encode()
         self.name = name
         self.tally = tally
         self.process_id = b"%016x" % RANDOM.getrandbits(64)
         self.lease_key = self.full_key(name.encode())
-        self.records_read = {}          # records that were read of each log, by the log's name
+        # How many records of each other master's log have been read, by the log's name
+        self.records_read = {}
 
     def full_key(self, name):
-        """Return the engine's key for a log or a master's lease."""
+        """Return the engine's key for the log, or for the lease of the master, with this name."""
         return self.prefix + b":" + name
 
     def connect(self):
-        """Connect to the engine, and raise NameTaken if another process holds our name.
-
-        The pause before it bounds how often an engine that is down is tried."""
+        """Connect to the engine. Raise NameTaken if another process holds our name, OSError,
+        Malformed or ValueError if the connection or the login fails."""
+        # Wait first, so that an engine that is down is not tried all the time
         time.sleep(CLUSTER_RETRY_S)
         self.link = EngineLink(self.engine)
         self.renewed_at = None
-        self.records_read = {}
-        self.own_lease()
+        self.records_read = {}              # all logs are read again from their beginnings
+        self.read_own_lease()               # only to raise NameTaken
 
     def disconnect(self):
         """Close the connection, if there is one."""
@@ -13045,21 +13072,26 @@ class MasterLogs:
         self.link = None
 
     def close(self):
-        """Give the lease up, so that the next process of this name can take it at once."""
-        with contextlib.suppress(NameTaken, Malformed, OSError, ValueError):
-            if self.link and self.own_lease():
-                self.link.ask("DEL", self.lease_key)
+        """Give up the lease, so that the next process of this name can take it at once, and
+        disconnect. If the engine cannot be reached, the lease expires by itself."""
+        if self.link:
+            with contextlib.suppress(NameTaken, Malformed, OSError, ValueError):
+                lease = self.read_own_lease()
+                if lease:
+                    self.link.ask("DEL", self.lease_key)
         self.disconnect()
 
     def exchange(self, records, begins_log, has_webhooks):
-        """Write what is new here; CLUSTER_PACE_S later read what is new elsewhere. Return a list
-        with a LogUpdate for each other master.
+        """Write our changes, wait for CLUSTER_PACE_S, and read the changes of the other masters.
+        Return a list with a LogUpdate for each other master.
 
-        `records`: pairs of a server's stored row and whether the server is confirmed;
+        `records`: pairs of a ServerRecord and whether the server is confirmed;
         `begins_log`: True if the records are all our servers and begin a new log;
-        `has_webhooks`: whether this master has webhooks."""
-        lease = self.own_lease()
-        if self.renewed_at is not None and not lease:
+        `has_webhooks`: whether this master has webhooks. Raise NameTaken if another process holds
+        our name, Malformed if our lease has ended, and what EngineLink raises."""
+        lease = self.read_own_lease()
+        held_lease = self.renewed_at is not None
+        if held_lease and not lease:
             raise Malformed(self.why_lease_ended())
         if begins_log:
             self.logs_begun += 1
@@ -13067,13 +13099,13 @@ class MasterLogs:
             self.log_records = 0
         self.append_records(records)
         if begins_log:
-            self.appended_bytes = 0
+            self.appended_bytes = 0         # the whole list does not count as changes
         self.renew_lease(lease, has_webhooks)
         time.sleep(CLUSTER_PACE_S)
         return self.read_other_logs()
 
-    def own_lease(self):
-        """Return the lease of this process, or b"" if nobody holds it. Raise NameTaken if another
+    def read_own_lease(self):
+        """Return the value of our lease, or b"" if nobody holds it. Raise NameTaken if another
         process holds it."""
         lease = self.link.ask("GET", self.lease_key)
         if lease and not lease.startswith(self.process_id):
@@ -13082,97 +13114,117 @@ class MasterLogs:
         return lease
 
     def why_lease_ended(self):
-        """Return the reason why our lease is not there any more, in words."""
+        """Return a text that says why our lease does not exist any more."""
         held_up_s = time.monotonic() - self.renewed_at
         if held_up_s >= CLUSTER_LEASE_S:
             return "this master was held up for %d s, and its lease has ended" % held_up_s
         return "this master's records have disappeared from Redis (restart, flush or eviction)"
 
     def append_records(self, records):
-        """Append records, as in exchange(), to our log."""
+        """Append records, as in exchange(), to our log, and have the log expire CLUSTER_LEASE_S
+        from now.
+
+        In the log a record is a JSON list: the columns of a ListedRow, and whether the server is
+        confirmed."""
         log_key = self.full_key(self.log_name)
         for start in range(0, len(records), CLUSTER_BATCH):
             batch = []
-            for row, is_confirmed in records[start:start + CLUSTER_BATCH]:
-                columns = encoded_row(row)
+            for record, is_confirmed in records[start:start + CLUSTER_BATCH]:
+                columns = encoded_row(record)
                 batch.append(to_json((*columns, is_confirmed)))
             self.link.ask("RPUSH", log_key, *batch)
             # If the link breaks now, the incomplete log must expire like any other
             self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
             self.appended_bytes += sum(map(len, batch))
         self.log_records += len(records)
+        # The log must go on to exist even if there are no new records
         self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
 
     def renew_lease(self, lease, has_webhooks):
-        """Renew our lease, or take it if `lease` is b"". The log must be complete."""
+        """Write our lease, which then lasts for CLUSTER_LEASE_S.
+
+        `lease`: its present value, b"" if it has to be taken. Others read the log that the lease
+        names, so the log must be complete. Raise NameTaken if another process has just taken the
+        lease, and Malformed if the engine does not store it for another reason."""
         value = self.log_name
         if has_webhooks:
-            value += b" news"
+            value += b" " + self.WEBHOOK_MARK
         options = ["EX", CLUSTER_LEASE_S]
         if not lease:
-            options.append("NX")                    # only if nobody else has taken it meanwhile
+            options.append("NX")            # only if nobody else has taken it in the meantime
         if self.link.ask("SET", self.lease_key, value, *options) != b"OK":
-            self.own_lease()
+            self.read_own_lease()           # raises NameTaken if another process was faster
             raise Malformed("the lease could not be taken")
         self.renewed_at = time.monotonic()
-        self.link.ask("SADD", self.prefix, self.name)
+        self.link.ask("SADD", self.prefix, self.name)       # tells others to look for our lease
 
     def read_other_logs(self):
-        """Return a LogUpdate for each other master that holds a lease."""
-        updates, records_read = [], {}
+        """Return a LogUpdate for each other master that holds a lease. Remove the masters without
+        a lease from the engine's set of names."""
+        updates = []
+        records_read = {}           # made anew, so that logs that are not in use any more drop out
         for member in self.link.ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
             master = member.decode("ascii", "replace")
             lease = self.link.ask("GET", self.full_key(member))
-            log_name, _, webhook_mark = lease.partition(b" ")
+            log_name, _, mark = lease.partition(b" ")
             if not log_name:
                 self.link.ask("SREM", self.prefix, member)
-            elif master != self.name and re.fullmatch(PLAIN_NAME, master):
-                is_new_log = log_name not in self.records_read
-                already_read = self.records_read.get(log_name, 0)
-                records = self.read_new_records(log_name, already_read)
-                entries = [self.decode_record(master, record) for record in records]
-                records_read[log_name] = already_read + len(records)
-                has_webhooks = webhook_mark == b"news"
-                updates.append(LogUpdate(master, has_webhooks, is_new_log, entries))
+                continue
+            if master == self.name or not re.fullmatch(PLAIN_NAME, master):
+                continue
+            is_new_log = log_name not in self.records_read
+            already_read = self.records_read.get(log_name, 0)
+            records = self.read_new_records(log_name, already_read)
+            records_read[log_name] = already_read + len(records)
+            entries = [self.decode_record(master, record) for record in records]
+            has_webhooks = mark == self.WEBHOOK_MARK
+            updates.append(LogUpdate(master, has_webhooks, is_new_log, entries))
         self.records_read = records_read
         return updates
 
     def read_new_records(self, log_name, already_read):
-        """Return the records that follow the first `already_read` ones in this log."""
+        """Return the records of a log that follow the first `already_read` ones. Read at most
+        CLUSTER_BATCHES batches; the next exchange gets the others."""
+        log_key = self.full_key(log_name)
         records = []
         for _ in range(CLUSTER_BATCHES):
-            start = already_read + len(records)
-            batch = self.link.ask("LRANGE", self.full_key(log_name),
-                                  start, start + CLUSTER_BATCH - 1)
+            first = already_read + len(records)
+            last = first + CLUSTER_BATCH - 1
+            batch = self.link.ask("LRANGE", log_key, first, last)
             records += batch
             if len(batch) < CLUSTER_BATCH:
                 break
         return records
 
     def decode_record(self, master, record):
-        """Return the LogEntry for a record of another master's log; UNREADABLE, which no server
-        has, if the record is not understood."""
+        """Return the LogEntry for a record of another master's log. If the record is malformed or
+        our rules refuse it, log that and return UNREADABLE.
+
+        `master`: the other master's name; `record`: JSON, as append_records() describes it."""
+        column_count = len(ListedRow._fields)
         try:
             values = list(json.loads(record))
-            columns = len(ListedRow._fields)
-            row = self.checked_row(ListedRow(*values[:columns]))
+            row = self.checked_row(ListedRow(*values[:column_count]))
             server = restored_server(row, time.monotonic(), time.time(), luanti_fields)
         except (ValueError, TypeError, RecursionError, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
-        if server:
-            server.master = master
-            # A master of an older version does not send this value: its servers are confirmed
-            is_confirmed, = values[columns:columns + 1] or [True]
-            server.confirmed = is_confirmed is not False
-            if server.lifetime == math.inf:
-                server.lifetime = RESTORED_S
+        if server is None:
+            return LogEntry(row.key, None)
+        server.master = master
+        # A master of an older version does not send this value: its servers are confirmed
+        has_confirmed = len(values) > column_count
+        server.confirmed = not has_confirmed or values[column_count] is not False
+        if server.lifetime == math.inf:
+            # Its master polls it or is connected to it. Once that master is silent, nobody does so
+            server.lifetime = RESTORED_S
         return LogEntry(row.key, server)
 
     @staticmethod
     def checked_row(row):
-        """Return the row with its address in the usual form. Raise ValueError if a value has the
-        wrong type or is out of bounds."""
+        """Return a ListedRow of another master with its address in the usual form. Raise ValueError
+        if a value has the wrong type, if the game's id or the address is malformed, or if a time is
+        not finite."""
         if not row.has_types() or not re.fullmatch(PLAIN_NAME, row.game):
             raise ValueError("values of another type")
         if not math.isfinite(row.expires + row.first_seen + row.last_seen):
@@ -13180,27 +13232,31 @@ class MasterLogs:
         return row._replace(address=read_address(row.address))
 
 
+HOST_NAME_CHARACTERS = 50           # a master's name has at most 64, 9 of them for "-" and a number
+
+
 def default_master_name(database):
-    """Return a name for this master: the host's name, and a number that stays with the database.
-    `database` is None if there is none; then the number changes with each start."""
+    """Return a name for this master: the host's name and a number that is kept in the database.
+
+    `database`: None if there is none. Then, or if the database fails, the number changes with each
+    start."""
     number = RANDOM.getrandbits(32)
     if database:
         with contextlib.suppress(*DISK_ERRORS):
-            number = database.installation_id(number)
-    host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())[:50]
-    return "%s-%08x" % (host, number)
+            number = database.installation_id(number)       # stores ours if it has none yet
+    host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())
+    return "%s-%08x" % (host[:HOST_NAME_CHARACTERS], number)
 
 
 class Cluster:
     """Shares this master's list with other masters, through MasterLogs.
 
     A thread makes the exchanges, one at a time, because they can block. Everything else is done in
-    the event loop. Without a link each master serves what it knows. `pending` has what this master
-    has still to send: one entry for each server that has changed."""
+    the event loop. Without a link each master serves the servers that it knows."""
 
-    # The attributes that a server of ours gets from another master that has heard it later. The
-    # other attributes say how this master knows the server, who may change it, and whether the ini
-    # names it; that is for each master to know.
+    # The attributes of our own server that an entry of another master replaces, if that master has
+    # heard the server later. The other stored attributes say how this master knows the server, who
+    # may change it, and whether the ini names it; each master decides these for itself.
     TAKEN_OVER = STORED_FIELDS.keys() - {"source", "zone_owner", "pinned"}
 
     linked_at = 0.0                             # when the link began to work; 0 without a link
@@ -13208,7 +13264,8 @@ class Cluster:
     name_taken_since: Optional[float] = None
 
     def __init__(self, master_server):
-        """Join the masters that the settings name; the thread connects at once."""
+        """Have the thread connect to the engine that the settings name. Register this object with
+        the MasterServer, its registry and its news."""
         settings = master_server.settings
         self.master_server = master_server
         self.registry = master_server.registry
@@ -13217,28 +13274,34 @@ class Cluster:
         self.tally = master_server.tallies.setdefault("cluster", Tally())
         self.logs = MasterLogs(settings["cluster.redis"], settings["cluster.prefix"], self.name,
                                self.tally)
-        self.pending = {}                       # our servers by key; None if the server has left
+        # Our servers that the next exchange has to send, by key; None for a server that has left
+        self.pending = {}
         self.exchanged_at = time.monotonic()    # when the last exchange ended, or the start
         self.masters_with_lease = {}            # has_webhooks of each other master, by name
         # The servers of each other master, by master and then by key
         self.remote_servers = collections.defaultdict(dict)
-        self.heard_at = {}                      # when each other master was heard last
-        self.without_room = {}                  # keys of remote servers for which there was no room
+        self.heard_at = {}                      # when each other master was last heard
+        self.without_room = {}                  # keys of remote servers that the list cannot hold
         self.thread = WorkerThread("cluster", master_server.post)
         self.registry.subscribe(self.on_registry_event)
-        master_server.news.sends, master_server.news.follows = self.sends_news, self.follows
+        master_server.news.sends = self.sends_news
+        master_server.news.follows = self.follows
         master_server.protocols.append(self)
         self.start_exchange(time.monotonic())
 
     def close(self):
-        """End the thread, and give the lease up if the thread has ended in time."""
+        """End the thread, and give up the lease.
+
+        If the thread does not end within ENGINE_ANSWER_S, it still uses the link, so the lease is
+        left to expire."""
         if self.thread.stop(ENGINE_ANSWER_S):
             self.logs.close()
 
     # Exchanges
 
     def start_exchange(self, now):
-        """Have the thread make an exchange, or connect if there is no connection."""
+        """Have the thread exchange changes with the engine, or connect first if there is no
+        connection. on_exchange_end() gets the result."""
         if self.logs.link is None:
             self.pending = {}                   # the first exchange will send the whole list
             self.thread.submit(self.logs.connect, self.on_exchange_end)
@@ -13248,6 +13311,7 @@ class Cluster:
             self.pending = {server.key: server for server in self.registry.servers()
                             if not server.master}
         records = self.pending_records(epoch=time.time() - now)
+        # If the exchange fails, nothing is lost: the next link begins with the whole list
         self.pending = {}
         has_webhooks = bool(self.master_server.news.hooks)
         exchange = functools.partial(self.logs.exchange, records, begins_log, has_webhooks)
@@ -13266,16 +13330,22 @@ class Cluster:
         monotonic clock, in seconds."""
         records = []
         for (game, address, port), server in self.pending.items():
-            if server:
-                records.append((server_record(server, epoch), server.confirmed))
+            if server is None:
+                # A record without values says that the server has left
+                record = ServerRecord(game, address, port, expires=0.0, first_seen=0.0,
+                                      last_seen=0.0, values=[])
+                is_confirmed = True
             else:
-                departed = ServerRecord(game, address, port, 0.0, 0.0, 0.0, [])
-                records.append((departed, True))
+                record = server_record(server, epoch)
+                is_confirmed = server.confirmed
+            records.append((record, is_confirmed))
         return records
 
     def on_exchange_end(self, result, now):
-        """Use the result of connect() (None), of exchange() (a list of LogUpdates) or the
-        exception that one of them raised; then start the next exchange."""
+        """Handle the end of connect() or exchange() in the thread, and start the next exchange.
+
+        `result`: None from connect(), a list of LogUpdates from exchange(), or the exception that
+        one of them raised."""
         if isinstance(result, Exception):
             self.logs.disconnect()
             self.linked_at = 0.0
@@ -13289,22 +13359,24 @@ class Cluster:
         self.start_exchange(now)
 
     def report_broken_link(self, error, now):
-        """Say in the log and at /healthz why there is no link.
+        """Report in the log and at /healthz why there is no link.
 
-        If the name is taken, wait before saying so: the lease may be that of a killed process of
-        this master, and then it ends soon."""
+        NameTaken is reported only if it lasts longer than a lease, because the lease may belong to
+        an earlier process of this master that was killed."""
         health = self.master_server.health
         if not isinstance(error, NameTaken):
             self.name_taken_since = None
             report(health, "cluster", ascii(error_text(error)))
-        elif self.name_taken_since is None:
+            return
+        if self.name_taken_since is None:
             self.name_taken_since = now
-            health.pop("cluster", None)
+            health.pop("cluster", None)         # the engine replies again
         elif now - self.name_taken_since >= CLUSTER_LEASE_S + CLUSTER_MARGIN_S:
             report(health, "cluster", str(error))
 
     def report_working_link(self, now):
-        """Say, after the first exchange on a connection, that the link works."""
+        """Note that an exchange has succeeded. If it is the first one on this connection, log that
+        and clear the trouble at /healthz."""
         self.name_taken_since = None
         if not self.linked_at:
             self.linked_at = now
@@ -13315,18 +13387,21 @@ class Cluster:
     # Other masters' servers
 
     def remember_update(self, update, now):
-        """Remember the servers of a LogUpdate, and bring the list up to date with them."""
+        """Store the servers of a LogUpdate in `remote_servers`, up to CLUSTER_SERVERS servers of
+        all masters, and publish the changes in our list."""
         self.heard_at[update.master] = now
         servers = self.remote_servers[update.master]
-        changed_keys = dict.fromkeys(entry.key for entry in update.entries)
+        changed_keys = dict.fromkeys(entry.key for entry in update.entries)     # a set in order
         if update.is_new_log:
-            changed_keys.update(servers)
+            # The log has all servers of its master: those that are missing in it have left
+            changed_keys.update(dict.fromkeys(servers))
             servers.clear()
         room = CLUSTER_SERVERS - sum(map(len, self.remote_servers.values()))
         for key, server in update.entries:
-            if servers.pop(key, None):
+            old_server = servers.pop(key, None)
+            if old_server is not None:
                 room += 1
-            if server and room > 0:
+            if server is not None and room > 0:
                 servers[key] = server
                 room -= 1
         for key in changed_keys:
@@ -13335,34 +13410,35 @@ class Cluster:
     def publish_entry(self, key):
         """Bring one server of our list up to date with what other masters know about it.
 
-        If several other masters know the server, the one that has heard it last counts. If none
-        knows it any more, it leaves our list, unless we have heard it ourselves."""
+        If several other masters know the server, the one that has heard it last counts. If no other
+        master knows it any more, it leaves our list, unless we have heard it ourselves."""
         registry = self.registry
         server = registry.get(*key)
         remote = self.latest_remote_server(key)
         self.without_room.pop(key, None)
         if remote is None:
-            if server and server.master:
+            if server is not None and server.master:
                 registry.remove_any(server)
         elif server is None:
             if registry.total < registry.rules.max_servers:
                 registry.insert(copy.copy(remote))
             else:
-                self.without_room[key] = None
+                self.without_room[key] = None       # list_those_without_room() tries again
         elif server.master:
             self.copy_attributes(remote, server, (*STORED_FIELDS, "confirmed", "master"))
         elif not self.own_entry_wins(server, remote):
             self.copy_attributes(remote, server, self.TAKEN_OVER)
 
     def latest_remote_server(self, key):
-        """Return the server as the other master that heard it last knows it. Return None if no
-        other master knows it, or if our rules forbid to list it."""
+        """Return the server with this key as the other master that heard it last knows it. Return
+        None if no other master knows it, or if our rules forbid listing it."""
         candidates = [servers[key] for servers in self.remote_servers.values() if key in servers]
         latest = max(candidates, key=lambda server: server.last_seen, default=None)
         if latest is None:
             return None
         try:
-            # "pinned", because publish_entry() itself checks the limit on the number of servers
+            # `pinned` skips the limits: those for a source hold at the master that hears the
+            # server, and publish_entry() itself checks the number of servers
             self.registry.check_admission(key, latest.source, latest.name, pinned=True)
         except Refused:
             return None
@@ -13370,22 +13446,24 @@ class Cluster:
 
     @staticmethod
     def own_entry_wins(server, remote):
-        """Does our own entry of a server win against that of another master? It does if we have
-        heard the server later, or if the server has no lifetime, because then our connection to
-        it or our polls decide when it leaves."""
+        """Does our own entry of a server win against `remote`, the entry of another master?
+
+        It wins if we have heard the server later. It also wins if the server has no lifetime: then
+        our connection to the server, or our polls, decide when it leaves."""
         if server.lifetime == math.inf:
             return True
         return server.last_seen >= remote.last_seen
 
     def copy_attributes(self, remote, server, names):
-        """Give a listed server the named attributes of another master's entry."""
+        """Copy the attributes with these names from another master's entry to a listed server."""
         fields = {}
         for name in names:
             fields[name] = getattr(remote, name)
         self.registry.update(server, fields)
 
     def on_registry_event(self, event, server):
-        """Have the next exchange send what has changed in our own list."""
+        """Have the next exchange send a server of our own that was listed, has changed or has left
+        (`event` is "listed", "changed" or "gone")."""
         if event == "gone":
             self.pending[server.key] = None
             self.publish_entry(server.key)      # another master may still know the server
@@ -13395,18 +13473,17 @@ class Cluster:
     # News
 
     def current_masters(self, now):
-        """Return has_webhooks of the other masters, by name; {} if the last exchange was too long
-        ago.
+        """Return the other masters that held a lease at the last exchange: a dict of has_webhooks
+        by name. Return {} if that exchange ended CLUSTER_LEASE_S ago or earlier.
 
-        They are those of the last exchange, for as long as their leases and our own last. So a
-        master that loses the link begins to send news itself at the moment when the others cease
-        to count on it."""
+        A master that loses the link thus begins to send news itself when its own lease expires,
+        which is when the other masters stop relying on it."""
         if now >= self.exchanged_at + CLUSTER_LEASE_S:
             return {}
         return self.masters_with_lease
 
     def sends_news(self, now):
-        """Is it for this master to send news? If several masters have webhooks, the one whose name
+        """Must this master send the news? If several masters have webhooks, only the one whose name
         sorts first sends them."""
         for name, has_webhooks in self.current_masters(now).items():
             if has_webhooks and name <= self.name:
@@ -13419,10 +13496,11 @@ class Cluster:
             return True
         return server.master in self.current_masters(now)
 
-    # Called like a protocol
+    # The event loop calls these two like those of a protocol
 
     def read(self, settings):
-        """Apply the rules of new settings to all servers of other masters."""
+        """Check all servers of other masters against the rules again, after the settings have
+        changed. The registry has the new rules already."""
         for servers in self.remote_servers.values():
             for key in servers:
                 self.publish_entry(key)
@@ -13439,12 +13517,13 @@ class Cluster:
             connected=self.linked_at > 0,
             servers=dict(server_counts),
             lag_seconds=round(now - self.exchanged_at, 1),
+            # A new link has to send the whole list
             pending=len(self.pending) if self.linked_at else own_servers,
             reconnects_total=max(0, self.tally.connections - 1))
 
     def keep_remote_servers(self, now):
-        """Keep other masters' servers from expiring while there is a link. Return how many
-        servers each master has in the list."""
+        """Keep other masters' servers from expiring while there is a link. Return how many listed
+        servers each master has heard, as a Counter by the master's name."""
         counts = collections.Counter({self.name: 0})
         for servers in self.registry.games.values():
             for server in servers.values():
@@ -13454,8 +13533,8 @@ class Cluster:
         return counts
 
     def list_those_without_room(self):
-        """List servers that the list had no room for, if there is room now. A batch takes 20 ms,
-        and there is one batch a second at most."""
+        """List the servers of `without_room`, as far as the list has room for them now. One call
+        lists at most CLUSTER_BATCH servers, which takes 20 ms."""
         room = self.registry.rules.max_servers - self.registry.total
         count = min(room, CLUSTER_BATCH)
         if count > 0:
@@ -13464,23 +13543,28 @@ class Cluster:
                 self.publish_entry(key)
 
     def expire_masters(self, now):
-        """Forget servers of masters that have been silent for the servers' lifetimes."""
+        """Forget each server of a master that has been silent for longer than the server's
+        lifetime, and the master itself if it has no servers left."""
         for master, servers in list(self.remote_servers.items()):
-            counts_from = self.silence_counts_from(master)
+            silent_since = self.silence_counts_from(master)
             for key, server in list(servers.items()):
-                if counts_from + server.lifetime <= now:
+                if silent_since + server.lifetime <= now:
                     del servers[key]
                     self.publish_entry(key)
             if not servers:
-                del self.remote_servers[master], self.heard_at[master]
+                del self.remote_servers[master]
+                del self.heard_at[master]
 
     def silence_counts_from(self, master):
-        """Return the time from which this master's silence counts. Without a link no master can
-        be heard, so the servers of all stay for another hour."""
-        last_proof = max(self.heard_at[master], self.linked_at, self.registry.silence_counts_from)
+        """Return the time from which this master's silence counts against it.
+
+        Without a link no master can be heard, so the servers of all masters stay for another
+        hour. With a link the engine may take ENGINE_ANSWER_S to pass a change on."""
+        heard_or_unreachable_until = max(
+            self.heard_at[master], self.linked_at, self.registry.silence_counts_from)
         if self.linked_at:
-            return last_proof + ENGINE_ANSWER_S
-        return last_proof + HOUR
+            return heard_or_unreachable_until + ENGINE_ANSWER_S
+        return heard_or_unreachable_until + HOUR
 
 
 # --- The running program -------------------------------------------------------------------------
