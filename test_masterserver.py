@@ -7545,7 +7545,7 @@ class LuantiTest(WebCase):
 
     def test_the_nearest_of_a_name_s_addresses(self):
         found = ["192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8::2"]
-        with mock.patch.object(ms, "addresses", return_value=found):
+        with mock.patch.object(ms, "host_addresses", return_value=found):
             for like, nearest in (("", 0), ("192.0.2.2", 1), ("192.0.2.9", 0), ("2001:db8::2", 3),
                                   ("2001:db8::9", 2)):
                 self.assertEqual(ms.resolve_host("a.example", like), found[nearest])
@@ -9037,7 +9037,7 @@ class MasterServerTest(unittest.TestCase):
 
     def test_host_names_are_looked_up_in_a_thread_of_their_own(self) -> None:
         found: List[Tuple[str, bool]] = []
-        with mock.patch.object(ms, "addresses", lambda host: {"a": ["203.0.113.9"]}[host]), \
+        with mock.patch.object(ms, "host_addresses", lambda host: {"a": ["203.0.113.9"]}[host]), \
                 master() as server, self.assertLogs("masterserver") as logged:
             server.post(lambda now: 1 // 0)                 # a fault ends nothing else
             for host in "a", "b":
@@ -11080,7 +11080,7 @@ class Announcing(unittest.TestCase):
                 told.wait(4 * SOON_S)
             return ["127.0.0.1"]
         self.addCleanup(told.set)
-        with mock.patch.object(ms, "addresses", addresses), mock.patch.object(ms, "log"), \
+        with mock.patch.object(ms, "host_addresses", addresses), mock.patch.object(ms, "log"), \
                 mock.patch.object(ms, "GOODBYE_S", 0.3), \
                 ms.Announcement("iceball", 21737, [
                     "silent.example", "no.example", refusing_place, place],
@@ -11133,7 +11133,7 @@ class Announcing(unittest.TestCase):
         sock, place = self.listening(socket.SOCK_DGRAM)
         with mock.patch.object(ms, "RESOLVE_S", 0.1), mock.patch.object(ms, "log"), \
                 mock.patch.object(ms, "SUBSPACE_PERIOD_S", 0.1), \
-                mock.patch.object(ms, "addresses", return_value=["127.0.0.1"]) as addresses, \
+                mock.patch.object(ms, "host_addresses", return_value=["127.0.0.1"]) as addresses, \
                 ms.Announcement("subspace", 25000, "127.0.0.1:%d" % (sock.getsockname()[1] - 1)):
             eventually(lambda: addresses.call_count >= 3)
             self.assertEqual(len(sock.recv(1000)), 95)
@@ -11144,7 +11144,7 @@ class Announcing(unittest.TestCase):
         place = place.replace("127.0.0.1", "master.example")
         bodies = []
         with mock.patch.object(ms, "RETRY_S", 0.01), self.assertLogs("masterserver") as logs, \
-                mock.patch.object(ms, "addresses", return_value=["127.0.0.1", "::1"]):
+                mock.patch.object(ms, "host_addresses", return_value=["127.0.0.1", "::1"]):
             announcement = ms.Announcement("mygame", 4000, place, name="Ü")
             announcement.start()
             for answer in (b"SSH-2.0-\x1b[31mred\r\n", b"",
