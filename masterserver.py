@@ -185,64 +185,73 @@ CHECK_FINDINGS = 100                # the latest findings, on one page of /check
 # ================================================================================================
 # 3  Settings
 #
-# A table of settings. The type of each is the function that reads it. The ini, --set,
-# --print-config, the README's table and the errors all come from this table. A setting that is live
-# takes effect on reload, any other at the next start.
+# A table of settings. A function reads the text of each setting and returns its value. The ini,
+# --set, --print-config, the README's table and the error messages all use this table. A live
+# setting takes effect on reload, any other at the next start.
 # ================================================================================================
 
 
 class SettingsError(Exception):
-    """A setting that cannot be used. The text names file, key and the nearest right name."""
+    """A setting is wrong. The message names the file and the key, and says what is expected."""
 
 
-# The host in a URL, which stands behind "://" and is not secret.
+MAX_PORT = 65535
+
+# The host in a URL, which is not secret. It begins after "://".
 URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
 
 
 def without_secrets(text):
-    """Return a setting's name or value as messages may show it: of a URL only the host.
+    """Return a setting's name or value without the secrets of a URL in it, for messages.
 
-    The URLs of webhooks and of Redis are secrets, wherever they stand in the ini. A password may
-    have blanks in it, so nothing after the URL is shown either. It may also have @ and / in it, so
-    if there is an @, nobody can tell where the host is."""
-    before, separator, url = text.partition("://")
+    The URLs of webhooks and of Redis are secret, so only the text before the URL, its scheme and
+    its host are kept. "…" stands for the rest, even for words after the URL, because a password may
+    contain blanks. If there is an "@", the host is left out too: a password may also contain "@"
+    and "/", so nobody can tell where the host begins."""
+    before_host, separator, host_and_rest = text.partition("://")
     if not separator:
         return text
     host = ""
-    match = URL_HOST.match(url)
-    if match and "@" not in url:
+    match = URL_HOST.match(host_and_rest)
+    if match and "@" not in host_and_rest:
         host = match.group()
-    if host == url:
+    if host == host_and_rest:
         return text
     if host:
         host += "/"
-    return before + separator + host + "…"
+    return before_host + separator + host + "…"
 
 
-# Readers get the text of a setting and return its value. They raise ValueError for a wrong one. The
-# error never repeats the text; Settings.set_text() shows as much of it as may be shown
+# A reader takes the text of a setting and returns the value. It raises ValueError if the text is
+# wrong. Its message never repeats the text, because Settings.set_text() adds what may be shown.
 
 read_text = str.strip
 
 
 def read_line(text):
-    """Return the text, which must be a single line. A further line would be a setting that is
-    indented by mistake, and would be lost silently."""
+    """Return the text without blanks at its ends.
+
+    Raise ValueError if it has more than one line. Any further line is probably a setting that was
+    indented by mistake, which would be lost silently."""
     if "\n" in text.strip():
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
 
 def read_without_url(text):
-    """Return a line that everybody sees, or that names a file. A URL in it may be a webhook that
-    has lost its section."""
+    """Return a single line that everybody may see, or the path of a file.
+
+    Raise ValueError if it contains a URL, because this may be the secret URL of a webhook that
+    stands in the wrong section."""
     if "://" in text:
         raise ValueError("a URL cannot stand here")
     return read_line(text)
 
 
 def choice_reader(choices):
-    """Return a reader for one of these words. `choices`: the values by the words in lower case."""
+    """Return a reader that accepts a fixed set of words in upper or lower case.
+
+    `choices`: maps each word, in lower case, to the value that the reader returns for it."""
     def read(text):
         word = text.strip().lower()
         if word not in choices:
@@ -256,73 +265,81 @@ read_flag = choice_reader(configparser.ConfigParser.BOOLEAN_STATES)
 read_log_level = choice_reader({level: level for level in ("debug", "info", "warning", "error")})
 
 
-def read_number(low, high, kind=int):
-    """Return a reader for a number from `low` to `high`; `kind` is int or float."""
+def number_reader(low, high, kind=int):
+    """Return a reader for a number from `low` to `high`. `kind` is its type, int or float."""
     def read(text):
         try:
-            value = kind(text.strip())
+            number = kind(text.strip())
         except ValueError:
             raise ValueError("expected a number") from None
-        if not low <= value <= high:
+        if not low <= number <= high:
             raise ValueError("expected a number from %.12g to %.12g" % (low, high))
-        return value
+        return number
 
     return read
 
 
 def read_port(text):
-    """Return a port; None for an empty text, which switches the listener off; 0 for a port that
-    the system chooses. 65535 is not allowed, because SubSpace also listens on the next port."""
+    """Return the number of a port to listen on, or None for an empty text: then there is no
+    listener.
+
+    Port 0 lets the system choose a free one. 65535 is not allowed, because SubSpace also listens on
+    the port after its own."""
     if not text.strip():
         return None
-    return read_number(0, 65534)(text)
+    return number_reader(0, MAX_PORT - 1)(text)
 
 
-def list_reader(read, separator=","):
-    """Return a reader for a list of values, each read by `read`. Empty ones are left out."""
-    def read_all(text):
-        parts = [part.strip() for part in text.split(separator)]
-        return tuple([read(part) for part in parts if part])
+def list_reader(read_item, separator=","):
+    """Return a reader for a list. It splits the text at `separator`, skips empty items, and returns
+    a tuple of what `read_item` returns for each of the others."""
+    def read(text):
+        items = [item.strip() for item in text.split(separator)]
+        return tuple([read_item(item) for item in items if item])
 
-    return read_all
+    return read
 
 
 def parse_address(text):
-    """Return an ipaddress object; IPv4 for an IPv4-mapped IPv6 address."""
+    """Return the ipaddress object for an IP address. An IPv4-mapped IPv6 address becomes IPv4.
+    Raise ValueError for any other text."""
     try:
         parsed = ipaddress.ip_address(text)
     except ValueError:
         raise ValueError("expected an IPv4 or IPv6 address") from None
+    # Only an IPv6 address has this attribute, and it is None unless the address is IPv4-mapped
     return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
 def read_address(text):
-    """Return an IP address as lists have it. It may stand in brackets."""
+    """Return an IP address in its usual form, without the brackets that may stand around it."""
     return str(parse_address(text.strip().strip("[]")))
 
 
 def read_addresses(text):
-    """Return a tuple of IP addresses."""
+    """Return a tuple of IP addresses, which the text separates by commas."""
     return tuple([read_address(part) for part in text.split(",")])
 
 
 @functools.lru_cache(1024)          # the same address is asked for several times in a row
 def is_unicast(address):
-    """Is this an IP address that a game server can have? An address with a scope is not, because it
-    means nothing elsewhere."""
+    """Return whether this text is an IP address that a game server can have. An address with a
+    scope, such as fe80::1%eth0, is not, because the scope means nothing on other hosts."""
+    if "%" in address:
+        return False
     try:
         parsed = parse_address(address)
     except ValueError:
         return False
-    if parsed.version == 4:
-        first_byte, *_ = parsed.packed
-        if not 1 <= first_byte < 224:       # RFC 1122 and 1112
-            return False
-    return not (parsed.is_multicast or parsed.is_unspecified or "%" in address)
+    if parsed.version == 6:
+        return not (parsed.is_multicast or parsed.is_unspecified)
+    # 0.* means "this network" (RFC 1122); 224.* and above are multicast (RFC 1112) or reserved
+    first_byte, *_ = parsed.packed
+    return 1 <= first_byte < 224
 
 
 def read_unicast(text):
-    """Return an address that a game server can have."""
+    """Return an IP address that a game server can have. Raise ValueError for any other text."""
     address = read_address(text)
     if not is_unicast(address):
         raise ValueError("this cannot be the address of a server")
@@ -335,48 +352,54 @@ def read_public(text):
 
 
 def read_network(text):
-    """Return an ipaddress network."""
+    """Return the ipaddress network for a text such as 198.51.100.0/24. A single address is a
+    network of one. Raise ValueError for any other text."""
     try:
+        # strict=False also allows 198.51.100.7/24, an address within the network
         return ipaddress.ip_network(text.strip(), strict=False)
     except ValueError:
         raise ValueError("expected an IPv4 or IPv6 network, such as 198.51.100.0/24") from None
 
 
-# A host in brackets, as IPv6 addresses need it, or a host without; then the port
+# HOST:PORT. The host is in brackets if it is an IPv6 address.
 ENDPOINT = re.compile(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*")
 
 
 def read_endpoint(text: str) -> Tuple[str, int]:
-    """Return host and port of `HOST:PORT` or `[ADDRESS]:PORT`."""
+    """Return (host, port) for `HOST:PORT` or `[ADDRESS]:PORT`. The host may be a name. Raise
+    ValueError for any other text and for a port outside 1 to 65535."""
     match = ENDPOINT.fullmatch(text)
     if not match:
         raise ValueError("expected ADDRESS:PORT")
     bracketed_host, host, port_text = match.groups()
     port = int(port_text)
-    if not 0 < port <= 65535:
+    if not 0 < port <= MAX_PORT:
         raise ValueError("expected ADDRESS:PORT")
     return bracketed_host or host, port
 
 
 def read_numeric_endpoint(text):
-    """Return an IP address and a port."""
-    host, port = read_endpoint(text)
-    return read_address(host), port
+    """Return (address, port) for `ADDRESS:PORT`, with an IP address and no host name."""
+    address, port = read_endpoint(text)
+    return read_address(address), port
 
 
 def read_known_hyperbol(text):
-    """Return (host, port, flavor) of `HOST:PORT FLAVOR`. Without a flavor it is 0."""
-    endpoint, *flavors = text.split(None, 1)
-    host, port = read_endpoint(endpoint)
-    flavor, = flavors or ["0"]
-    return host, port, read_number(0, 255)(flavor)
+    """Return (host, port, flavor) for `HOST:PORT FLAVOR`. The flavor is a number from 0 to 255, and
+    0 if the text has none. Raise ValueError for any other text."""
+    endpoint_text, *flavor_words = text.split()
+    host, port = read_endpoint(endpoint_text)
+    flavor_text = " ".join(flavor_words) or "0"
+    return host, port, number_reader(0, 255)(flavor_text)
 
 
 def read_pattern(text):
-    """Return a compiled regular expression."""
+    """Return the text as a compiled regular expression that ignores case. Raise ValueError if it is
+    not a regular expression or too large for one."""
     try:
         return re.compile(text, re.IGNORECASE)
-    except re.error as error:           # its own words repeat parts of the pattern
+    except re.error as error:
+        # The error's own message is not shown, because it repeats parts of the text
         character = (error.pos or 0) + 1
         raise ValueError("expected a regular expression; there is a mistake at character %d"
                          % character) from None
@@ -385,24 +408,26 @@ def read_pattern(text):
 
 
 def pattern_reader(pattern, expected):
-    """Return a reader for texts that match a pattern. `expected` describes them for errors."""
+    """Return a reader for a text that matches the regular expression `pattern` as a whole.
+    `expected`: how an error message describes such a text."""
     def read(text):
-        if not re.fullmatch(pattern, text.strip()):
+        stripped_text = text.strip()
+        if not re.fullmatch(pattern, stripped_text):
             raise ValueError("expected " + expected)
-        return text.strip()
+        return stripped_text
 
     return read
 
 
 read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-# The URL must not contain a user or a password, because everybody can see it.
+# The page's URL may not contain a user or a password, because everybody can see it.
 read_page_url = pattern_reader(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
                                "https://HOST, with no / at its end and no @")
-# A name that can stand in keys, metrics and JSON as it is.
+# Such a name needs no escaping in keys, metrics and JSON.
 PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
 read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
                                  "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-# The URL must not contain a user or a password: urllib would take them for the host.
+# A webhook's URL may not contain a user or a password: urllib would take them for the host.
 read_webhook = pattern_reader(
     r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
     "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
@@ -410,13 +435,14 @@ read_webhook = pattern_reader(
 ENGINE_SCHEMES = "redis", "rediss", "unix"
 ENGINE_FORM = ("redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
                " in a password write %40 for @ and %2F for /")
-# A host, in brackets if it is an IPv6 address, and perhaps a port
+# HOST or HOST:PORT. The host is in brackets if it is an IPv6 address.
 ENGINE_HOST_AND_PORT = re.compile(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?")
 ENGINE_DEFAULT_PORT = "6379"            # Redis's own
 
 
 class EngineAddress(NamedTuple):
-    """The address of Redis or Valkey: the path of a Unix socket, or a host and a port."""
+    """The address of Redis or Valkey: the path of a Unix socket or, if that is "", a host and a
+    port."""
 
     path: str = ""
     tls: bool = False
@@ -428,20 +454,21 @@ class EngineAddress(NamedTuple):
 
 
 def read_engine(text):
-    """Return an EngineAddress, or None for an empty text. The error does not repeat the text,
-    because there is a password in it."""
+    """Return the EngineAddress for the URL of Redis or Valkey, or None for an empty text. Raise
+    ValueError if ENGINE_FORM does not describe the text."""
     url = text.strip()
     if not url:
         return None
     try:
         return engine_address(url)
     except ValueError:
+        # The message does not repeat the URL, because there is a password in it
         raise ValueError("expected " + ENGINE_FORM) from None
 
 
 def engine_address(url):
-    """Return the EngineAddress of a URL as ENGINE_FORM describes it. Raise ValueError if it has
-    another form."""
+    """Return the EngineAddress for a URL that has the form of ENGINE_FORM. Raise ValueError for any
+    other text; read_engine() replaces the message."""
     if "\n" in url:
         raise ValueError("more than one line")
     scheme, _, after_scheme = url.partition("://")
@@ -452,9 +479,9 @@ def engine_address(url):
     if scheme not in ("redis", "rediss"):
         raise ValueError("another scheme")
     authority, _, database = after_scheme.partition("/")
-    login, has_login, host_and_port = authority.rpartition("@")
-    user, has_password, password = login.partition(":")
-    if has_login and not has_password:
+    login, at_sign, host_and_port = authority.rpartition("@")
+    user, colon, password = login.partition(":")
+    if at_sign and not colon:
         raise ValueError("a user without a password")
     match = ENGINE_HOST_AND_PORT.fullmatch(host_and_port)
     if not match:
@@ -465,80 +492,98 @@ def engine_address(url):
         user=urllib.parse.unquote(user),
         password=urllib.parse.unquote(password),
         host=urllib.parse.unquote(host.strip("[]")),
-        port=read_number(1, 65535)(port),
-        database=read_number(0, 65535)(database or "0"))
+        port=number_reader(1, MAX_PORT)(port),
+        database=number_reader(0, 65535)(database or "0"))
 
 
 def read_own_game_id(text):
-    """Return the id of a game of the operator's own."""
+    """Return the id that the operator gives to a game in [games].
+
+    Raise ValueError if it is not an id, or if it is the name of a section, because a game that the
+    program knows may have that id."""
     if text in SECTIONS:
         raise ValueError("the id %s is taken" % text)
     return read_game_id(text)
 
 
 class GameFilter(NamedTuple):
-    """The games that [quake3] games allows in the list. Game ids are in lower case."""
+    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
+    are in lower case."""
 
-    named: Tuple[str, ...] = ()         # the games that are named without "!"
-    excluded: Tuple[str, ...] = ()      # the games that are named with "!"
-    lists_named_only: bool = False      # True if the text begins with a game without "!"
+    named: Tuple[str, ...] = ()         # games without "!" in the setting
+    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
+    lists_named_only: bool = False      # True if the setting begins with a game without "!"
 
     def accepts(self, game: str) -> bool:
-        """Is this game listed?"""
+        """Return whether a game with this id is listed."""
         if game in self.excluded:
             return False
         return not self.lists_named_only or game in self.named
 
 
 def read_game_filter(text):
-    """Return the GameFilter for a text such as `xonotic, openarena` (only these) or `!nexuiz` (all
-    but this one). An empty text accepts all games."""
-    named, excluded = [], []
-    lists_named_only = False
-    for name in list_reader(str.lower)(text):
+    """Return the GameFilter for a comma-separated list of games.
+
+    `xonotic, openarena` accepts only these two. A list that begins with "!", such as `!nexuiz`,
+    accepts all games but those after a "!". An empty text accepts all games."""
+    names = list_reader(str.lower)(text)
+    if not names:
+        return GameFilter()
+    named = []
+    excluded = []
+    for name in names:
         if name.startswith("!"):
             excluded.append(name[len("!"):])
-            continue
-        if not excluded and not named:
-            lists_named_only = True
-        named.append(name)
-    return GameFilter(tuple(named), tuple(excluded), lists_named_only)
+        else:
+            named.append(name)
+    first_name, *_ = names
+    begins_with_game = not first_name.startswith("!")
+    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
 
 
 def read_rate(text):
-    """Return (a second, at once) for `100/400`. Without a second number both are the first."""
-    rate, _, burst = text.partition("/")
-    return read_number(0.01, 1e6, float)(rate), read_number(1, 1e6, float)(burst or rate)
+    """Return (a second, at once) for a rate: `100/400` allows 100 a second on average, and up to
+    400 at once. `100` means `100/100`."""
+    per_second, _, at_once = text.partition("/")
+    read_per_second = number_reader(0.01, 1e6, float)
+    read_at_once = number_reader(1, 1e6, float)
+    return read_per_second(per_second), read_at_once(at_once or per_second)
 
 
-# w.x[.y][letter][-z]
+# w.x[.y][letter][-z]. The characters { to ~, which follow "z" in ASCII, count as letters too.
 ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?")
 BEFORE_LETTER_A = "`"                   # the character before "a" in ASCII stands for no letter
 
 
 def read_iceball_version(text):
-    """Return the number of a version: 8421413 for "0.2.1-37". Its bits, from high to low, are
-    w.5 x.5 y.7 letter.5 z.10 of a version w.x[.y][letter][-z]; the letter a is 1."""
+    """Return the number that Iceball sends for a version, such as 8421413 for "0.2.1-37".
+
+    A version is written w.x[.y][letter][-z]. From high to low, the number has 5 bits of w, 5 of x,
+    7 of y, 5 of the letter (1 for "a", 0 for none) and 10 of z. Raise ValueError if the text has
+    another form, or if a part does not fit into its bits."""
     match = ICEBALL_VERSION_TEXT.fullmatch(text)
     if not match:
         raise ValueError("expected a version such as 0.2.1-37")
     w_text, x_text, y_text, letter, z_text = match.groups()
-    w, x, y, z = int(w_text), int(x_text), int(y_text or 0), int(z_text or 0)
+    w = int(w_text)
+    x = int(x_text)
+    y = int(y_text or 0)
+    z = int(z_text or 0)
     letter_number = ord(letter or BEFORE_LETTER_A) - ord(BEFORE_LETTER_A)
-    if max(w, x) > 31 or y > 127 or z > 1023:
+    if max(w, x) >= 1 << 5 or y >= 1 << 7 or z >= 1 << 10:
         raise ValueError("a part of the version is too large")
     return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
 
 
 class Setting(NamedTuple):
-    """One setting, or a section whose keys are data of the operator."""
+    """One setting, or a section of data, whose keys the operator chooses."""
 
-    name: str                       # section.key, or the section whose keys are data
-    default: str                    # an example for a section of data
-    read: Callable[[str], Any]
-    help: str                       # a one-line comment for the ini
+    name: str                       # section.key, or only the section if it is one of data
+    default: str                    # for a section of data, an example: key = value
+    read: Callable[[str], Any]      # the reader of its values
+    help: str                       # one line, which the ini shows as a comment
     live: bool = True               # whether it takes effect on reload
-    read_key: Callable[[str], Any] = read_text
+    read_key: Callable[[str], Any] = read_text      # the reader of the keys of a section of data
 
     @property
     def section(self) -> str:
@@ -583,7 +628,7 @@ SETTINGS = (
             "The game's current version; players with an older one are told of the update."),
     Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
             "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
-    Setting("iceball.timeout", "120", read_number(1, 86400, float),
+    Setting("iceball.timeout", "120", number_reader(1, 86400, float),
             "Seconds of silence after which a server is removed (the document says 120).",
             live=False),
     Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
@@ -604,12 +649,12 @@ SETTINGS = (
             "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
     Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
-    Setting("quake3.timeout", "900", read_number(1, 86400, float),
+    Setting("quake3.timeout", "900", number_reader(1, 86400, float),
             "Seconds without an answer after which a server is removed, or after missed polls."),
     Setting("luanti.enabled", "yes", read_flag,
             "List the Luanti servers that announce themselves on the ports of [http].",
             live=False),
-    Setting("luanti.timeout", "330", read_number(1, 86400),
+    Setting("luanti.timeout", "330", number_reader(1, 86400),
             "Seconds after its last announcement until a server is removed; one comes every 300."),
     Setting("games", "mygame = My Game", read_without_url,
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
@@ -621,13 +666,13 @@ SETTINGS = (
     Setting("cluster.prefix", "masterserver", read_plain_name,
             "What all keys in Redis begin with; masters with another one are not seen.",
             live=False),
-    Setting("poll.interval", "30", read_number(5, 3600, float),
+    Setting("poll.interval", "30", number_reader(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
-    Setting("poll.rate", "500", read_number(1, 100000),
+    Setting("poll.rate", "500", number_reader(1, 100000),
             "Queries per second at most, to all servers together; to listed ones first."),
-    Setting("notify.players", "2", read_number(1, PLAYERS_MAX),
+    Setting("notify.players", "2", number_reader(1, PLAYERS_MAX),
             "A server is news when it has this many players, after it had fewer."),
-    Setting("notify.again_after", "10800", read_number(0, 86400),
+    Setting("notify.again_after", "10800", number_reader(0, 86400),
             "Seconds for which the same server is not news again."),
     Setting("notify.official_only", "no", read_flag, "Send news of official servers only."),
     Setting("notify.games", "", list_reader(read_game_id),
@@ -639,7 +684,7 @@ SETTINGS = (
             read_key=read_game_id),
     Setting("official", "203.0.113.7:20737 = yes", read_flag,
             "Servers marked as official.", read_key=read_numeric_endpoint),
-    Setting("priority", "203.0.113.7:20737 = 10", read_number(-1000, 1000),
+    Setting("priority", "203.0.113.7:20737 = 10", number_reader(-1000, 1000),
             "Servers to put first (or, below 0, last) in every list.",
             read_key=read_numeric_endpoint),
     Setting("address_map", "192.168.1.5 = 203.0.113.7", read_unicast,
@@ -659,23 +704,23 @@ SETTINGS = (
             "Pings, list and page requests of a source, UDP and TCP apart: per second / at once."),
     Setting("limits.connections", "20/100", read_rate,
             "New connections from one source: per second / at once."),
-    Setting("limits.connections_open", "64", read_number(1, 100000),
+    Setting("limits.connections_open", "64", number_reader(1, 100000),
             "Open connections of one source."),
-    Setting("limits.connections_total", "2000", read_number(8, 100000),
+    Setting("limits.connections_total", "2000", number_reader(8, 100000),
             "Open connections in all; above that the one idle for longest is closed.",
             live=False),
-    Setting("limits.servers_per_source", "32", read_number(1, 1000000),
+    Setting("limits.servers_per_source", "32", number_reader(1, 1000000),
             "Servers of one source that are listed, or queried; of one IPv6 /48, 16 times as "
             "many."),
-    Setting("limits.servers", "50000", read_number(1, 10000000), "Listed servers in all."),
+    Setting("limits.servers", "50000", number_reader(1, 10000000), "Listed servers in all."),
 )
 SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
 SECTIONS = {setting.section for setting in SETTINGS}
 
-# Settings of earlier versions. If one is still in an ini, it has no effect and gives a warning.
+# Settings of earlier versions. An ini that still has one of them causes a warning.
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
-# No value of these sections is shown, because each is a secret even if it is no URL.
+# Messages show no value of these sections. Each may be a secret, even if it is not a URL.
 SECRET_SECTIONS = "webhooks", "cluster"
 
 # These settings name a text file, which is read with the settings and again when it changes.
@@ -683,19 +728,21 @@ TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 
 
 class Settings:
-    """The values of all settings by name: `settings["iceball.port"]`. A section of data is a dict:
-    `settings["bans"]`.
+    """The values of all settings by name, such as `settings["iceball.port"]`.
 
-    path        of the ini, whether it exists or not
+    The value of a section of data is a dict, such as `settings["bans"]`.
+
+    path        the path of the ini, whether it exists or not
     found       whether the ini exists and is not empty
-    folder      where relative paths begin; None if a program has made these settings, which keeps
-                nothing on disk unless asked to
-    given       the names of the settings that are not left at their default
-    warnings    texts for the log
-    texts       the contents of TEXT_FILES by the setting's name"""
+    folder      the ini's folder, where relative paths begin; None if another program has made these
+                settings: then nothing is kept on disk by default
+    given       the names of the settings that the ini, --set or the other program has set
+    warnings    messages for the log
+    texts       the contents of the files in TEXT_FILES, by the setting's name"""
 
     def __init__(self, values=None):
-        """`values`: texts by name as for --set. Raise SettingsError for anything wrong."""
+        """Set every setting to its default, and then those in `values`, a dict of texts by name, as
+        for --set. Raise SettingsError if a name or a text is wrong."""
         self.path = ""
         self.found = False
         self.folder: Optional[str] = None
@@ -704,128 +751,168 @@ class Settings:
         self.texts = {}
         self.values: Dict[str, Any] = {}
         for setting in SETTINGS:
-            self.values[setting.name] = setting.read(setting.default) if setting.key else {}
+            if setting.key:
+                self.values[setting.name] = setting.read(setting.default)
+            else:
+                # The default of a section of data is only an example
+                self.values[setting.name] = {}
         for name, text in (values or {}).items():
-            self.set_text(name, str(text), "setting")
+            self.set_text(name, str(text), origin="setting")
 
     def __getitem__(self, name):
         return self.values[name]
 
     @classmethod
     def load(cls, path, overrides=(), missing_ok=False):
-        """Read the ini at `path`, and then the overrides (`section.key=value`)."""
-        self = cls()
-        self.path = path
-        self.folder = os.path.dirname(os.path.abspath(path))
+        """Return the Settings of the ini at `path`, changed by `overrides`.
+
+        `overrides`: texts such as `http.title=My servers`; `missing_ok`: whether a missing file
+        counts as an empty one. Raise SettingsError if the file cannot be read, or if a name or a
+        value is wrong."""
+        settings = cls()
+        settings.path = path
+        settings.folder = os.path.dirname(os.path.abspath(path))
         parser = read_ini(path, missing_ok)
-        self.found = bool(parser.sections())
+        settings.found = bool(parser.sections())
         for section in parser.sections():
             for key, text in parser.items(section):
-                self.set_text("%s.%s" % (section, key), text, path)
+                settings.set_text("%s.%s" % (section, key), text, origin=path)
         for override in overrides:
-            name, equals, text = override.partition("=")
-            if not equals:
-                # No more is shown, because without "=" nobody can tell where a secret begins
-                raise SettingsError("--set %.16s: expected section.key=value"
-                                    % without_secrets(override))
-            self.set_text(name.strip(), text.strip(), "--set")
-        database = self.file("server.database")
+            settings.apply_override(override)
+        database = settings.file("server.database")
         if database and os.path.realpath(database) == os.path.realpath(path):
             raise SettingsError("[server] database: that is the ini; it would be overwritten")
-        return self
+        return settings
 
-    def set_text(self, name, text, where):
-        """Set a setting to the value of a text. `name`: section.key; `where`: the file, or --set,
-        for errors."""
+    def apply_override(self, override):
+        """Set the setting that a text `section.key=value` from --set names. Raise SettingsError if
+        the text is wrong."""
+        name, equals, text = override.partition("=")
+        if not equals:
+            # No more is shown, because without "=" nobody can tell where a secret begins
+            raise SettingsError("--set %.16s: expected section.key=value"
+                                % without_secrets(override))
+        self.set_text(name.strip(), text.strip(), origin="--set")
+
+    def set_text(self, name, text, origin):
+        """Set the setting `name`, which is section.key, to the value of `text`.
+
+        `origin`: where the text comes from, for messages: the path of the ini, or --set. Raise
+        SettingsError if the name or the text is wrong. For a setting of an earlier version, only
+        add a warning to `warnings`."""
         section, _, key = name.partition(".")
         if "://" in section:            # then the dot is part of a URL
-            raise SettingsError("%s: %s: expected section.key" % (where, without_secrets(name)))
-        shown_name = "%s: [%s] %s" % (where, section, without_secrets(key))
+            raise SettingsError("%s: %s: expected section.key" % (origin, without_secrets(name)))
+        # How messages name the setting, such as "masterserver.ini: [http] title"
+        label = "%s: [%s] %s" % (origin, section, without_secrets(key))
         if name in REMOVED_SETTINGS:
-            self.warnings.append(shown_name + " is no setting any more; it has no effect")
+            self.warnings.append(label + " is no longer a setting and has no effect")
             return
         setting = SETTINGS_BY_NAME.get(name) or SETTINGS_BY_NAME.get(section)
         if setting is None:
-            raise SettingsError("%s: [%s] %s" % (where, section, unknown_setting(section, key)))
-        _, *lines_below = text.split("\n")
-        for line in lines_below:
-            check_line_below(line, shown_name)
+            problem = unknown_name_problem(section, key)
+            raise SettingsError("%s: [%s] %s" % (origin, section, problem))
+        _, *continuation_lines = text.split("\n")
+        for line in continuation_lines:
+            check_continuation_line(line, label)
         self.given.add(setting.name)
         try:
-            self.read_value(setting, key, text)
+            self.store_value(setting, key, text)
         except ValueError as error:
-            # A URL in the key means that the line was split at a "=" inside that URL. Then the
-            # value is the rest of the URL, and may be secret
-            is_secret = section in SECRET_SECTIONS or "://" in key
-            shown_value = "…" if is_secret else without_secrets(" ".join(text.split()))
-            raise SettingsError("%s = %s: %s" % (shown_name, shown_value, error)) from None
+            printable = printable_value(section, key, text)
+            raise SettingsError("%s = %s: %s" % (label, printable, error)) from None
 
-    def read_value(self, setting, key, text):
-        """Set the value of a setting, or of a key in a section of data. Raise ValueError if the
-        text is no such value."""
-        (key + text).encode()           # raises it for bytes of the command line that are not text
-        if "\0" in text:                # no file can be named so
-            raise ValueError("a NUL is no text")
+    def store_value(self, setting, key, text):
+        """Read `text` and store it as the value of `setting` or, if that is a section of data, as
+        the value of `key` in it. Raise ValueError if the text or the key is wrong."""
+        # Bytes of the command line that are not UTF-8 have become lone surrogates. encode() raises
+        # UnicodeEncodeError for them, which is a ValueError
+        (key + text).encode()
+        if "\0" in text:                # the system allows no NUL in the name of a file
+            raise ValueError("a NUL character is not allowed")
         if setting.key:
             self.values[setting.name] = setting.read(text)
         else:
             self.values[setting.name][setting.read_key(key)] = setting.read(text)
 
     def file(self, name):
-        """Return the path of the file that a setting names; "" if it names none. A relative path
-        begins in the ini's folder."""
+        """Return the path of the file that the setting `name` names, or "" if there is no such
+        file. A relative path begins in the ini's folder."""
         path = self.values[name]
         if not path:
             return ""
-        if self.folder is None and name not in self.given:
+        # A program that has made these settings gets no file that it has not asked for
+        is_embedded = self.folder is None
+        if is_embedded and name not in self.given:
             return ""
         return os.path.join(self.folder or "", path)
 
 
-def unknown_setting(section, key):
-    """Return an error message for an unknown setting, with the nearest right name."""
+def printable_value(section, key, text):
+    """Return a setting's text in one line for an error message, with "…" in place of all that may
+    be secret."""
+    if section in SECRET_SECTIONS:
+        return "…"
+    # A URL in the key means that the line was split at a "=" inside that URL. Then the text is the
+    # rest of the URL, and may be secret
+    if "://" in key:
+        return "…"
+    one_line = " ".join(text.split())
+    return without_secrets(one_line)
+
+
+def unknown_name_problem(section, key):
+    """Return the end of an error message about a setting that does not exist: whether the section
+    or the key is wrong, and the name that was probably meant."""
     keys = [setting.key for setting in SETTINGS if setting.section == section]
     if not keys:
-        return "is no section" + nearest_name(section, SECTIONS)
-    return "has no key " + without_secrets(key) + nearest_name(key, keys)
+        return "is not a section" + name_hint(section, SECTIONS)
+    return "has no key " + without_secrets(key) + name_hint(key, keys)
 
 
-def nearest_name(name, right_names):
-    """Return the end of an error's text: the name that was probably meant, or all right names."""
-    close = difflib.get_close_matches(name, right_names, 1, 0.5)
-    if close:
-        return "; did you mean %s?" % "".join(close)
-    return "; there are %s" % ", ".join(sorted(right_names))
+def name_hint(name, right_names):
+    """Return the end of an error message about a wrong name: the most similar right name, or all
+    right names if none is similar."""
+    similar_names = difflib.get_close_matches(name, right_names, n=1, cutoff=0.5)
+    for similar_name in similar_names:
+        return "; did you mean %s?" % similar_name
+    return "; expected one of %s" % ", ".join(sorted(right_names))
 
 
-def check_line_below(line, shown_name):
-    """Raise SettingsError for an indented line that continues the value of a setting although it
-    looks like a setting of its own whose value is a URL. It might be shown on the page, and nothing
-    would be sent there."""
-    name, _, value = line.partition("=")
-    name = name.strip()
+def check_continuation_line(line, label):
+    """Raise SettingsError if an indented line, which continues the value above it, looks like a
+    setting whose value is a URL.
+
+    The URL may be secret. As a part of another value it might be shown on the page, and nothing
+    would be sent to it. `label`: how the message names the setting above."""
+    key_text, _, value = line.partition("=")
+    key = key_text.strip()
     before_url, separator, _ = value.partition("://")
-    # Before "://" stands the scheme, and in [webhooks] a FORMAT before that
+    if not separator or not re.fullmatch(PLAIN_NAME, key):
+        return
+    # Before "://" stands the scheme and, in [webhooks], a FORMAT before the scheme
     words = before_url.split()
-    if not separator or len(words) not in (1, 2) or not re.fullmatch(PLAIN_NAME, name):
+    if len(words) not in (1, 2):
         return
     *_, scheme = words
     if scheme in ENGINE_SCHEMES:
         section = "cluster"
-    elif "http." + name in SETTINGS_BY_NAME:
+    elif "http." + key in SETTINGS_BY_NAME:
         section = "http"
     else:
         section = "webhooks"
     raise SettingsError(
-        "%s: the line %s = … stands below this value and continues it, as it is indented; it "
-        "probably belongs into [%s], without blanks before it" % (shown_name, name, section))
+        "%s: the line %s = … below this value is indented, so it continues the value; it probably "
+        "belongs in [%s], without blanks before it" % (label, key, section))
 
 
 def read_ini(path, missing_ok):
-    """Return a ConfigParser with the contents of an ini. Raise SettingsError if the file cannot be
-    read or understood."""
-    # It is not strict: people append lines, so a section may come twice, and of a key that is given
-    # twice the last one counts
+    """Return a ConfigParser with the contents of the ini at `path`.
+
+    Raise SettingsError if the file cannot be read or is not an ini. If `missing_ok` is true, a
+    missing file counts as an empty one."""
+    # People append lines to the file. strict=False allows a section or a key to come twice; the
+    # last value of a key counts
     parser = configparser.ConfigParser(
         interpolation=None, default_section="", delimiters=("=",), comment_prefixes=("#", ";"),
         strict=False)
@@ -837,29 +924,33 @@ def read_ini(path, missing_ok):
         raise SettingsError(
             "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
             "continues the one above" % (path, ini_error_text(error))) from None
-    # The parser leaves out a file that it cannot open, and does not say why
-    if not paths_read and (not missing_ok or os.path.lexists(path)):
-        raise SettingsError("%s: cannot be read; is the name right, and may this user read it?"
-                            % path)
+    # The parser skips a file that it cannot open, without an error
+    if not paths_read:
+        if not missing_ok or os.path.lexists(path):
+            raise SettingsError(
+                "%s: cannot be read; is the name right, and may this user read it?" % path)
     return parser
 
 
 def ini_error_text(error):
-    """Return a message that says where an ini cannot be read. The message never includes the line
-    itself, because the line may hold a secret."""
+    """Return where an ini is wrong, as text. `error`: what ConfigParser.read() has raised.
+
+    The text never repeats a line of the ini, because the line may contain a secret."""
     if isinstance(error, UnicodeDecodeError):
-        return "byte %d is no text" % (error.start + 1)
+        return "byte %d is not UTF-8" % (error.start + 1)
     if isinstance(error, configparser.MissingSectionHeaderError):
-        return "line %d: no section headers stand above it" % error.lineno
+        return "line %d: there is no section header above it" % error.lineno
+    # A ParsingError has (line number, line) for each wrong line in `errors`
     line_numbers = [number for number, _ in getattr(error, "errors", ())]
     if not line_numbers:
-        # In Python 3.13 the error for a line that continues no value has only one line
+        # Since Python 3.13 a line that continues no value raises an error with only `lineno`
         line_numbers = [getattr(error, "lineno", 0)]
     return "line " + ", ".join(map(str, line_numbers))
 
 
 def config_text():
-    """Return masterserver.ini: every setting at its default with its help, commented out."""
+    """Return the text of masterserver.ini: every setting with its help above it. All settings are
+    commented out, and have their default or an example as their value."""
     lines = [
         "# masterserver.ini: settings of masterserver.py, each at its default or as an example;",
         "# remove the # to change one. A wrong name or value is an error at start that says where.",
@@ -869,10 +960,12 @@ def config_text():
         if setting.section != section:
             section = setting.section
             lines += ["", "[%s]" % section]
+        # For a section of data, the default is a whole line
         example = setting.default
         if setting.key:
             example = "%s = %s" % (setting.key, setting.default)
-        lines += ["", "# " + setting.help, ("#" + example).rstrip()]
+        setting_line = "#" + example
+        lines += ["", "# " + setting.help, setting_line.rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -7464,7 +7557,7 @@ def luanti_number_reader(high, kind=int):
 
     The function raises ValueError if the text is not such a number, or has more than
     LUANTI_NUMBER_CHARACTERS."""
-    read_number_of_any_length = read_number(0, high, kind)
+    read_number_of_any_length = number_reader(0, high, kind)
 
     def read(text):
         if len(text) > LUANTI_NUMBER_CHARACTERS:
@@ -9119,7 +9212,7 @@ def render_contacts(contacts, game):
     """Return hints on how to get servers of a game into the list; if `game` is "", of all games.
 
     `contacts` has (game, reader, line) tuples: `reader` says whom the hint is for, such as "AIO
-    servers", and `line` is the line that belongs into their settings."""
+    servers", and `line` is the line that belongs in their settings."""
     hints = []
     for contact_game, reader, line in contacts:
         if game in ("", contact_game):
@@ -10315,7 +10408,7 @@ def query_number(request, name, low, high):
     if not text:
         return 0
     try:
-        return read_number(low, high)(text)
+        return number_reader(low, high)(text)
     except ValueError as error:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
@@ -10628,7 +10721,7 @@ def get_list(web, request):
 class Contact(NamedTuple):
     """A line that somebody who runs a game server can copy, to have the server listed here.
 
-    It belongs into the settings of the game server, or is a command to run beside it."""
+    It belongs in the settings of the game server, or is a command to run beside it."""
 
     reader: str                         # whom the line is for, and the file in which it belongs
     line: str                           # a %-template with the values host, port, game and page
@@ -13037,7 +13130,7 @@ class MasterLogs:
     log_name = b""
     logs_begun = 0                      # logs that this process has begun; part of their names
     log_records = 0                     # records in the current log
-    appended_bytes = 0                  # bytes of the records after the whole list that begins a log
+    appended_bytes = 0                  # bytes that were appended after the whole list of a new log
 
     def __init__(self, engine: EngineAddress, prefix: str, name: str, tally: Tally):
         """`prefix`: the text that all keys begin with; `name`: this master's name; `tally`: counts
@@ -14486,7 +14579,7 @@ class Announcement:
             dialect = "text" if fields.get("name") else "framed"
         # 65535 is no game's port here, because SubSpace needs the port above it too. The number may
         # be given as text
-        game_port = read_number(1, 65534)(str(port))
+        game_port = number_reader(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
             name="%s server" % GAME_TITLES.get(game, game))
@@ -15874,7 +15967,7 @@ def export_arguments(parser):
     add("--output", metavar="FILE", default="servers.xml", help="the file to write (servers.xml)")
     add("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),
         help="upload it there; see above for the password")
-    add("--every", metavar="SECONDS", type=argument(read_number(1, 86400, float)),
+    add("--every", metavar="SECONDS", type=argument(number_reader(1, 86400, float)),
         help="repeat, with this long a pause")
 
 

@@ -354,10 +354,10 @@ class SettingsTest(unittest.TestCase):
 
     def test_errors_name_file_key_and_nearest(self):
         for ini, words in (
-                ("[icebal]\nport = 1\n", "[icebal] is no section; did you mean iceball"),
-                ("[DEFAULT]\nport = 1\n", "[DEFAULT] is no section"),
+                ("[icebal]\nport = 1\n", "[icebal] is not a section; did you mean iceball"),
+                ("[DEFAULT]\nport = 1\n", "[DEFAULT] is not a section"),
                 ("[iceball]\nprot = 1\n", "[iceball] has no key prot; did you mean port"),
-                ("[aio]\nxyzzy = 1\n", "there are news, news_file, port"),
+                ("[aio]\nxyzzy = 1\n", "expected one of news, news_file, port"),
                 ("[iceball]\nport = many\n", "[iceball] port = many: expected a number"),
                 ("[iceball]\nport = 65535\n", "from 0 to 65534"),
                 ("[limits]\ndatagrams = 0/10\n", "from 0.01 to 1000000"),
@@ -367,11 +367,11 @@ class SettingsTest(unittest.TestCase):
                 ("[bans]\n1.2.3.4/33 = x\n", "expected an IPv4 or IPv6 network"),
                 ("[server]\nrefuse_names = (\n", "mistake at character 1"),
                 ("[server]\nrefuse_names = a{99999999999}\n", "this one is too large"),
-                ("[server]\ndatabase = a\0b\n", "a NUL is no text"),
+                ("[server]\ndatabase = a\0b\n", "a NUL character is not allowed"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
                 ("[games]\naio = A\n", "the id aio is taken"),
                 ("[quake3]\ntags = Warsow\n", "tags = Warsow: expected TAG = GAME"),
-                ("port = 1\n", "no section headers"),
+                ("port = 1\n", "no section header"),
                 ("[bans]\n192.0.2.1\n", "line 2"),
                 ("[subspace]\nzones =\n192.0.2.1:5\n", "an indented line that continues"),
                 ("[http]\ntitle = T\n\n  [limits]\n  servers = 5\n", "expected one line"),
@@ -452,9 +452,9 @@ class SettingsTest(unittest.TestCase):
                     ("redis = redis://:TOKEN@h", "[cluster]"),
                     ("url = https://h.example", "[http]")):
                 error = self.refused("[%s]\n%s\n  %s\n" % (section, above, line))
-                self.assertIn("some.ini: [%s] %s: the line %s = … stands below" % (
+                self.assertIn("some.ini: [%s] %s: the line %s = … below this value" % (
                     section, above.partition(" =")[0], line.partition("=")[0].strip()), error)
-                self.assertIn("probably belongs into " + belongs, error)
+                self.assertIn("probably belongs in " + belongs, error)
         for text in ("Hello\n  see https://h.example/a=b", "a = b\n  c = d",
                      'x\n  <a href="https://h.example/">', "x\n  a = one two three://"):
             self.assertEqual(self.refused("[http]\nintro = %s\n" % text), "", text)
@@ -485,8 +485,8 @@ class SettingsTest(unittest.TestCase):
         settings = self.load("[aio]\ndialects = text\nport = 5\n", "aio.text_greeting_after=1")
         self.assertEqual((settings["aio.port"], settings.given), (5, {"aio.port"}))
         first, second = settings.warnings
-        self.assertIn("some.ini: [aio] dialects is no setting any more; it has no effect", first)
-        self.assertIn("--set: [aio] text_greeting_after is no setting any more", second)
+        self.assertIn("some.ini: [aio] dialects is no longer a setting and has no effect", first)
+        self.assertIn("--set: [aio] text_greeting_after is no longer a setting", second)
 
     def test_lines_added_at_the_end(self):
         settings = self.load("\ufeff" + ms.config_text() + "[http]\ntitle = Ours\n[games]\na = A\n"
@@ -511,7 +511,7 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual((settings["iceball.port"], settings["http.ports"], settings["official"]),
                          (None, (0,), {("1.2.3.4", 5): True}))
         for wrong, words in (
-                ("iceball.port", "expected section.key=value"), ("port=1", r"\[port\] is no sect"),
+                ("iceball.port", "expected section.key=value"), ("port=1", r"\[port\] is not a"),
                 ("iceball.prot=1", "did you mean port"), ("http.title=\udcff", "surrogate")):
             with self.assertRaisesRegex(ms.SettingsError, "--set.*" + words):
                 self.load("", wrong)
